@@ -1,0 +1,106 @@
+"""Which sample stands at which position: pure arithmetic of (seed, epoch, position), with no state to save.
+
+The permutation is a four-round Feistel network over the next power of four above n with cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the round function is splitmix64's finaliser.
+Augmentation draws are a hash of (seed, epoch, sample, draw), so they depend on no worker and no stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from surefoot.core.errors import DataError
+
+LARGEST = 2**40
+ROUNDS = 4
+_MASK64 = (1 << 64) - 1
+
+
+def mix(value: int) -> int:
+    """splitmix64's finaliser on one Python integer (Steele, Lea and Flood, 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def derive(*parts: int) -> int:
+    """One 64-bit key out of several integers; the order of the parts matters."""
+    key = 0
+    for part in parts:
+        key = mix(key ^ (part & _MASK64))
+    return key
+
+
+def _mix_array(values: np.ndarray) -> np.ndarray:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class Permutation:
+    """A seekable permutation of 0..n-1: any position is looked up in O(1), a whole batch at once."""
+
+    def __init__(self, n: int, key: int) -> None:
+        if not 1 <= n <= LARGEST:
+            raise DataError(f"a source of {n} samples cannot be ordered", hint=f"use 1 to {LARGEST} samples")
+        self.n = n
+        half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+        self._shift = np.uint64(half_bits)
+        self._mask = np.uint64((1 << half_bits) - 1)
+        self._round_keys = [np.uint64(derive(key, round_number)) for round_number in range(ROUNDS)]
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """The samples (int64) that stand at `positions` (int64 in [0, n)), same shape."""
+        values = self._encrypt(positions.astype(np.uint64))
+        outside = values >= self.n
+        while outside.any():  # cycle walking: the domain is under four times n, so few rounds are expected
+            values[outside] = self._encrypt(values[outside])
+            outside = values >= self.n
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        left, right = values >> self._shift, values & self._mask
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix_array(right ^ key) & self._mask)
+        return (left << self._shift) | right
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a whole run: every epoch its own permutation of `n` samples, or 0..n-1 when not shuffled."""
+
+    n: int
+    seed: int
+    shuffle: bool = True
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The samples at positions start..stop-1 of `epoch`, int64."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return Permutation(self.n, derive(self.seed, 1, epoch))(positions) if self.shuffle else positions
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Random draws for one batch that depend on (seed, epoch, sample) alone: the same pixels for any worker, rank or restart."""
+
+    seed: int
+    epoch: int
+    ids: np.ndarray
+
+    def _bits(self, draws: int, stream: int) -> np.ndarray:
+        base = _mix_array(self.ids.astype(np.uint64) ^ np.uint64(derive(self.seed, 2, self.epoch, stream)))
+        return _mix_array(base[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95))
+
+    def uniform(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
+        """Numbers in [0, 1), float32, shape (batch, draws). Another `stream` gives independent numbers."""
+        return torch.from_numpy((self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
+
+    def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
+        """Whole numbers in [low, high), int64, shape (batch, draws); the bias is under (high - low) / 2**32."""
+        wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
+        return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low)

@@ -1,0 +1,207 @@
+"""What the user writes: a task, its source, its loss, its updates, its metrics; and the one place that loads it by name.
+
+Nothing here imports torch when imported. Optional parts of a task are looked up once, in `resolve`; absent is None.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from surefoot.core.errors import TaskError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+
+Batch = Any
+Output = Any
+Guarantee = Literal["proven", "replayed", "none"]
+SHOULD_HAVE = ("model", "data", "forward", "loss")
+MAY_HAVE = (
+    "augment", "counts", "metrics", "blocks", "tensor_plan", "parameter_groups", "optimizer", "schedule", "state", "updates",
+)  # fmt: skip
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Samples by number: knows how to read any of them, never the order in which they come."""
+
+    guarantee: Guarantee
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, ids: np.ndarray) -> Batch:
+        """The batch of the samples `ids` (int64, shape (batch,)), in that order."""
+        ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of a loss: `total` is the *sum* over `count` items; the step divides it by the count of the whole global batch.
+
+    `total` is a scalar tensor that carries a gradient, `count` an int (or a scalar tensor), `weight` multiplies the term's mean.
+    """
+
+    name: str
+    total: Tensor
+    count: int | Tensor
+    weight: float = 1.0
+
+
+class Loss:
+    """A sum of terms, each a total with its own count. `additive=False` marks one that may not be split over microbatches."""
+
+    __slots__ = ("additive", "terms")
+
+    def __init__(self, *terms: Term, additive: bool = True) -> None:
+        self.terms = terms
+        self.additive = additive
+
+    @classmethod
+    def sum(cls, total: Tensor, count: int | Tensor, *, name: str = "loss", additive: bool = True) -> Loss:
+        """A loss of one term: `total` summed over `count` items, as `cross_entropy(..., reduction="sum")` gives it."""
+        return cls(Term(name, total, count), additive=additive)
+
+    def __repr__(self) -> str:
+        return f"Loss({', '.join(map(repr, self.terms))}, additive={self.additive})"
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimiser update of a step: what it minimises, over which parameters, every how many steps.
+
+    `loss(model, batch) -> Loss`; `optimizer` None means that the spec's optimiser is built over `parameters`.
+    """
+
+    name: str
+    loss: Callable[[Any, Batch], Loss]
+    parameters: Iterable[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None = None
+    every: int = 1
+
+
+class Metric(Protocol):
+    """A partial result of one batch that merges with others: totals and counts, never means."""
+
+    better: Literal["higher", "lower"]
+
+    def merge(self, other: Any) -> Metric: ...
+
+    def value(self) -> float | None:
+        """The value over all that was merged, None if nothing was."""
+        ...
+
+
+class Task(Protocol):
+    """The four methods a task must have. Optional ones: see `Resolved`."""
+
+    def model(self) -> nn.Module: ...
+
+    def data(self, split: str) -> Source: ...
+
+    def forward(self, model: Any, batch: Batch) -> Output: ...
+
+    def loss(self, output: Output, batch: Batch) -> Loss: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A task with each optional part looked up once; what the task does not have is None."""
+
+    task: Task
+    name: str
+    importable: str | None
+    unit: str
+    augment: Callable[[Batch, Any], Batch] | None
+    counts: Callable[[Batch], Mapping[str, int] | int] | None
+    metrics: Callable[[Output, Batch], Mapping[str, Metric]] | None
+    blocks: Callable[[Any], Sequence[Any]] | None
+    tensor_plan: Callable[[Any], Any] | None
+    parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None
+    optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None
+    schedule: Callable[[int, int], float] | None
+    state: Callable[[], Mapping[str, Any]] | None
+    updates: Callable[[Any], Sequence[Update]] | None
+
+
+def resolve(task: Task, importable: str | None = None) -> Resolved:
+    """Look every optional part of `task` up, once.
+
+    Raises TaskError when one of model, data, forward, loss is missing, or a part is not callable.
+    """
+    kind = type(task).__name__
+    if isinstance(task, type):
+        raise TaskError(f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()")
+    missing = [part for part in SHOULD_HAVE if not callable(getattr(task, part, None))]
+    if "forward" in missing and "loss" in missing and callable(getattr(task, "updates", None)):
+        missing = [part for part in missing if part not in ("forward", "loss")]
+    if missing:
+        raise TaskError(
+            f"task {kind} has no method {', '.join(missing)}",
+            hint="a task has model(), data(split), forward(model, batch) and loss(output, batch)",
+        )
+    parts = {part: getattr(task, part, None) for part in MAY_HAVE}
+    bad = [part for part, value in parts.items() if value is not None and not callable(value)]
+    if bad:
+        raise TaskError(f"task {kind}: {', '.join(bad)} is not a method", hint="rename it, or make it a method")
+    return Resolved(task=task, name=kind.lower(), importable=importable, unit=getattr(task, "unit", "samples"), **parts)
+
+
+def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
+    """Import the class that `use` names and build it: a built-in's name, `file.py:Class` or `package.module:Class`.
+
+    Raises TaskError when it cannot be found or built; the user's own exception is chained.
+    """
+    module_name, _, class_name = use.partition(":")
+    try:
+        if not class_name:
+            module = importlib.import_module(f"surefoot.tasks.{use}")
+            class_name = module.__all__[0]
+        elif module_name.endswith(".py"):
+            module = _import_file(Path(module_name))
+        else:
+            module = importlib.import_module(module_name)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"task {use!r} does not import: {type(error).__name__}: {error}", hint="run it with --traceback to see where"
+        ) from error
+    made = getattr(module, class_name, None)
+    if made is None:
+        raise TaskError(f"{module_name} has no {class_name}", hint=f"it has: {', '.join(_classes(module)) or 'no class'}")
+    try:
+        task = made(**parameters)
+    except (TypeError, ValueError) as error:
+        raise TaskError(f"task {use} cannot be built: {error}", hint="its parameters are the keys of [task]") from error
+    return resolve(task, importable=use)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
+    name = f"surefoot_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _classes(module: Any) -> list[str]:
+    return sorted(name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__)

@@ -1,0 +1,104 @@
+"""Every exception of surefoot; each says what was given, what is allowed and what to do.
+
+    SurefootError                   base; never raised itself
+    |-- InputError            2     found before any work: nothing was written
+    |   |-- SpecError               a run specification: file, line, nearest right name
+    |   |-- TaskError               a task that cannot be found, lacks a method or breaks the contract
+    |   |-- DataError               data that is missing, truncated or of another format
+    |   |-- RunFolderError          a folder that is no run, or the run of another spec
+    |   `-- MissingExtra            an optional package that is not installed
+    `-- RunError                    the run began and could not go on; an Ended event holds the cause
+        |-- UserCodeError     3     the user's own code raised
+        |-- NumbersError      4     non-finite or diverged numbers
+        |-- StorageError      5     the run folder can no longer be written
+        `-- BadRecordError    6     a record could not be read
+
+The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_VERDICT_FAILS = 1
+EXIT_INTERNAL = 70
+EXIT_INTERRUPTED = 130
+
+
+class SurefootError(Exception):
+    """The base of the tree: a message, a hint that says what to do, and the exit code of the process."""
+
+    exit_code = EXIT_INTERNAL
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class InputError(SurefootError):
+    """What was given cannot be run; nothing was written."""
+
+    exit_code = 2
+
+
+class SpecError(InputError):
+    """A run specification that is wrong; `where` is `file:line` or the flag that gave the value."""
+
+    def __init__(self, message: str, *, hint: str | None = None, where: str | None = None) -> None:
+        super().__init__(message if where is None else f"{where}: {message}", hint=hint)
+        self.where = where
+
+
+class TaskError(InputError):
+    """A task that cannot be found, lacks a method, or breaks the contract."""
+
+
+class DataError(InputError):
+    """Data that is missing, truncated, or of another format."""
+
+
+class RunFolderError(InputError):
+    """A folder that is no run, the run of another spec, or one that another process writes."""
+
+
+class MissingExtra(InputError):
+    """An optional package that is not installed; names the extra that brings it."""
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package}, which is not installed",
+            hint=f"pip install 'surefoot[{extra}]'",
+        )
+        self.package = package
+        self.extra = extra
+
+
+class RunError(SurefootError):
+    """The run began and could not go on."""
+
+
+class UserCodeError(RunError):
+    """The user's own code raised; the message shows the user's own frame, the cause is chained."""
+
+    exit_code = 3
+
+
+class NumbersError(RunError):
+    """Loss, gradients or weights became non-finite, or the loss diverged."""
+
+    exit_code = 4
+
+
+class StorageError(RunError):
+    """The run folder can no longer be written."""
+
+    exit_code = 5
+
+
+class BadRecordError(RunError):
+    """A record could not be read while the run went on."""
+
+    exit_code = 6
