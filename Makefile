@@ -1,0 +1,39 @@
+# Each target sets .venv up first; a second time that only looks. PYTHON=... names an interpreter, DATA=... the folder of data sets.
+DATA ?= ../shared/data
+BENCH ?= *
+export DATA PYTHON
+
+# `python -m`, not the scripts beside it: their first line cannot hold a path with spaces
+PY := .venv/bin/python
+
+.PHONY: help demo test test-faults lint bench
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo         train a model on real data and print its score'
+	@echo 'make test         the tests (TESTS=... to choose, DATA=... for the data sets)'
+	@echo 'make lint         style and types'
+	@echo 'make test-faults  the large fault counts and the long runs'
+	@echo 'make bench        every benchmark, or BENCH=name for one'
+
+demo:
+	@.ci/setup demo
+	@$(PY) -m surefoot train digits
+
+test:
+	@.ci/setup dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q $(TESTS)
+
+test-faults:
+	@.ci/setup dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "faults or slow" $(TESTS)
+
+lint:
+	@.ci/setup dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench:
+	@.ci/setup bench
+	@set -e; for script in benchmarks/$(BENCH)/run.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(PY) "$$script"; done
