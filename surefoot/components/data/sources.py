@@ -86,6 +86,7 @@ class Tokens:
             raise DataError(f"a window of {length} tokens is none", hint="use a length of 1 or more")
         self._window = torch.arange(length + 1)
         self._length = length
+        self.tokens_per_sample = length
         self.digest = hashlib.sha256(self._ids.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
     def __len__(self) -> int:

@@ -1,0 +1,15 @@
+"""Metrics: partial results that merge."""
+
+from surefoot.components.metrics.partial import (
+    BitsPerByte,
+    FromTorchmetrics,
+    Mean,
+    Perplexity,
+    accuracy,
+    bits_per_byte,
+    mean_of,
+    perplexity,
+    top_k,
+)
+
+__all__ = ["BitsPerByte", "FromTorchmetrics", "Mean", "Perplexity", "accuracy", "bits_per_byte", "mean_of", "perplexity", "top_k"]

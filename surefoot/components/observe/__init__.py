@@ -1,0 +1,8 @@
+"""Observe: the meter, and the sinks that read the event stream."""
+
+from surefoot.components.observe.console import Console, final_table
+from surefoot.components.observe.journal import Journal
+from surefoot.components.observe.meter import Meter, Summary, peak_resident_bytes
+from surefoot.components.observe.tensorboard import TensorBoard
+
+__all__ = ["Console", "Journal", "Meter", "Summary", "TensorBoard", "final_table", "peak_resident_bytes"]

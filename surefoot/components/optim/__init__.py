@@ -1,0 +1,9 @@
+"""Optimisers: groups, the guarded fused update, Muon over filters, averages of weights."""
+
+from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.build import Built, build
+from surefoot.components.optim.groups import Named, build_groups, check_cover, find_trained, freeze
+from surefoot.components.optim.muon import FlatMuon
+from surefoot.components.optim.update import GuardedUpdate
+
+__all__ = ["Built", "FlatMuon", "GuardedUpdate", "Named", "WeightAverage", "build", "build_groups", "check_cover", "find_trained", "freeze"]

@@ -1,0 +1,36 @@
+"""surefoot trains any PyTorch model, from a laptop to a cluster, and proves what it claims."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PLACES = {
+    "Loss": "surefoot.contract.task",
+    "Metric": "surefoot.contract.task",
+    "Run": "surefoot.train.run",
+    "RunSpec": "surefoot.contract.spec",
+    "Source": "surefoot.contract.task",
+    "StepReport": "surefoot.contract.state",
+    "SurefootError": "surefoot.core.errors",
+    "Task": "surefoot.contract.task",
+    "Term": "surefoot.contract.task",
+    "Update": "surefoot.contract.task",
+    "attach": "surefoot.train.attach",
+    "load": "surefoot.train.load",
+    "read_spec": "surefoot.contract.spec_file",
+}
+__all__ = sorted(_PLACES)  # noqa: PLE0605 - one list, held by a law test
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, each imported when first used, so that `import surefoot` stays light."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'surefoot' has no attribute {name!r}")
+    module = importlib.import_module(_PLACES[name])
+    return getattr(module, "read" if name == "read_spec" else name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

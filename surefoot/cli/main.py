@@ -1,0 +1,76 @@
+"""The command line: verbs in groups, each imported by its own file only when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from surefoot.cli.look import compare, runs, show, spec
+from surefoot.cli.train import evaluate, init, predict, train
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, SurefootError
+
+app = typer.Typer(
+    name="surefoot", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Train any PyTorch model, and prove what it claims.",
+    epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
+    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted.",
+)  # fmt: skip
+
+TRAIN, LOOK = "Train", "Look"
+app.command(rich_help_panel=TRAIN)(init.init)
+app.command(rich_help_panel=TRAIN)(train.train)
+app.command(rich_help_panel=TRAIN)(evaluate.evaluate)
+app.command(rich_help_panel=TRAIN)(predict.predict)
+app.command(rich_help_panel=LOOK)(runs.runs)
+app.command(rich_help_panel=LOOK)(show.show)
+app.command(rich_help_panel=LOOK)(compare.compare)
+app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
+
+
+def main() -> None:
+    """Run a verb; an error is told in words, with its exit code, and shows a traceback only on `--traceback`."""
+    try:
+        code = app(standalone_mode=False)
+    except SurefootError as error:
+        _tell(error)
+        code = error.exit_code
+    except typer.Exit as leave:
+        code = leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 0
+    except Exception as error:
+        code = _tell_other(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _wants_traceback() -> bool:
+    return "--traceback" in sys.argv
+
+
+def _tell(error: SurefootError) -> None:
+    if _wants_traceback():
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+
+
+def _tell_other(error: Exception) -> int:
+    show_usage = getattr(error, "show", None)
+    if callable(show_usage):  # a usage error of the command line
+        show_usage(file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+    if _wants_traceback():
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"error: surefoot failed: {type(error).__name__}: {error}", file=sys.stderr)
+    print("hint: this is a fault of surefoot; run with --traceback and report it", file=sys.stderr)
+    return EXIT_INTERNAL

@@ -1,0 +1,44 @@
+"""The flags that verbs share, written once; and how they become overrides of a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
+RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="the run folder  [default: a new one below runs/]")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="change one value of the spec; repeatable")]
+StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="train.length in steps")]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed")]
+DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
+TracebackOption = Annotated[bool, typer.Option("--traceback", help="show where an error was raised")]
+StepOption = Annotated[str, typer.Option("--step", metavar="STEP", help="best, last, or a number")]
+SplitOption = Annotated[str | None, typer.Option("--split", metavar="NAME", help="the split  [default: evaluate.split]")]
+
+
+def overrides(
+    set_: list[str] | None, *, steps: int | None = None, seed: int | None = None, data: str | None = None
+) -> list[tuple[str, Any, str]]:
+    """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set."""
+    from surefoot.contract.spec_file import parse_set
+
+    found = [parse_set(text) for text in set_ or []]
+    if steps is not None:
+        found.append(("train.length", f"{steps} steps", "--steps"))
+    if seed is not None:
+        found.append(("train.seed", seed, "--seed"))
+    if data is not None:
+        found.append(("data.folder", data, "--data"))
+    return found
+
+
+def print_json(row: dict[str, Any]) -> None:
+    """One JSON object on standard output, with the version of its form."""
+    import json
+
+    print(json.dumps({"version": 1, **row}, allow_nan=False, default=str))

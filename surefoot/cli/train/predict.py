@@ -1,0 +1,30 @@
+"""`surefoot predict`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgument, SplitOption, StepOption, TracebackOption
+
+
+def predict(
+    run: RunArgument, split: SplitOption = None, step: StepOption = "best",
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="a .safetensors or .npz file  [default: RUN/predictions-SPLIT.safetensors]")
+    ] = None,
+    data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Write the task's outputs for every sample of a split, in order, to a file."""
+    from surefoot.train.look_back import predict_run
+
+    path, shapes, used = predict_run(run, step, split, data, output)
+    if json:
+        options.print_json({"run": str(run), "step": used, "file": str(path), "shapes": shapes})
+        return
+    print(path)
+    for name, shape in shapes.items():
+        print(f"  {name}  {tuple(shape)}")

@@ -1,0 +1,149 @@
+"""The weights of a step as safetensors under a manifest. A step folder exists only when it is whole.
+
+Draft folder, write, fsync, manifest, fsync, rename, fsync of the parent; nothing is ever changed after the rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from surefoot.contract import manifest as manifests
+from surefoot.contract.manifest import Entry, Manifest
+from surefoot.core.errors import RunFolderError, StorageError
+
+WEIGHTS = "model.safetensors"
+
+
+def commit(
+    run: Path, step: int, model: nn.Module, *, generation: int, spec_id: str, environment: Mapping[str, str], score: Mapping[str, Any] | None = None
+) -> int:
+    """Commit the model's weights and buffers as step `step` of `run`; gives the bytes written.
+
+    Tied tensors are stored once. Raises StorageError; what was committed before stays as it is.
+    """
+    final = manifests.step_folder(run, step)
+    draft = final.with_name(f".draft-{final.name}")
+    try:
+        if final.exists():
+            return 0
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True, mode=0o700)
+        payload = save(_stored(model), metadata={"format": "pt"})
+        _write_synced(draft / WEIGHTS, payload)
+        entry = Entry(name=WEIGHTS, num_bytes=len(payload), sha256=hashlib.sha256(payload).hexdigest())
+        made = Manifest(step=step, generation=generation, spec_id=spec_id, files=(entry,), environment=environment, score=score)
+        _write_synced(draft / manifests.FILE, made.as_text().encode())
+        _sync_folder(draft)
+        draft.rename(final)
+        _sync_folder(final.parent)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise StorageError(f"step {step} could not be saved in {run}: {error.strerror}", hint="free some space") from error
+    return len(payload)
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with shared storage stored once, contiguous, on the host."""
+    seen: set[tuple[int, int, tuple[int, ...]]] = set()
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            continue
+        key = (tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+        if key in seen and tensor.numel():
+            continue
+        seen.add(key)
+        stored[name] = tensor.detach().cpu().contiguous().clone()
+    return stored
+
+
+def _write_synced(path: Path, payload: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def retain(run: Path, *, keep: int, best: int | None) -> list[int]:
+    """Delete all but the newest `keep` commits and the best; gives the steps deleted. Foreign names are never touched."""
+    steps = manifests.steps(run)
+    gone = [step for step in steps[:-keep] if step != best]
+    for step in gone:
+        folder = manifests.step_folder(run, step)
+        try:
+            hidden = folder.with_name(f".gone-{folder.name}")
+            folder.rename(hidden)
+            shutil.rmtree(hidden)
+        except OSError:
+            continue  # a folder that cannot be deleted harms nothing; the next commit tries again
+    return gone
+
+
+def find_step(run: Path, step: int | str) -> int:
+    """The step that `step` names: a number, "last", or "best" by the scores in the manifests. Raises RunFolderError."""
+    steps = manifests.steps(run)
+    if not steps:
+        raise RunFolderError(f"{run} holds no saved weights", hint="they are saved at evaluations and at the end of a run")
+    if step == "last":
+        return steps[-1]
+    if step == "best":
+        return _best(run, steps)
+    if step in steps:
+        return int(step)
+    raise RunFolderError(f"{run} holds no step {step}", hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"')
+
+
+def _best(run: Path, steps: list[int]) -> int:
+    scored = []
+    for step in steps:
+        score = manifests.read(manifests.step_folder(run, step)).score
+        value = None if score is None else score.get("value")
+        if isinstance(value, int | float) and score is not None:
+            scored.append((value if score.get("better") == "higher" else -value, step))
+    return max(scored, key=lambda pair: (pair[0], -pair[1]))[1] if scored else steps[-1]
+
+
+def load_into(model: nn.Module, run: Path, step: int) -> Manifest:
+    """Check every digest of a commit, then copy its tensors into `model`.
+
+    Raises RunFolderError when a file is damaged, or names and shapes are not the model's.
+    """
+    folder = manifests.step_folder(run, step)
+    manifest = manifests.check(folder)
+    stored = load_file(folder / WEIGHTS)
+    own = model.state_dict()
+    tied = _tied_names(own, stored)
+    missing = [name for name in own if name not in stored and name not in tied]
+    unexpected = [name for name in stored if name not in own]
+    reshaped = [name for name in stored if name in own and own[name].shape != stored[name].shape]
+    if missing or unexpected or reshaped:
+        raise RunFolderError(
+            f"the weights of {folder} do not fit the model: missing {missing}, unexpected {unexpected}, reshaped {reshaped}",
+            hint="build the model with the parameters that the run had",
+        )
+    with torch.no_grad():
+        for name, tensor in stored.items():
+            own[name].copy_(tensor)
+    return manifest
+
+
+def _tied_names(own: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> set[str]:
+    pointers = {own[name].data_ptr() for name in stored if name in own}
+    return {name for name, tensor in own.items() if name not in stored and tensor.data_ptr() in pointers}

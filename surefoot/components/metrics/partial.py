@@ -1,0 +1,117 @@
+"""Metrics as partial results that merge: totals and counts on the device, divided once when read.
+
+`accuracy(...).merge(accuracy(...)).value()` is exact for any split into batches, ranks or microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import MissingExtra, TaskError
+
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """total / count."""
+
+    total: Tensor | float
+    count: Tensor | float
+    better: Better = "higher"
+    unit: str = ""
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(self.total + other.total, self.count + other.count, self.better, self.unit)
+
+    def value(self) -> float | None:
+        count = float(self.count)
+        return float(self.total) / count if count else None
+
+
+class Perplexity(Mean):
+    """exp(total nats / count): of the whole, not the mean over batches."""
+
+    def value(self) -> float | None:
+        mean = super().value()
+        return None if mean is None else math.exp(mean) if mean < 700 else math.inf
+
+
+class BitsPerByte(Mean):
+    """total nats / (count of bytes * ln 2)."""
+
+    def value(self) -> float | None:
+        mean = super().value()
+        return None if mean is None else mean / math.log(2)
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Mean:
+    """The share of samples whose largest logit (B, C) is at its label (B,), or (B, T, C) against (B, T); labels of -100 are left out."""
+    return top_k(logits, labels, 1)
+
+
+def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
+    """The share of samples whose label is among the `k` largest logits; raises TaskError when there are fewer classes than k."""
+    if not 1 <= k <= logits.shape[-1]:
+        raise TaskError(f"top-{k} of {logits.shape[-1]} classes", hint=f"use a k from 1 to {logits.shape[-1]}")
+    counted = labels != -100
+    chosen = logits.argmax(-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1).indices
+    hits = ((chosen == labels.unsqueeze(-1)).any(-1) & counted).sum()
+    return Mean(hits, counted.sum(), unit="%")
+
+
+def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
+    """exp(total over count) of a summed negative log-likelihood in nats."""
+    return Perplexity(_held(total_nats), count, better="lower")
+
+
+def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerByte:
+    """Bits per byte of a summed negative log-likelihood in nats over `count` bytes."""
+    return BitsPerByte(_held(total_nats), count, better="lower")
+
+
+def mean_of(total: Tensor | float, count: Tensor | float, *, better: Better = "lower") -> Mean:
+    """Any mean, as its total and its count."""
+    return Mean(_held(total), count, better=better)
+
+
+def _held(total: Tensor | float) -> Tensor | float:
+    return total.detach().double() if isinstance(total, Tensor) and total.device.type != "mps" else total
+
+
+class FromTorchmetrics:
+    """A torchmetrics metric as a mergeable partial: `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
+
+    Raises MissingExtra without torchmetrics. Its states must be of kinds torchmetrics can merge (`Metric.merge_state`).
+    """
+
+    def __init__(self, metric: Any, *, better: Better | None = None) -> None:
+        try:
+            import torchmetrics
+        except ImportError:
+            raise MissingExtra("torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics") from None
+        if not isinstance(metric, torchmetrics.Metric):
+            raise TaskError(f"{type(metric).__name__} is no torchmetrics metric", hint="give torchmetrics.F1Score(...) or the like")
+        self._metric = metric
+        higher = metric.higher_is_better
+        self.better: Better = better or ("lower" if higher is False else "higher")
+
+    def observe(self, *arguments: Tensor) -> FromTorchmetrics:
+        """A new partial that has seen just this batch."""
+        fresh = self._metric.clone()
+        fresh.reset()
+        fresh.update(*arguments)
+        return FromTorchmetrics(fresh, better=self.better)
+
+    def merge(self, other: FromTorchmetrics) -> FromTorchmetrics:
+        merged = self._metric.clone()
+        merged.merge_state(other._metric)
+        return FromTorchmetrics(merged, better=self.better)
+
+    def value(self) -> float | None:
+        return float(torch.as_tensor(self._metric.compute()))

@@ -1,0 +1,112 @@
+"""What a person sees while a run goes on: a progress bar at a terminal, plain lines elsewhere; and the table at its end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from surefoot.components.observe.meter import Summary
+from surefoot.core.units import format_bytes, format_number, format_percent, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINE_EVERY_S = 5.0  # plain lines: at most so often
+
+
+def format_score(name: str, value: float | None, unit: str = "") -> str:
+    """`accuracy 99.4 %`, `perplexity 164.2`."""
+    return f"{name} {format_percent(value) if unit == '%' else format_number(value)}"
+
+
+class Console:
+    """Talks to `stream` (stderr): nothing when quiet, a bar at a terminal, lines elsewhere."""
+
+    def __init__(self, *, total_steps: int | None, unit: str, quiet: bool = False, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._quiet, self._unit, self._total = quiet, unit, total_steps
+        self._bar: Progress | None = None
+        self._row: TaskID | None = None
+        self._score = ""
+        self._last_line_s = 0.0
+        self._started_s = time.monotonic()
+        if not quiet and self._stream.isatty():
+            self._start_bar()
+
+    def _start_bar(self) -> None:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.completed:>7,.0f}/{task.total:,.0f}" if self._total else "{task.completed:>7,.0f}"),
+            BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            console=RichConsole(file=self._stream), expand=True,
+        )  # fmt: skip
+        self._row = self._bar.add_task("starting", total=self._total)
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def step(self, summary: Summary) -> None:
+        """Show where the run is; called once a window."""
+        if self._quiet:
+            return
+        now_s = time.monotonic()
+        if self._bar is not None and self._row is not None:
+            self._bar.update(self._row, completed=summary.step, description=self._describe(summary))
+        elif now_s - self._last_line_s > LINE_EVERY_S:
+            self._last_line_s = now_s
+            total = f"/{self._total:,}" if self._total else ""
+            self.say(f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}")
+
+    def _describe(self, summary: Summary) -> str:
+        items = summary.items_per_s if self._unit != "samples" else summary.samples_per_s
+        parts = [f"loss {format_number(summary.loss)}", self._score, f"rate {format_number(summary.learning_rate)}", format_rate(items, self._unit)]
+        return "  ".join(part for part in parts if part)
+
+    def _left(self, step: int) -> str:
+        if not self._total or not step:
+            return ""
+        left_s = (time.monotonic() - self._started_s) / step * (self._total - step)
+        return f"  left {format_seconds(left_s)}"
+
+    def evaluated(self, step: int, epoch: float, name: str, value: float | None, unit: str, best: bool) -> None:
+        self._score = format_score(name, value, unit)
+        mark = "  (best so far)" if best else ""
+        self.say(f"step {step:,}  epoch {format_number(epoch)}  {self._score}{mark}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def final_table(rows: list[tuple[str, str]], title: str) -> str:
+    """The table at the end of a run, as text: aligned, without colour."""
+    width = max(len(name) for name, _ in rows)
+    body = "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return f"{title}\n{body}"
+
+
+def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of the final table out of an Ended event's summary."""
+    rows = [("score", format_score(summary["score"], summary["value"], summary.get("unit", "")))]
+    if summary.get("best_step") not in (None, summary["step"]):
+        rows.append(("best", f"{format_score(summary['score'], summary['best_value'], summary.get('unit', ''))} at step {summary['best_step']:,}"))
+    rows += [
+        ("steps", f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)"),
+        ("time", format_seconds(summary["elapsed_s"])),
+        ("throughput", format_rate(summary.get("samples_per_s"), "samples")),
+        ("peak memory", format_bytes(summary.get("peak_bytes"))),
+    ]
+    if summary.get("num_skipped"):
+        rows.append(("skipped steps", str(summary["num_skipped"])))
+    rows += [("ended", summary["cause"]), ("run folder", summary["folder"])]
+    return rows

@@ -1,0 +1,95 @@
+"""The meter: sums and counts over the steps of a window, read once when the window ends.
+
+| measure | formula | unit |
+| --- | --- | --- |
+| samples/s | samples consumed / wall seconds of the window | samples per second |
+| items/s (tokens/s, bytes/s) | loss counts / wall seconds of the window | items per second |
+| step time | wall seconds of the window / its steps | seconds |
+| steps/s | steps of the window / its wall seconds | steps per second |
+| waiting share | seconds waiting for data / wall seconds | share of 1 |
+| goodput | applied steps / steps | share of 1 |
+| model FLOPs utilisation | n/a: no peak is measured for this device yet | share of 1 |
+| scaling efficiency | n/a on one process | share of 1 |
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+
+from surefoot.contract.state import StepReport
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident size of this process so far, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What the steps of a window came to; a mean that has nothing to divide by is None."""
+
+    step: int
+    epoch: float
+    num_steps: int
+    num_applied: int
+    num_samples: int
+    num_items: float
+    loss: float | None
+    terms: dict[str, float | None] = field(default_factory=dict)
+    gradient_norm: float | None
+    learning_rate: float
+    elapsed_s: float
+    waiting_s: float
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.num_samples / self.elapsed_s if self.elapsed_s > 0 else None
+
+    @property
+    def items_per_s(self) -> float | None:
+        return self.num_items / self.elapsed_s if self.elapsed_s > 0 else None
+
+
+class Meter:
+    """Collects step reports; `take` reads them (the one place that waits for the device) and starts a new window."""
+
+    def __init__(self) -> None:
+        self._reports: list[StepReport] = []
+        self._since_s = time.perf_counter()
+
+    def add(self, report: StepReport) -> None:
+        self._reports.append(report)
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def restart_clock(self) -> None:
+        """Leave out what happened since the last step: evaluation and checkpoints are no part of a step's rate."""
+        self._since_s = time.perf_counter()
+
+    def take(self) -> Summary | None:
+        """The summary of the reports since the last call; None if there were none."""
+        reports, self._reports = self._reports, []
+        if not reports:
+            return None
+        sums: dict[str, tuple[float, float, float]] = {}
+        for report in reports:
+            for name, (total, count, weight) in report.totals.items():
+                old = sums.get(name, (0.0, 0.0, weight))
+                sums[name] = (old[0] + float(total), old[1] + float(count), weight)
+        terms = {name: total / count if count else None for name, (total, count, _) in sums.items()}
+        losses = [weight * total / count for total, count, weight in sums.values() if count]
+        now_s = time.perf_counter()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        last = reports[-1]
+        return Summary(
+            step=last.step, epoch=last.epoch, num_steps=len(reports), num_applied=sum(report.applied for report in reports),
+            num_samples=sum(report.num_samples for report in reports),
+            num_items=next((count for _, count, _ in sums.values()), 0.0), loss=sum(losses) if losses else None, terms=terms,
+            gradient_norm=last.gradient_norm, learning_rate=float(last.learning_rate), elapsed_s=elapsed_s,
+            waiting_s=sum(report.waiting_s for report in reports),
+        )  # fmt: skip

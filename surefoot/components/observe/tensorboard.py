@@ -1,0 +1,70 @@
+"""TensorBoard beside the events: a thin reader of the same records. Loaded late, so that a run starts without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+from surefoot.contract.events import Evaluated, Event, Step
+from surefoot.core.errors import MissingExtra
+
+FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not before the first steps are done
+
+
+class TensorBoard:
+    """Writes scalars of Step and Evaluated records below `folder`; `purge_step` cuts off what an earlier attempt wrote from there on.
+
+    `wanted` None means: when the extra is installed. Raises MissingExtra when it was asked for and is not.
+    """
+
+    def __init__(self, folder: Path, *, wanted: bool | None, purge_step: int | None = None) -> None:
+        installed = importlib.util.find_spec("tensorboard") is not None
+        if wanted and not installed:
+            raise MissingExtra("tensorboard", extra="tensorboard", needed_for="observe.tensorboard")
+        self._on = installed if wanted is None else wanted
+        self._folder, self._purge_step = folder, purge_step
+        self._waiting: list[Event] = []
+        self._writer: Any = None
+        self._since_s = time.monotonic()
+
+    def write(self, event: Event) -> None:
+        if not self._on or not isinstance(event, Step | Evaluated):
+            return
+        self._waiting.append(event)
+        if time.monotonic() - self._since_s > FIRST_WRITE_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._writer is None and self._waiting:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        for event in self._waiting:
+            for name, value, step in scalars(event):
+                self._writer.add_scalar(name, value, step, walltime=event.time_s)
+        self._waiting.clear()
+        self._since_s = time.monotonic()
+
+    def close(self) -> None:
+        if self._on:
+            self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def scalars(event: Event) -> list[tuple[str, float, int]]:
+    """(name, value, step) of each number of a record that is one."""
+    if isinstance(event, Step):
+        rows: dict[str, Any] = {
+            "train/loss": event.loss, "train/gradient_norm": event.gradient_norm, "train/samples_per_s": event.samples_per_s,
+            **{f"train/rate/{name}": rate for name, rate in event.learning_rates.items()},
+        }  # fmt: skip
+        if len(event.terms) > 1:
+            rows |= {f"train/loss/{name}": value for name, value in event.terms.items()}
+        return [(name, float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)]
+    if isinstance(event, Evaluated):
+        rows = {"loss": event.loss, **event.metrics}
+        return [(f"{event.split}/{name}", float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)]
+    return []

@@ -1,0 +1,115 @@
+"""The seam to torch's fused updates: Adam, AdamW and SGD in one pass that also divides by the count, clips, and skips.
+
+`torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_` are private. Where one is gone or does not fit, `public_step`
+goes through `optimizer.step()` with the same numbers; a test holds both against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+STATE = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum_buffer"}
+
+
+def supports(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` can be driven by the private kernels: one of the three, plain options, fused kernels present."""
+    if type(optimizer) not in (Adam, AdamW, SGD):
+        return False
+    name = "_fused_sgd_" if isinstance(optimizer, SGD) else "_fused_adamw_" if isinstance(optimizer, AdamW) else "_fused_adam_"
+    plain = all(
+        not group.get("amsgrad") and not group.get("maximize") and not group.get("differentiable") and not group.get("dampening")
+        for group in optimizer.param_groups
+    )
+    return plain and hasattr(torch, name) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def create_state(optimizer: Optimizer) -> None:
+    """Create the optimiser's state before the first step, as its first step would.
+
+    A fused SGD whose first step is skipped would otherwise keep an uninitialised momentum buffer: zeros give the same first update.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state:
+                continue
+            if isinstance(optimizer, SGD):
+                if group["momentum"]:
+                    state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                continue
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+class FusedGroup:
+    """One parameter group with its state as flat lists, ready for the kernel."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self.group = group
+        self._params: list[Tensor] = list(group["params"])
+        states = [optimizer.state[parameter] for parameter in self._params]
+        self._is_sgd = isinstance(optimizer, SGD)
+        self._steps: list[Tensor] = [] if self._is_sgd else [state["step"] for state in states]
+        self._first = [] if self._is_sgd else [state["exp_avg"] for state in states]
+        self._second = [] if self._is_sgd else [state["exp_avg_sq"] for state in states]
+        self._momentum = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
+        self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
+
+    def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Divide the gradients by `grad_scale` and update, unless `found_inf` is 1."""
+        grads = [parameter.grad for parameter in self._params]
+        if any(grad is None for grad in grads):
+            self._step_some([number for number, grad in enumerate(grads) if grad is not None], lr, grad_scale, found_inf)
+            return
+        self._call(self._params, grads, (self._steps, self._first, self._second, self._momentum), lr, grad_scale, found_inf)  # type: ignore[arg-type]
+
+    def _step_some(self, kept: Sequence[int], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        if not kept:
+            return
+        states = tuple([row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum))
+        params = [self._params[number] for number in kept]
+        self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc, arg-type]
+
+    def _call(
+        self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,
+        grad_scale: Tensor | None, found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
+        group, (steps, first, second, momentum) = self.group, states
+        if self._is_sgd:
+            torch._fused_sgd_(
+                params, grads, momentum, weight_decay=group["weight_decay"], momentum=group["momentum"], lr=lr,
+                dampening=0.0, nesterov=group["nesterov"], maximize=False, is_first_step=False,
+                grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+            return
+        torch._foreach_add_(steps, 1)
+        beta1, beta2 = group["betas"]
+        self._kernel(
+            params, grads, first, second, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+def norm_of(grads: Sequence[Tensor]) -> Tensor:
+    """The global 2-norm of the gradients as a scalar tensor."""
+    norms = torch._foreach_norm(list(grads))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply every gradient by `factor`, in place."""
+    torch._foreach_mul_(list(grads), factor)
+
+
+def clamp_gradients(grads: Sequence[Tensor], limit: float) -> None:
+    """Clamp every element into [-limit, limit], in place."""
+    torch._foreach_clamp_min_(list(grads), -limit)
+    torch._foreach_clamp_max_(list(grads), limit)

@@ -1,0 +1,111 @@
+"""Parameter groups: what decays, what has its own rate, what is frozen. Every trained parameter stands in exactly one group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from surefoot.core.errors import SpecError, TaskError
+
+
+@dataclass(frozen=True)
+class Named:
+    """One trained parameter with what decides its group. `kind`: matrix, embedding, head, norm or vector."""
+
+    name: str
+    parameter: nn.Parameter
+    kind: str
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Stop training every parameter whose name matches a pattern (shell style, `blocks.0.*`); gives their names.
+
+    Raises SpecError for a pattern that matches nothing.
+    """
+    named = dict(model.named_parameters())
+    _refuse_idle(patterns, named, "freeze")
+    frozen = [name for name in named if _matches(name, patterns)]
+    for name in frozen:
+        named[name].requires_grad_(False)
+    return frozen
+
+
+def find_trained(model: nn.Module) -> list[Named]:
+    """Every parameter that takes a gradient, tied ones once, with its kind."""
+    kinds: dict[int, str] = {}
+    head: nn.Module | None = None
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            head = module
+        for parameter in module.parameters(recurse=False):
+            kind = _kind(module, parameter)
+            if kinds.get(id(parameter)) not in ("embedding", "norm"):  # a tied head counts as the embedding
+                kinds[id(parameter)] = kind
+    if head is not None and kinds[id(head.weight)] == "matrix":
+        kinds[id(head.weight)] = "head"
+    return [Named(name, p, kinds[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "embedding"
+    if "norm" in type(module).__name__.lower():
+        return "norm"
+    return "vector" if parameter.ndim < 2 else "matrix"
+
+
+def build_groups(
+    trained: Sequence[Named], *, decay: float, no_decay: Sequence[str] = (), rates: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimiser: `params`, `names`, `weight_decay`, and `rate`, the multiplier of the learning rate.
+
+    Norms, biases and embeddings do not decay, nor what `no_decay` matches; the last matching pattern of `rates` wins.
+    Raises SpecError for a pattern that matches nothing.
+    """
+    rates = rates or {}
+    names = [each.name for each in trained]
+    _refuse_idle([*no_decay], names, "no_decay")
+    _refuse_idle([*rates], names, "rates")
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for each in trained:
+        exempt = each.kind in ("norm", "vector", "embedding") or _matches(each.name, no_decay)
+        rate = next((rates[pattern] for pattern in reversed(rates) if fnmatchcase(each.name, pattern)), 1.0)
+        key = (0.0 if exempt else decay, rate)
+        group = groups.setdefault(key, {"params": [], "names": [], "weight_decay": key[0], "rate": rate})
+        group["params"].append(each.parameter)
+        group["names"].append(each.name)
+    return list(groups.values())
+
+
+def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise TaskError when a trained parameter stands in no group or in two."""
+    seen: dict[int, int] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    named = [(name, id(p)) for name, p in model.named_parameters() if p.requires_grad]
+    twice = [name for name, key in named if seen.get(key, 0) > 1]
+    never = [name for name, key in named if key not in seen]
+    if twice:
+        raise TaskError(f"parameter {twice[0]} stands in two groups", hint="put each parameter into one group")
+    if never:
+        raise TaskError(
+            f"{len(never)} trained parameters stand in no group, the first is {never[0]}",
+            hint="add them to a group, or stop training them with optim.freeze",
+        )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _refuse_idle(patterns: Sequence[str], names: Iterable[str], key: str) -> None:
+    listed = list(names)
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in listed)]
+    if idle:
+        shown = ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
+        raise SpecError(f"optim.{key}: the pattern {idle[0]!r} matches no parameter", hint=f"the parameters are {shown}")

@@ -1,0 +1,144 @@
+"""The end of a step for one set of parameters: norm, guard, clip, and the optimiser's update, in as few passes as there can be.
+
+Where the device works synchronously (CPU) the decision is taken on the host. Where it does not, norm, decision, applied-step
+counter and learning rate stay tensors on the device and nobody waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from surefoot.components.optim import fused
+from surefoot.components.optim.muon import FlatMuon
+
+Curve = Callable[[int], float]
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+class GuardedUpdate:
+    """Applies optimisers to gradients that are sums, by the factor that makes them means, if they are finite.
+
+    `curve(applied_steps)` multiplies every group's rate, `momentum_curve` replaces its momentum (one-cycle).
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], *, clip: float = 0.0, clip_value: float | None = None, curve: Curve | None = None,
+        momentum_curve: Curve | None = None, total_steps: int | None = None, on_device: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.optimizers = list(optimizers)
+        self.groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
+        self._held = [_holders(each) for each in self.optimizers]
+        self.parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
+        self.applied_steps = 0
+        self._clip, self._clip_value = clip, clip_value
+        self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
+        self._base_rates = [float(group["lr"]) * group.get("rate", 1.0) for group in self.groups]
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        asynchronous = device.type != "cpu" if on_device is None else on_device
+        for each in self.optimizers:
+            if fused.supports(each):
+                fused.create_state(each)
+        self._fused = [[fused.FusedGroup(each, group) for group in each.param_groups] if fused.supports(each) else None for each in self.optimizers]
+        self._scale = torch.ones((), device=device)
+        self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
+        if self.on_device and total_steps is not None:
+            table = [self._curve(step) for step in range(total_steps + 1)]
+            self._table = torch.tensor(table, dtype=torch.float64, device=device)
+            self._applied = torch.zeros((), dtype=torch.int64, device=device)
+
+    def clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each group at the next update."""
+        if self.on_device:
+            self.applied_steps = int(self._applied)  # host wait
+        multiplier = self._curve(self.applied_steps)
+        return [base * multiplier for base in self._base_rates]
+
+    def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
+        """Update with the gradients times `factor`, clipped, unless their norm is not finite.
+
+        Returns the global norm before clipping (of the gradients times `factor`) and whether the update was applied.
+        """
+        grads = [grad for grad in (parameter.grad for parameter in self.parameters) if grad is not None]
+        if not grads:
+            return 0.0, False
+        raw = fused.norm_of(grads)
+        return self._on_device(raw, factor) if self.on_device else self._on_host(raw, float(factor), grads)
+
+    def _on_host(self, raw: Tensor, factor: float, grads: list[Tensor]) -> tuple[float, bool]:
+        norm = raw.item() * factor
+        if not math.isfinite(norm):
+            return norm, False
+        if self._clip and norm > self._clip - CLIP_EPS:
+            factor *= min(1.0, self._clip / (norm + CLIP_EPS))
+        if self._clip_value is not None:
+            fused.scale_gradients(grads, factor)
+            fused.clamp_gradients(grads, self._clip_value)
+            factor = 1.0
+        multiplier = self._curve(self.applied_steps)
+        momentum = self._momentum_curve(self.applied_steps) if self._momentum_curve is not None else None
+        for group, base in zip(self.groups, self._base_rates, strict=True):
+            group["lr"] = base * multiplier
+            if momentum is not None:
+                _set_momentum(group, momentum)
+        scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
+        for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
+            if groups is None:
+                self._plain(optimizer, held, factor)
+            else:
+                for each in groups:
+                    each.step(each.group["lr"], scale, None)
+        self.applied_steps += 1
+        return norm, True
+
+    def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
+        """An optimiser that cannot divide by itself: scale its gradients, then step."""
+        grads = [parameter.grad for parameter in held if parameter.grad is not None]
+        if grads and factor != 1.0:
+            fused.scale_gradients(grads, factor)
+        if isinstance(optimizer, FlatMuon):
+            optimizer.lend_gradients()
+        optimizer.step()
+
+    def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
+        norm = raw * factor
+        finite = torch.isfinite(norm)
+        shrink = (self._clip / (norm + CLIP_EPS)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
+        grad_scale = torch.where(finite, 1.0 / (shrink * factor), 1.0).float()
+        found_inf = (~finite).float()
+        if self._clip_value is not None:
+            grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            fused.scale_gradients(grads, 1.0 / grad_scale)
+            fused.clamp_gradients(grads, self._clip_value)
+            grad_scale = torch.ones_like(grad_scale)
+        multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
+        bases = iter(self._base_rates)
+        for groups in self._fused:
+            for each in groups or ():
+                each.step((multiplier * next(bases)).float(), grad_scale, found_inf)
+        self._applied += finite
+        return norm, finite
+
+
+def _holders(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors that receive the gradients: the optimiser's own, or the filters that a FlatMuon sees as matrices."""
+    if isinstance(optimizer, FlatMuon):
+        return optimizer.originals()
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _set_momentum(group: dict[str, Any], momentum: float) -> None:
+    if "betas" in group:
+        group["betas"] = (momentum, group["betas"][1])
+    elif "momentum" in group:
+        group["momentum"] = momentum

@@ -1,0 +1,90 @@
+"""The guard: counts skipped steps and losses out of all proportion, and ends a run that cannot come back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from surefoot.contract.spec import StabilityTable
+from surefoot.contract.state import StepReport
+from surefoot.core.errors import NumbersError
+
+DIVERGED_STEPS = 5
+MIN_REFERENCE = 1.0  # a first loss near zero is no scale to hold others against
+
+
+@dataclass(frozen=True)
+class GuardFault:
+    """One fault and what was done about it."""
+
+    step: int
+    fault: str
+    action: str
+    detail: str
+
+
+class Guard:
+    """Watches reports as they come, judges them when a window is read: on an asynchronous device nobody waits for a single step."""
+
+    def __init__(self, table: StabilityTable) -> None:
+        self._table = table
+        self._unread: list[StepReport] = []
+        self._applied_before = False
+        self._skips_in_row = 0
+        self._high_in_row = 0
+        self._first_loss: float | None = None
+        self._ending: NumbersError | None = None
+        self.num_skipped = 0
+
+    def watch(self, report: StepReport) -> None:
+        self._unread.append(report)
+
+    def judge(self, step: int) -> list[GuardFault]:
+        """Read what came since the last call; gives the faults."""
+        reports, self._unread = self._unread, []
+        return [fault for report in reports if (fault := self._judge(report)) is not None]
+
+    def _judge(self, report: StepReport) -> GuardFault | None:
+        loss = report.loss
+        if not report.applied:
+            return self._skipped(report, loss)
+        self._applied_before = True
+        self._skips_in_row = 0
+        if self._first_loss is None:
+            self._first_loss = max(abs(loss), MIN_REFERENCE)
+        high = abs(loss) > self._table.diverged * self._first_loss
+        self._high_in_row = self._high_in_row + 1 if high else 0
+        if self._high_in_row >= DIVERGED_STEPS and self._ending is None:
+            text = f"the loss is {loss:.4g}, over {self._table.diverged:g} times the first ({self._first_loss:.4g}), {DIVERGED_STEPS} steps in a row"
+            self._ending = NumbersError(f"step {report.step}: diverged: {text}", hint="lower optim.lr, or warm up longer")
+            return GuardFault(report.step, "diverged", "the run ends", text)
+        return None
+
+    def _skipped(self, report: StepReport, loss: float) -> GuardFault:
+        self.num_skipped += 1
+        self._skips_in_row += 1
+        what = "the loss" if not math.isfinite(loss) else "the gradient norm"
+        value = loss if not math.isfinite(loss) else report.gradient_norm
+        detail = f"{what} is {value}"
+        reason = None
+        if not self._applied_before:
+            reason = "before any update was applied"
+        elif self._table.nonfinite == "stop":
+            reason = 'and stability.nonfinite is "stop"'
+        elif self._skips_in_row >= self._table.max_skips:
+            reason = f"{self._skips_in_row} steps in a row"
+        if reason is None:
+            return GuardFault(report.step, "nonfinite", "the step was skipped, nothing moved", detail)
+        if self._ending is None:
+            self._ending = NumbersError(
+                f"step {report.step}: {detail}, {reason}", hint="look at the data and the model's output, or lower optim.lr"
+            )
+        return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
+
+    def storage_fault(self, step: int, detail: str) -> GuardFault:
+        return GuardFault(step, "storage", "this commit was given up, the run goes on", detail)
+
+    def raise_if_over(self, step: int) -> None:
+        """Raise NumbersError when the run cannot come back."""
+        if self._ending is not None:
+            raise self._ending

@@ -1,0 +1,192 @@
+"""What a run writes into `events.jsonl`: one JSON object a line, versioned, append-only, readable without torch.
+
+Every record has `v` (format version), `kind`, `generation` (which attempt at the run wrote it) and `time_s` (seconds since 1970).
+Units stand in the names. A reader tolerates a torn last line and keeps the newest generation of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from surefoot.core.errors import RunFolderError
+
+VERSION = 1
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What every record has."""
+
+    kind: ClassVar[str] = ""
+    generation: int
+    time_s: float
+
+    def as_line(self) -> str:
+        return json.dumps({"v": VERSION, "kind": self.kind, **_finite(asdict(self))}, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """A run, or another attempt at it, began."""
+
+    kind: ClassVar[str] = "started"
+    spec_id: str
+    spec: Mapping[str, Any]
+    task: str
+    code_digest: str
+    data: Mapping[str, str]
+    versions: Mapping[str, str]
+    machine: Mapping[str, Any]
+    place: Mapping[str, Any]
+    variables: Mapping[str, str]
+    command: tuple[str, ...]
+    commit: str | None
+    seed: int
+    num_parameters: int
+    total_steps: int | None
+    steps_per_epoch: int
+    first_step: int = 1
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Event):
+    """The steps since the record before, summed up at `step` (the last of them)."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: float
+    num_steps: int
+    loss: float | None
+    terms: Mapping[str, float | None]
+    gradient_norm: float | None
+    learning_rates: Mapping[str, float]
+    num_applied: int
+    num_samples: int
+    num_items: float
+    elapsed_s: float
+    waiting_s: float
+    samples_per_s: float | None
+    items_per_s: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """A split was evaluated with the weights after `step`."""
+
+    kind: ClassVar[str] = "evaluated"
+    step: int
+    split: str
+    num_samples: int
+    loss: float | None
+    metrics: Mapping[str, float | None]
+    score: str
+    better: str
+    best: bool
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event):
+    """The weights after `step` are on disk, synced and named by a manifest."""
+
+    kind: ClassVar[str] = "committed"
+    step: int
+    folder: str
+    num_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Event):
+    """Something went wrong, and what was done about it."""
+
+    kind: ClassVar[str] = "fault"
+    step: int
+    fault: str
+    rank: int
+    host: str
+    action: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(Event):
+    """The run ended: `outcome` is finished, stopped, interrupted or failed; `cause` says why in words."""
+
+    kind: ClassVar[str] = "ended"
+    step: int
+    outcome: str
+    cause: str
+    exit_code: int
+    elapsed_s: float
+    num_samples: int
+    samples_per_s: float | None
+    peak_bytes: int | None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+
+KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in (Started, Step, Evaluated, Committed, Fault, Ended)}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a number that is none is written as its name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def parse(line: str) -> Event | None:
+    """The event of one line; None for a kind this version does not know. Raises ValueError for a line that is no event."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or "kind" not in row:
+        raise ValueError("not an event")
+    if row.get("v", 0) > VERSION:
+        raise RunFolderError(f"the events are of format {row['v']}, newer than {VERSION}", hint="use a newer surefoot")
+    made: Callable[..., Event] | None = KINDS.get(row["kind"])
+    if made is None:
+        return None
+    known = {each.name for each in fields(KINDS[row["kind"]])}
+    try:
+        return made(**{key: value for key, value in row.items() if key in known})
+    except TypeError as error:
+        raise ValueError(f"not an event: {error}") from None
+
+
+def read(folder: Path) -> Iterator[Event]:
+    """The events of a run in the order written; a torn last line is left out.
+
+    Raises RunFolderError when the folder holds no events or a line in the middle is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise RunFolderError(f"{folder} is no run: it holds no {FILE}", hint="surefoot runs lists the runs below a folder")
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                event = parse(line)
+            except ValueError:
+                if not line.endswith("\n"):
+                    return
+                raise RunFolderError(f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand") from None
+            if event is not None:
+                yield event
+
+
+def newest(events: Iterable[Event]) -> list[Event]:
+    """Of each step only what its newest generation wrote: an attempt that went back overrules what it repeats."""
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, Started):
+            kept = [old for old in kept if getattr(old, "step", 0) < event.first_step or isinstance(old, Fault | Ended)]
+        kept.append(event)
+    return kept

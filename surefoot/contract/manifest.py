@@ -1,0 +1,109 @@
+"""A commit's manifest: which files it holds, their sizes and SHA-256. Read, checked and written without torch.
+
+A commit exists only when its manifest does: `checkpoints/step-000000001234/manifest.json` is written last, inside a hidden draft
+folder that is renamed only after everything in it is synced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.core.errors import RunFolderError
+
+FORMAT = 1
+FILE = "manifest.json"
+FOLDER = "checkpoints"
+MAX_BYTES = 16 << 20
+STEP_FOLDER = re.compile(r"^step-(\d{12})$")
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One file of a commit."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a commit says of itself; `score` is the evaluation that chose it, if one did."""
+
+    step: int
+    generation: int
+    spec_id: str
+    files: tuple[Entry, ...]
+    environment: Mapping[str, str]
+    score: Mapping[str, Any] | None = None
+    format: int = FORMAT
+
+    def as_text(self) -> str:
+        """JSON with its own digest over everything else."""
+        row = asdict(self)
+        return json.dumps({**row, "sha256": _digest(row)}, indent=1, sort_keys=True) + "\n"
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / FOLDER / f"step-{step:012d}"
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of a run that have a folder with a manifest, ascending."""
+    folder = run / FOLDER
+    if not folder.is_dir():
+        return []
+    found = (STEP_FOLDER.match(path.name) for path in folder.iterdir() if (path / FILE).is_file())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a step folder, its own digest, names and types checked; raises RunFolderError that names the file."""
+    path = folder / FILE
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RunFolderError(f"{path} is larger than 16 MiB, which no manifest is")
+        row = json.loads(path.read_text(encoding="utf-8"))
+        stated = row.pop("sha256")
+        if row.get("format", 0) > FORMAT:
+            raise RunFolderError(f"{path} is of format {row['format']}, newer than {FORMAT}", hint="use a newer surefoot")
+        if stated != _digest(row):
+            raise RunFolderError(f"{path} is damaged: its digest does not match")
+        files = tuple(Entry(**entry) for entry in row.pop("files"))
+        made = Manifest(files=files, **row)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RunFolderError(f"{path} is no manifest") from None
+    bad = [entry.name for entry in files if not NAME.match(entry.name)]
+    if bad:
+        raise RunFolderError(f"{path} names the file {bad[0]!r}, which is no plain name")
+    return made
+
+
+def check(folder: Path) -> Manifest:
+    """Read the manifest and hold every file against its size and digest; raises RunFolderError that names the file."""
+    manifest = read(folder)
+    for entry in manifest.files:
+        path = folder / entry.name
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != entry.num_bytes:
+            raise RunFolderError(f"{path} is missing or not of {entry.num_bytes} bytes")
+        if file_sha256(path) != entry.sha256:
+            raise RunFolderError(f"{path} is damaged: its digest does not match")
+    return manifest
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

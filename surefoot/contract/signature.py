@@ -1,0 +1,189 @@
+"""The parameters of a task's constructor, read from its source without importing it; and the check of [task] against them."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.core.errors import SpecError, TaskError
+
+MAX_DEPTH = 8
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),),
+    "list": (list, tuple), "tuple": (list, tuple), "Sequence": (list, tuple), "dict": (dict,), "Mapping": (dict,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a task: its name, its annotation as an expression, its default as source text."""
+
+    name: str
+    annotation: ast.expr | None
+    default_text: str | None
+
+    @property
+    def has_default(self) -> bool:
+        return self.default_text is not None
+
+
+def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """Hold the keys of [task] against the constructor of `use`.
+
+    Raises TaskError when the file or class is missing, SpecError for an unknown key, a missing one, or a wrong type.
+    What cannot be seen without importing (an inherited constructor from elsewhere) is left to the import.
+    """
+    parameters = find_parameters(use)
+    if parameters is None:
+        return
+    known = {parameter.name: parameter for parameter in parameters}
+    for key, value in given.items():
+        where = places.get(f"task.{key}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise SpecError(
+                f"{use} has no parameter {key!r}", hint=f"{hint}it has: {', '.join(known) or 'none'}", where=where
+            )
+        annotation = known[key].annotation
+        if annotation is not None and not _fits(value, annotation):
+            raise SpecError(f"task.{key} is {value!r}", hint=f"it should be {ast.unparse(annotation)}", where=where)
+    missing = [name for name, parameter in known.items() if not parameter.has_default and name not in given and name != "folder"]
+    if missing:
+        raise SpecError(f"{use} needs {', '.join(missing)}", hint=f"add {missing[0]} = ... under [task]", where=places.get("task.use"))
+
+
+def takes_folder(use: str) -> bool | None:
+    """Whether the task has a parameter `folder`; None when that cannot be seen without importing it."""
+    parameters = find_parameters(use)
+    return None if parameters is None else any(parameter.name == "folder" for parameter in parameters)
+
+
+def find_source(use: str) -> Path | None:
+    """The file that holds the task, found without importing anything; None when it is not a plain source file."""
+    module, colon, _ = use.partition(":")
+    if module.endswith(".py"):
+        return Path(module)
+    if not colon:
+        path = Path(__file__).parents[1] / "tasks" / f"{use}.py"
+        return path if path.is_file() else None
+    parts = module.split(".")
+    for root in [*sys.path, "."]:
+        base = Path(root or ".").joinpath(*parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def find_parameters(use: str) -> list[Parameter] | None:
+    """The constructor's parameters of the class that `use` names; None when they cannot be seen without importing."""
+    module, colon, name = use.partition(":")
+    path = find_source(use)
+    if path is None:
+        if not colon:
+            raise TaskError(f"there is no built-in task {use!r}", hint="name your own as file.py:Class or package.module:Class")
+        return None
+    if not path.is_file():
+        raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path} is not Python: {error}", hint="mend the file, then run again") from None
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if not name:
+        name = _first_public(tree) or next(iter(classes), "")
+    if name not in classes:
+        if _is_bound(tree, name):
+            return None
+        listed = ", ".join(classes) or "no class"
+        raise TaskError(f"{path} has no class {name!r}", hint=f"it has: {listed}")
+    return _of_class(classes[name], classes, tree, 0)
+
+
+def _first_public(tree: ast.Module) -> str | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+            names = ast.literal_eval(node.value)
+            return str(names[0])
+    return None
+
+
+def _is_bound(tree: ast.Module, name: str) -> bool:
+    """Whether `name` is imported or assigned at the top of the module: then only an import can tell what it is."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and any((alias.asname or alias.name) in (name, "*") for alias in node.names):
+            return True
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+            return True
+    return False
+
+
+def _of_class(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], tree: ast.Module, depth: int) -> list[Parameter] | None:
+    if depth > MAX_DEPTH:
+        return None
+    init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    if init is not None:
+        return None if init.args.kwarg is not None else _of_arguments(init.args)
+    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        own = [_of_field(item) for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+        return own if not node.bases else None
+    if not node.bases:
+        return []
+    base = node.bases[0]
+    if isinstance(base, ast.Name) and base.id in classes:
+        return _of_class(classes[base.id], classes, tree, depth + 1)
+    imported = _imported_from(tree, base.id) if isinstance(base, ast.Name) else None
+    if imported is not None and imported.startswith("surefoot.tasks."):
+        return find_parameters(imported)
+    return [] if isinstance(base, ast.Name) and base.id in ("object", "Protocol", "Task") else None
+
+
+def _imported_from(tree: ast.Module, name: str) -> str | None:
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return f"{node.module}:{alias.name}"
+    return None
+
+
+def _of_arguments(arguments: ast.arguments) -> list[Parameter]:
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = list(zip(plain, defaults, strict=True))[1:] + list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+    return [Parameter(arg.arg, arg.annotation, None if default is None else ast.unparse(default)) for arg, default in pairs]
+
+
+def _of_field(item: ast.AnnAssign) -> Parameter:
+    name = item.target.id if isinstance(item.target, ast.Name) else ""
+    return Parameter(name, item.annotation, None if item.value is None else ast.unparse(item.value))
+
+
+def _fits(value: Any, annotation: ast.expr) -> bool:
+    """Whether a TOML value fits an annotation; what is not a simple type always does."""
+    if isinstance(annotation, ast.Constant):
+        if annotation.value is None:
+            return value is None
+        return _fits(value, ast.parse(annotation.value, mode="eval").body) if isinstance(annotation.value, str) else True
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+        return _fits(value, annotation.left) or _fits(value, annotation.right)
+    if isinstance(annotation, ast.Subscript):
+        name = ast.unparse(annotation.value).rpartition(".")[2]
+        if name == "Literal":
+            return value in ast.literal_eval(ast.Tuple(elts=_elements(annotation.slice), ctx=ast.Load()))
+        if name == "Optional":
+            return value is None or _fits(value, annotation.slice)
+        return not (kinds := _TYPES.get(name)) or isinstance(value, kinds)
+    if isinstance(annotation, ast.Name) and (kinds := _TYPES.get(annotation.id)):
+        return isinstance(value, kinds) and (annotation.id == "bool" or not isinstance(value, bool))
+    return True
+
+
+def _elements(node: ast.expr) -> list[ast.expr]:
+    return list(node.elts) if isinstance(node, ast.Tuple) else [node]

@@ -1,0 +1,241 @@
+"""RunSpec: a whole run as one frozen, checked value. Tables and their keys are the field's standard terms.
+
+It builds nothing and reads nothing; `spec_file` reads it from TOML with bases and overrides and knows where each value came from.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from surefoot.core.errors import SpecError
+from surefoot.core.schedule_plan import ScheduleSettings
+from surefoot.core.units import Duration
+
+FORMAT = 1
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _canonical_duration(text: str) -> str:
+    return str(Duration.parse(text))
+
+
+DurationText = Annotated[str, AfterValidator(_canonical_duration)]
+
+
+class Table(BaseModel):
+    """A table of the spec: frozen, no unknown key, no silent conversion, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+
+class TaskTable(Table):
+    """`use` names the task; every other key is a parameter of its constructor."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+
+    use: str = Field(min_length=1, description="a built-in task's name, file.py:Class or package.module:Class")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class DataTable(Table):
+    folder: str | None = Field(None, description="the data set's own folder, or its parent")
+    shuffle: bool = Field(True, description="a new order each epoch, a pure function of (seed, epoch)")
+    last_batch: Literal["keep", "drop"] = Field("keep", description="the short last training batch; evaluation never drops any")
+
+
+class OptimTable(Table):
+    name: Literal["sgd", "adam", "adamw", "muon", "task"] = Field("adamw", description="'task' is the task's own optimizer()")
+    lr: float = Field(1e-3, ge=0, description="base learning rate, multiplied by the schedule")
+    decay: float = Field(0.01, ge=0, description="weight decay; norms, biases and embeddings are exempt")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's moments")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
+    momentum: Fraction = Field(0.9, description="of sgd and muon")
+    nesterov: bool = Field(False, description="of sgd and muon")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 is off")
+    clip_value: float | None = Field(None, gt=0, description="largest absolute gradient element; changes the direction")
+    no_decay: tuple[str, ...] = Field((), description="patterns of further parameters without decay")
+    rates: dict[str, float] = Field(default_factory=dict, description="pattern -> multiplier of the learning rate")
+    freeze: tuple[str, ...] = Field((), description="patterns of parameters that are not trained")
+    ema: Fraction | None = Field(None, description="decay of the moving average of weights; evaluated and saved instead of them")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.clip_value is not None and self.clip:
+            raise ValueError(f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; set clip = 0 or drop one")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        if any(rate < 0 for rate in self.rates.values()):
+            raise ValueError("a multiplier in rates is negative; use 0 or more")
+        return self
+
+
+class TrainTable(Table):
+    length: DurationText = Field("10 epochs", description="how long the run is")
+    batch: Positive = Field(128, description="samples of one step, over all microbatches and ranks")
+    microbatch: Positive | None = Field(None, description="samples of one forward pass; none: the whole batch")
+    seed: int = Field(0, ge=0, description="of weights, order, augmentation, dropout")
+    deterministic: bool = Field(True, description="deterministic kernels where torch has them")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Positive | None = Field(None, description="threads of one operator on a CPU; none: torch's own choice")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.microbatch is not None and self.batch % self.microbatch:
+            legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
+            raise ValueError(f"microbatch = {self.microbatch} does not divide batch = {self.batch}; use one of {legal}")
+        if Duration.parse(self.length).value <= 0:
+            raise ValueError("length is 0; use at least 1 step")
+        return self
+
+
+class EvaluateTable(Table):
+    split: str = Field("test", min_length=1)
+    every: DurationText = Field("1 epoch", description="besides the end of the run")
+    batch: Positive | None = Field(None, description="none: the training batch")
+    score: str | None = Field(None, description="the metric that decides what is best; none: the task's first, else the loss")
+    patience: Positive | None = Field(None, description="stop after so many evaluations without a better score")
+
+
+class PrecisionTable(Table):
+    compute: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forward and backward; weights and state stay fp32")
+
+
+class CheckpointTable(Table):
+    every: DurationText | None = Field(None, description="commit the weights so often, besides the best and the last")
+    keep: Positive = Field(2, description="how many of the newest commits stay, besides the best")
+
+
+class StabilityTable(Table):
+    nonfinite: Literal["skip", "stop"] = Field("skip", description="what a non-finite gradient does to its step")
+    max_skips: Positive = Field(5, description="so many skipped steps in a row end the run")
+    diverged: float = Field(1e4, gt=1, description="a loss so many times the first one, five times in a row, ends the run")
+
+
+class ObserveTable(Table):
+    every: DurationText = Field("10 steps", description="steps that one Step event sums up")
+    tensorboard: bool | None = Field(None, description="none: when the extra is installed")
+
+
+class LaterTable(Table):
+    """A table whose name is taken and whose room is not built yet: it has no keys."""
+
+
+class RunSpec(Table):
+    """The whole run as a value. `RunSpec(task={"use": "digits"}, train={"batch": 64})`; raises SpecError."""
+
+    task: TaskTable
+    data: DataTable = DataTable()
+    optim: OptimTable = OptimTable()
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    train: TrainTable = TrainTable()
+    evaluate: EvaluateTable = EvaluateTable()
+    precision: PrecisionTable = PrecisionTable()
+    compile: LaterTable = LaterTable()
+    memory: LaterTable = LaterTable()
+    layout: LaterTable = LaterTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    stability: StabilityTable = StabilityTable()
+    observe: ObserveTable = ObserveTable()
+    ablate: LaterTable = LaterTable()
+    fault: LaterTable = LaterTable()
+
+    def __init__(self, **tables: Any) -> None:
+        try:
+            super().__init__(**{name: _with_tuples(table) for name, table in tables.items()})
+        except ValidationError as error:
+            raise explain(error) from None
+
+    def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
+        """The same run with some keys changed: `spec.replace(optim={"lr": 0.1})`. Raises SpecError."""
+        merged = self.as_tables()
+        for name, table in tables.items():
+            merged[name] = {**merged.get(name, {}), **table}
+        return RunSpec(**merged)
+
+    def as_tables(self) -> dict[str, Any]:
+        """Plain dicts of what was stated, without keys that have their default value."""
+        stated = self.model_dump(exclude_defaults=True, mode="python")
+        stated["task"] = {"use": self.task.use, **self.task.parameters}
+        return {name: table for name, table in stated.items() if table}
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, or what is observed."""
+        tables = self.as_tables()
+        file, colon, name = self.task.use.partition(":")
+        tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
+        tables.pop("observe", None)
+        for table, key in (("data", "folder"), ("train", "threads"), ("train", "device")):
+            tables.get(table, {}).pop(key, None)
+        tables = {table: keys for table, keys in tables.items() if keys}
+        text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _with_tuples(value: Any) -> Any:
+    """TOML's arrays as tuples, all the way down: the spec is frozen, and strict checks tell lists from tuples."""
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(part) for key, part in value.items()}
+    return tuple(_with_tuples(part) for part in value) if isinstance(value, list | tuple) else value
+
+
+def key_names(table: str | None) -> list[str]:
+    """The keys that `table` may hold, or the tables themselves."""
+    if table is None:
+        return list(RunSpec.model_fields)
+    field = RunSpec.model_fields.get(table)
+    kind = field.annotation if field else None
+    if kind is ScheduleSettings:
+        return list(ScheduleSettings.__dataclass_fields__)
+    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
+
+
+def explain(error: ValidationError, places: Mapping[str, str] | None = None) -> SpecError:
+    """One SpecError out of pydantic's: the first fault in words, with its place in the file and the nearest right name."""
+    fault = error.errors()[0]
+    path = [str(part) for part in fault["loc"] if not str(part).startswith("function-")]
+    given, kind = fault.get("input"), fault["type"]
+    dotted = ".".join(path)
+    where = _find_place(path, places or {})
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown_key(path, where)
+    if kind == "missing":
+        return SpecError(f"{dotted} is not given", hint='a spec needs at least [task] use = "digits"', where=where)
+    if kind == "value_error":
+        text = str(fault["msg"]).removeprefix("Value error, ")
+        return SpecError(f"[{dotted}] {text}" if len(path) == 1 else f"{dotted}: {text}", where=where)
+    allowed = str(fault["msg"]).removeprefix("Input should be ")
+    return SpecError(f"{dotted} is {given!r}", hint=f"it should be {allowed}", where=where)
+
+
+def _find_place(path: list[str], places: Mapping[str, str]) -> str | None:
+    for length in range(len(path), 0, -1):
+        dotted = ".".join(path[:length])
+        if dotted in places:
+            return places[dotted]
+        inside = [place for key, place in places.items() if key.startswith(f"{dotted}.")]
+        if inside:
+            return inside[0].rpartition(":")[0] or inside[0]
+    return None
+
+
+def _unknown_key(path: list[str], where: str | None) -> SpecError:
+    table, key = (None, path[0]) if len(path) == 1 else (path[0], path[-1])
+    names = key_names(table)
+    kind = "table" if table is None else f"key in [{table}]"
+    if not names:
+        return SpecError(f"[{table}] has no keys in this version, {key!r} was given", hint=f"leave [{table}] out", where=where)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return SpecError(f"{key!r} is no {kind}", hint=f"{hint}allowed: {', '.join(names)}", where=where)

@@ -1,0 +1,212 @@
+"""A spec from TOML, with bases, overrides, and the place that each value came from; and back to TOML."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from surefoot.contract import signature
+from surefoot.contract.spec import RunSpec, _with_tuples, explain
+from surefoot.core.errors import SpecError
+
+MAX_BYTES = 1 << 20
+MAX_BASES = 16
+_HEADER = re.compile(r"^\s*\[\[?\s*([^\]]+?)\s*\]\]?")
+_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A spec with the place of each value: `optim.lr` -> `mine.toml:7`, `--set`, or nothing for a default."""
+
+    spec: RunSpec
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+def builtin_folder() -> Path:
+    """Where the recipes of the built-in tasks lie, found without importing them."""
+    found = importlib.util.find_spec("surefoot")
+    if found is None or found.origin is None:
+        raise SpecError("the package surefoot cannot be found")
+    return Path(found.origin).parent / "tasks"
+
+
+def builtin_names() -> list[str]:
+    return sorted(path.stem for path in builtin_folder().glob("*.toml"))
+
+
+def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
+    """The spec that `given` names: a TOML file, a built-in task's name, or `file.py:Task`; `overrides` are (key, value, origin).
+
+    Raises SpecError with file, line and the nearest right name.
+    """
+    tables, places = _tables_of(given, Path.cwd(), depth=0)
+    for key, value, origin in overrides:
+        _override(tables, places, key, value, origin)
+    try:
+        spec = RunSpec.model_validate(_with_tuples(tables))
+    except ValidationError as error:
+        raise explain(error, places) from None
+    signature.check(spec.task.use, spec.task.parameters, places)
+    return Origin(spec, places)
+
+
+def write(spec: RunSpec) -> str:
+    """The TOML of `spec`, without keys that have their default value; `read` gives the same spec again."""
+    return tomli_w.dumps(spec.as_tables())
+
+
+def parse_set(text: str) -> tuple[str, Any, str]:
+    """`table.key=value` of `--set`; the value is read as TOML, else as a string."""
+    key, equals, value = text.partition("=")
+    if not equals or key.count(".") < 1 or not all(key.split(".")):
+        raise SpecError(f"--set {text!r} is not table.key=value", hint="for example --set optim.lr=0.01")
+    try:
+        return key.strip(), tomllib.loads(f"x = {value}")["x"], f"--set {key.strip()}"
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value, f"--set {key.strip()}"
+
+
+def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], dict[str, str]]:
+    if depth > MAX_BASES:
+        raise SpecError(f"{given}: more than {MAX_BASES} bases one upon another", hint="does a base name itself?")
+    file, colon, _ = given.partition(":")
+    if colon and (file.endswith(".py") or "/" not in file):
+        return {"task": {"use": _absolute_use(given, beside)}}, {"task.use": "the SPEC argument"}
+    path = builtin_folder() / f"{given}.toml"
+    if given not in builtin_names():
+        path = beside / given
+    if not path.is_file():
+        near = difflib.get_close_matches(given, builtin_names(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SpecError(
+            f"{given!r} is no spec: there is no such file and no such built-in task",
+            hint=f"{hint}give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
+        )
+    return _tables_of_file(path, depth)
+
+
+def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, str]]:
+    text = _read_text(path)
+    try:
+        stated = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{path} is not TOML: {error}", hint="see toml.io for the form") from None
+    lines = _lines(text)
+    base = stated.pop("base", None)
+    tables: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    if base is not None:
+        if not isinstance(base, str):
+            raise SpecError(f"base is {base!r}, not a string", hint='base = "other.toml"', where=f"{path.name}:{lines.get('base', 1)}")
+        tables, places = _tables_of(base, path.parent, depth + 1)
+    _make_paths_absolute(stated, path.parent)
+    for table, keys in stated.items():
+        if not isinstance(keys, dict):
+            raise SpecError(
+                f"{table!r} stands outside a table", hint="put it under one, as in [train]", where=f"{path.name}:{lines.get(table, 1)}"
+            )
+        into = tables.setdefault(table, {})
+        if table == "task" and "use" in keys and keys["use"] != into.get("use"):
+            into.clear()  # another task has other parameters
+        for key, value in keys.items():
+            into[key] = value
+            line = lines.get(f"{table}.{key}", lines.get(table, 1))
+            places[f"{table}.{key}"] = f"{path.name}:{line}"
+        if not keys:
+            places[table] = f"{path.name}:{lines.get(table, 1)}"
+    return tables, places
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise SpecError(f"{path} is larger than 1 MiB, which no spec is")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file") from None
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _lines(text: str) -> dict[str, int]:
+    """`table.key` -> line number; tomllib does not keep it."""
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = header.group(1).replace('"', "").replace(" ", "")
+            found.setdefault(table, number)
+            outer, _, inner = table.partition(".")
+            if inner:
+                found.setdefault(f"{outer}.{inner.split('.')[0]}", number)
+        elif key := _KEY.match(line):
+            name = key.group(1).replace('"', "").replace("'", "").replace(" ", "")
+            dotted = f"{table}.{name}" if table else name
+            found.setdefault(".".join(dotted.split(".")[:2]), number)
+            if not table:
+                found.setdefault(name.split(".")[0], number)
+    return found
+
+
+def _make_paths_absolute(stated: dict[str, Any], beside: Path) -> None:
+    task, data = stated.get("task"), stated.get("data")
+    if isinstance(task, dict) and isinstance(task.get("use"), str):
+        task["use"] = _absolute_use(task["use"], beside)
+    if isinstance(data, dict) and isinstance(data.get("folder"), str):
+        data["folder"] = str((beside / Path(data["folder"]).expanduser()).resolve())
+
+
+def _absolute_use(use: str, beside: Path) -> str:
+    file, colon, name = use.partition(":")
+    if not colon or not file.endswith(".py"):
+        return use
+    return f"{(beside / Path(file).expanduser()).resolve()}:{name}"
+
+
+def _override(tables: dict[str, Any], places: dict[str, str], key: str, value: Any, origin: str) -> None:
+    table, *inner = key.split(".")
+    into = tables.setdefault(table, {})
+    if table == "task" and inner == ["use"]:
+        into.clear()
+        value = _absolute_use(value, Path.cwd()) if isinstance(value, str) else value
+    if table == "data" and inner == ["folder"] and isinstance(value, str):
+        value = str(Path(value).expanduser().resolve())
+    for part in inner[:-1]:
+        into = into.setdefault(part, {})
+        if not isinstance(into, dict):
+            raise SpecError(f"{key}: {part} is not a table", where=origin)
+    into[inner[-1]] = value
+    places[f"{table}.{inner[0]}"] = origin
+
+
+def rows(origin: Origin) -> list[tuple[str, Any, str]]:
+    """Every value of the spec as (key, value, where it came from), defaults included."""
+    dumped = origin.spec.model_dump(mode="python")
+    dumped["task"] = {"use": origin.spec.task.use, **origin.spec.task.parameters}
+    known = signature.find_parameters(origin.spec.task.use)
+    for parameter in known or ():
+        if parameter.has_default and parameter.name not in dumped["task"] and parameter.name != "folder":
+            dumped["task"][parameter.name] = _literal(parameter.default_text)
+    return [
+        (f"{table}.{key}", value, origin.places.get(f"{table}.{key}", "default"))
+        for table, keys in dumped.items()
+        for key, value in keys.items()
+    ]
+
+
+def _literal(text: str | None) -> Any:
+    try:
+        return ast.literal_eval(text or "None")
+    except (ValueError, SyntaxError):
+        return text

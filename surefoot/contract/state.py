@@ -1,0 +1,50 @@
+"""What one step did, and what a run holds at a step. Reading a value of a StepReport is what waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one optimiser step did. Nothing waits for the device until `loss`, `gradient_norm` or `applied` is read.
+
+    `step` counts from 1, `epoch` is the fraction of the data seen, `num_samples` what this step consumed.
+    """
+
+    step: int
+    epoch: float
+    num_samples: int
+    learning_rate: float | Tensor
+    totals: Mapping[str, tuple[Tensor, float | Tensor, float]] = field(repr=False)
+    norm: float | Tensor | None = field(repr=False)
+    was_applied: bool | Tensor = field(repr=False)
+    waiting_s: float = 0.0
+    elapsed_s: float = 0.0
+
+    @property
+    def terms(self) -> dict[str, float | None]:
+        """Each term's mean: its total over its count, None where the count is 0."""
+        return {name: float(total) / float(count) if float(count) else None for name, (total, count, _) in self.totals.items()}
+
+    @property
+    def loss(self) -> float:
+        """The weighted sum of the terms' means over the whole global batch."""
+        return sum(
+            weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count)
+        )
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The global norm before clipping; None where several updates have several."""
+        return None if self.norm is None else float(self.norm)
+
+    @property
+    def applied(self) -> bool:
+        """False when the step was skipped because its gradient was not finite."""
+        return bool(self.was_applied)

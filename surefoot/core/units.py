@@ -1,0 +1,206 @@
+"""Reads and prints quantities with their unit; the only formatter of the house. What is unknown is None and prints n/a.
+
+Prefixes of counts are k, M, B, T (10^3, 10^6, 10^9, 10^12); of bytes KiB, MiB ... (1024) and KB, MB ... (1000).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, Self, get_args
+
+from surefoot.core.errors import SpecError
+
+Unit = Literal["steps", "epochs", "samples", "tokens", "s"]
+
+UNKNOWN = "n/a"
+LARGEST = 10**18  # below 2^63, so that every count fits the int64 of a tensor or of numpy
+
+_PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NAMES: dict[str, tuple[Unit, int]] = {
+    "step": ("steps", 1), "steps": ("steps", 1), "epoch": ("epochs", 1), "epochs": ("epochs", 1),
+    "sample": ("samples", 1), "samples": ("samples", 1), "token": ("tokens", 1), "tokens": ("tokens", 1),
+    "s": ("s", 1), "second": ("s", 1), "seconds": ("s", 1), "min": ("s", 60), "minute": ("s", 60), "minutes": ("s", 60),
+    "h": ("s", 3600), "hour": ("s", 3600), "hours": ("s", 3600),
+}  # fmt: skip
+_BYTES = {"B": 1, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
+_NUMBER = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)"
+_DURATION = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key=len, reverse=True))})")
+_SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=True))})")
+_LONGEST = 40  # characters; keeps a hostile number cheap
+_HINT = 'a duration is a number with its unit: "5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h"'
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long or how often: a finite number >= 0 of steps, epochs, samples, tokens or seconds.
+
+    Steps, samples and tokens are whole numbers. Equal meanings are equal and print alike. Raises SpecError for anything else.
+
+    >>> Duration.parse("20 M tokens")
+    Duration(value=20000000, unit='tokens')
+    >>> [str(Duration.parse(text)) for text in ("1 epochs", "0.01 k steps", "10 min", "5_000 steps", "2500 M tokens")]
+    ['1 epoch', '10 steps', '600 s', '5000 steps', '2.5 B tokens']
+    """
+
+    value: int | float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        given = f"a duration of {self.value!r} {self.unit}"
+        if self.unit not in get_args(Unit):
+            raise SpecError(f"{given} has no known unit", hint=f"use one of {', '.join(get_args(Unit))}")
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not math.isfinite(self.value) or self.value < 0:
+            raise SpecError(f"{given} is not a finite number of 0 or more", hint=_HINT)
+        if self.value > LARGEST:
+            raise SpecError(f"{given} is more than {LARGEST:.0e}", hint="is the prefix right?")
+        if float(self.value).is_integer():
+            object.__setattr__(self, "value", int(self.value))  # 2.0 and 2 mean the same, so they must be the same
+        elif self.unit not in ("epochs", "s"):
+            raise SpecError(f"{given} is not a whole number of {self.unit}", hint="only epochs and times can be divided")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `number [k|M|B|T] unit`, for example "5_000 steps", "0.5 epoch", "20M tokens", "10 min".
+
+        Raises SpecError for a bare number, a negative or non-finite one, and anything else.
+        """
+        match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= _LONGEST else None
+        if match is None:
+            raise SpecError(f"{_clip(text)} is no duration", hint=_HINT)
+        number, prefix, name = match.groups()
+        unit, scale = _NAMES[name]
+        if unit == "s" and prefix:
+            raise SpecError(f"{text!r} has a prefix before a time", hint=_HINT)
+        value = Fraction(number) * _PREFIXES[prefix] * scale
+        return cls(int(value) if value.denominator == 1 else float(value), unit)
+
+    def __str__(self) -> str:
+        if self.unit == "s":
+            return f"{self.value} s"
+        name = self.unit.removesuffix("s") if self.value == 1 else self.unit
+        for prefix in "TBM":
+            scale = _PREFIXES[prefix]
+            if self.value >= scale and self.value % (scale // 1000) == 0:  # at most three decimals, so nothing is lost
+                return f"{self.value / scale:.3f}".rstrip("0").rstrip(".") + f" {prefix} {name}"
+        return f"{self.value} {name}"
+
+    def to_steps(self, steps_per_epoch: int, samples_per_step: int, tokens_per_step: float | None) -> int:
+        """Optimiser steps, rounded up: at least 1 unless the duration is 0.
+
+        `samples_per_step` is the batch over all microbatches and ranks. Raises SpecError for a time, and for tokens where a
+        step's tokens are unknown.
+
+        >>> Duration.parse("0.07 epochs").to_steps(100, 32, None), Duration.parse("33 samples").to_steps(100, 32, None)
+        (7, 2)
+        """
+        exact = Fraction(str(self.value))  # the decimal that was written: 0.07 * 100 is 7 steps, not 7.000000000000001
+        if self.unit == "steps":
+            return int(self.value)
+        if self.unit == "epochs":
+            steps = exact * steps_per_epoch
+        elif self.unit == "samples":
+            steps = exact / samples_per_step
+        elif self.unit == "tokens" and tokens_per_step:
+            steps = exact / Fraction(tokens_per_step)
+        elif self.unit == "tokens":
+            raise SpecError(f"{self} cannot be counted: the task's data has no known tokens per sample", hint="say it in steps or epochs")
+        else:
+            raise SpecError(f"{self} is a time and has no fixed number of steps", hint="say it in steps, epochs, samples or tokens")
+        return max(math.ceil(steps), 1 if self.value else 0)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "1.5 GiB" (1024) or "80 GB" (1000), rounded down. Raises SpecError for a bare number and anything else.
+
+    >>> parse_bytes("1.5 GiB") == 3 * 2**29, parse_bytes("80 GB")
+    (True, 80000000000)
+    """
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= _LONGEST else None
+    if match is None:
+        raise SpecError(f"{_clip(text)} is no size in bytes", hint='a size is a number with its unit: "512 B", "1.5 GiB", "80 GB"')
+    return int(Fraction(match[1]) * _BYTES[match[2]])
+
+
+def format_bytes(value: float | None) -> str:
+    """Bytes in powers of 1024.
+
+    >>> format_bytes(1.5 * 2**30), format_bytes(None)
+    ('1.5 GiB', 'n/a')
+    """
+    return _scaled(value, [(1024**n, f"{p}B") for n, p in enumerate(["", "Ki", "Mi", "Gi", "Ti"])])
+
+
+def format_count(value: float | None) -> str:
+    """A count in powers of 1000.
+
+    >>> format_count(2.1e9), format_count(1797), format_count(10)
+    ('2.1 B', '1.8 k', '10')
+    """
+    return _scaled(value, [(1, ""), (10**3, "k"), (10**6, "M"), (10**9, "B"), (10**12, "T")])
+
+
+def format_seconds(value: float | None) -> str:
+    """Seconds in the unit that suits them.
+
+    >>> [format_seconds(value) for value in (2e-6, 0.04, 59.999, 5400)]
+    ['2 us', '40 ms', '1 min', '1.5 h']
+    """
+    if value == 0:
+        return "0 s"
+    return _scaled(value, [(1e-6, "us"), (1e-3, "ms"), (1, "s"), (60, "min"), (3600, "h")])
+
+
+def format_rate(value: float | None, what: str) -> str:
+    """`what` per second.
+
+    >>> format_rate(12_340, "samples")
+    '12.3 k samples/s'
+    """
+    return f"{format_count(value)} {what}/s"
+
+
+def format_percent(value: float | None) -> str:
+    """A share of 1 in per cent, four significant digits; less than all is never rounded up to 100 %.
+
+    >>> format_percent(0.994), format_percent(0.999999), format_percent(1)
+    ('99.4 %', '99.99 %', '100 %')
+    """
+    if value is None:
+        return UNKNOWN
+    return "99.99 %" if 0.9999 < value < 1 else f"{format_number(100 * value)} %"
+
+
+def format_number(value: float | None) -> str:
+    """Four significant digits; whole from a thousand on, with an exponent from a million on and below 1e-4.
+
+    >>> [format_number(value) for value in (164.23, 0.0006, 60_000, 1.5e7, 3e-5, float("nan"), None)]
+    ['164.2', '0.0006', '60000', '1.5e+07', '3e-05', 'nan', 'n/a']
+    """
+    if value is None:
+        return UNKNOWN
+    return f"{value:.0f}" if 1000 <= abs(value) < 999_999.5 else f"{value:.4g}"
+
+
+def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
+    """`value` in the largest unit that leaves at least 1 of it once it is rounded: 1023.9 MiB is 1 GiB."""
+    if value is None:
+        return UNKNOWN
+    shown, unit = _short(value / ladder[0][0]), ladder[0][1]
+    for scale, name in ladder[1:]:
+        if math.isfinite(value) and abs(float(_short(value / scale))) >= 1:
+            shown, unit = _short(value / scale), name
+    return f"{shown} {unit}".rstrip()
+
+
+def _short(value: float) -> str:
+    """Three significant digits, never an exponent for what is 100 or more."""
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def _clip(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."

@@ -1,0 +1,230 @@
+"""From a spec and a task to everything a step needs, in a fixed order with its reasons."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from surefoot.components import optim
+from surefoot.components.data import Feed, Order, as_source
+from surefoot.components.precision import compute_context
+from surefoot.contract import signature
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss, Resolved, Source, Update, load, resolve
+from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
+from surefoot.core.schedule_plan import build as build_schedule
+from surefoot.core.units import Duration
+from surefoot.train.step import LiveUpdate, Stepper
+
+
+@dataclass
+class Assembly:
+    """All that a run trains with."""
+
+    spec: RunSpec
+    task: Resolved
+    device: torch.device
+    model: nn.Module
+    feed: Feed
+    evaluation: Callable[[str], Source]
+    updates: list[LiveUpdate]
+    stepper: Stepper
+    compute: Callable[[], AbstractContextManager[Any]]
+    average: optim.WeightAverage | None
+    schedule: Any
+    length: Duration
+    total_steps: int | None
+    tokens_per_sample: float | None
+    notes: list[str] = field(default_factory=list)
+
+    def to_steps(self, text: str) -> int | None:
+        """A duration of the spec in steps of this run; None for one in time."""
+        return _to_steps(Duration.parse(text), self.feed, self.tokens_per_sample)
+
+
+def assemble(spec: RunSpec, task: Any = None) -> Assembly:
+    """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
+
+    Raises InputError of some kind for whatever cannot be run.
+    """
+    resolved = load_task(spec) if task is None else task if isinstance(task, Resolved) else resolve(task)
+    device = find_device(spec.train.device)
+    set_seeds(spec.train.seed)
+    notes: list[str] = []
+    source = _source(resolved, "train")
+    model = _model(resolved, device)
+    feed = _feed(spec, source)
+    if feed.dropped:
+        notes.append(f"the last {feed.dropped} samples of each epoch are left out (data.last_batch = \"drop\")")
+    if source.guarantee != "proven":
+        notes.append(f"the training source is {source.guarantee}: {source.describe()}")
+    frozen = optim.freeze(model, spec.optim.freeze)
+    if frozen:
+        notes.append(f"{len(frozen)} parameters are frozen")
+    length = Duration.parse(spec.train.length)
+    tokens = _tokens_per_sample(source)
+    total_steps = _to_steps(length, feed, tokens)
+    schedule = build_schedule(spec.schedule, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens))
+    updates, more = _updates(spec, resolved, model, schedule, total_steps)
+    notes += more
+    average = None
+    if spec.optim.ema is not None:
+        average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
+    compute = compute_context(spec.precision.compute, device)
+    stepper = Stepper(
+        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, compute=compute, average=average
+    )
+    return Assembly(
+        spec=spec, task=resolved, device=device, model=model, feed=feed, evaluation=lambda split: _source(resolved, split),
+        updates=updates, stepper=stepper, compute=compute, average=average, schedule=schedule, length=length,
+        total_steps=total_steps, tokens_per_sample=tokens, notes=notes,
+    )  # fmt: skip
+
+
+def load_task(spec: RunSpec) -> Resolved:
+    """Import and build the task of a spec; `[data] folder` goes to its parameter `folder`."""
+    parameters = spec.task.parameters
+    if spec.data.folder is not None:
+        if signature.takes_folder(spec.task.use) is False:
+            raise SpecError(f"a data folder was given, but {spec.task.use} has no parameter 'folder'", hint="leave --data out")
+        parameters["folder"] = spec.data.folder
+    return load(spec.task.use, parameters)
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `train.device` names; "auto" is the GPU where there is one. Raises SpecError for one that is not here."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SpecError("train.device is 'cuda', and torch sees no GPU", hint="use \"auto\" or \"cpu\"")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def set_seeds(seed: int) -> None:
+    """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _source(task: Resolved, split: str) -> Source:
+    try:
+        return as_source(task.task.data(split))
+    except SurefootError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise DataError(f"task {task.name} has no split {split!r}: {error}", hint="see evaluate.split and the task's data(split)") from error
+    except OSError as error:
+        raise DataError(f"the data of split {split!r} cannot be read: {error}", hint="name its folder with --data") from error
+
+
+def _model(task: Resolved, device: torch.device) -> nn.Module:
+    model = task.task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
+    model.train()
+    return model.to(device) if device.type != "cpu" else model
+
+
+def _feed(spec: RunSpec, source: Source) -> Feed:
+    train = spec.train
+    if source.guarantee != "proven" and train.batch != 1 and type(source).__name__ == "Iterated":
+        raise SpecError(f"train.batch is {train.batch}, and the source gives whole batches: {source.describe()}", hint="set train.batch = 1")
+    order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
+    return Feed(source, order, batch=train.batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop")
+
+
+def _tokens_per_sample(source: Source) -> float | None:
+    tokens = getattr(source, "tokens_per_sample", None)
+    return float(tokens) if tokens is not None else None
+
+
+def _to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
+    if duration.unit == "s":
+        return None
+    tokens = None if tokens_per_sample is None else tokens_per_sample * feed.batch
+    return duration.to_steps(feed.steps_per_epoch, feed.batch, tokens)
+
+
+def _to_steps_or_refuse(text: str, feed: Feed, tokens_per_sample: float | None) -> int:
+    steps = _to_steps(Duration.parse(text), feed, tokens_per_sample)
+    if steps is None:
+        raise SpecError(f"a schedule cannot use the time {text!r}", hint="say it in steps, epochs, samples or tokens")
+    return steps
+
+
+def _updates(
+    spec: RunSpec, task: Resolved, model: nn.Module, schedule: Any, total_steps: int | None
+) -> tuple[list[LiveUpdate], list[str]]:
+    notes: list[str] = []
+    curve: Callable[[int], float] = schedule
+    if task.schedule is not None and "schedule" not in spec.model_fields_set:
+        own, total = task.schedule, total_steps or 0
+        curve = lambda step: float(own(step, total))  # noqa: E731 - one line says it
+        notes.append("the learning rate follows the task's own schedule(step, total_steps)")
+    stated = _stated_updates(task, model)
+    many = len(stated) > 1
+    made = []
+    for update in stated:
+        optimizers, summary = _optimizers(spec, task, model, update, many)
+        notes += [f"{update.name}: {line}" if many else line for line in summary]
+        guarded = optim.GuardedUpdate(
+            optimizers, clip=spec.optim.clip, clip_value=spec.optim.clip_value, curve=curve,
+            momentum_curve=getattr(schedule, "momentum", None) if _moves_momentum(schedule) else None, total_steps=total_steps,
+        )  # fmt: skip
+        made.append(LiveUpdate(update.name, update.loss, guarded, update.every))
+    if task.updates is None:
+        optim.check_cover(model, _covered(made))
+    return made, notes
+
+
+def _moves_momentum(schedule: Any) -> bool:
+    return getattr(schedule, "momentum", None) is not None and schedule.momentum(0) is not None
+
+
+def _covered(updates: Sequence[LiveUpdate]) -> list[dict[str, Any]]:
+    return [{"params": update.guarded.parameters} for update in updates]
+
+
+def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
+    if task.updates is None:
+        one = task.task
+
+        def loss(model: nn.Module, batch: Any) -> Loss:
+            return one.loss(one.forward(model, batch), batch)
+
+        return [Update("loss", loss, model.parameters())]
+    stated = list(task.updates(model))
+    if not stated or len({update.name for update in stated}) != len(stated):
+        raise TaskError(f"updates(model) of task {task.name} gave none, or two of one name", hint="name each Update differently")
+    return stated
+
+
+def _optimizers(
+    spec: RunSpec, task: Resolved, model: nn.Module, update: Update, many: bool
+) -> tuple[Sequence[torch.optim.Optimizer], Sequence[str]]:
+    if update.optimizer is not None:
+        return (update.optimizer,), (f"{type(update.optimizer).__name__} of the task",)
+    mine = {id(parameter) for parameter in update.parameters}
+    trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
+    if not trained:
+        raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
+    own = task.optimizer if "name" not in spec.optim.model_fields_set or spec.optim.name == "task" else None
+    if spec.optim.name == "task" and own is None:
+        raise SpecError(f"optim.name is 'task', but task {task.name} has no optimizer(groups)", hint="name sgd, adam, adamw or muon")
+    groups = None
+    if task.parameter_groups is not None and not many:
+        groups = [dict(group) for group in task.parameter_groups(model)]
+        optim.check_cover(model, groups)
+    if own is not None:
+        if groups is None:
+            groups = optim.build_groups(trained, decay=spec.optim.decay, no_decay=spec.optim.no_decay, rates=spec.optim.rates)
+        made = own(groups)
+        return (made,), (f"{type(made).__name__} of the task's optimizer(groups)",)
+    built = optim.build(spec.optim, trained, groups)
+    return built.optimizers, built.summary

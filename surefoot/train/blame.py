@@ -1,0 +1,45 @@
+"""Whose code raised: an error of the user's is told with the user's own frame, place first."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+from surefoot.core.errors import BadRecordError, RunError, SurefootError, UserCodeError
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"), "<frozen"})
+
+
+def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame that is neither ours nor a library's; a built-in task of ours counts as the user's."""
+    own_tasks = str(Path(_OURS) / "tasks")
+    chosen = None
+    for frame in traceback.extract_tb(error.__traceback__):
+        ours = frame.filename.startswith(_OURS) and not frame.filename.startswith(own_tasks)
+        if not ours and not frame.filename.startswith(_LIBRARIES):
+            chosen = frame
+    return chosen
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: too many (my_task.py:31, in loss: return ...)`."""
+    frame = find_user_frame(error)
+    where = "" if frame is None else f" ({frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+    first = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[0]}{where}"
+
+
+def as_run_error(error: Exception, place: str) -> SurefootError:
+    """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own."""
+    if isinstance(error, RunError):
+        if not error.message.startswith(place):
+            error.message = f"{place} {error.message}"
+        return error
+    if isinstance(error, SurefootError):
+        return error
+    kind = BadRecordError if isinstance(error, OSError) else UserCodeError
+    made = kind(f"{place} {describe(error)}", hint="run with --traceback to see all of it")
+    made.__cause__ = error
+    return made

@@ -1,0 +1,104 @@
+"""Evaluation: every sample of a split once, in order, with sums and counts; the training state is left as it was found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from surefoot.components.data import to_device
+from surefoot.components.metrics import Mean
+from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source
+from surefoot.core.errors import SpecError, TaskError
+from surefoot.train.quiet import untouched
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one evaluation. `score` is the name of the metric that counts, `value` its value."""
+
+    split: str
+    num_samples: int
+    loss: float | None
+    metrics: dict[str, float | None]
+    units: dict[str, str]
+    score: str
+    better: str
+    elapsed_s: float
+
+    @property
+    def value(self) -> float | None:
+        return self.loss if self.score == "loss" else self.metrics[self.score]
+
+
+def evaluate(
+    model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Evaluation:  # fmt: skip
+    """Evaluate `model` on every sample of `source`, `batch` at a time; the numbers do not depend on `batch`.
+
+    Raises SpecError when `score` is no metric of the task, TaskError when the task's parts give something else than they should.
+    """
+    started_s = time.perf_counter()
+    merged: dict[str, Metric] = {}
+    terms: dict[str, tuple[Mean, float]] = {}
+    with untouched(model):
+        for inputs in batches(source, batch, device):
+            with compute():
+                output, loss = _outcome(model, task, inputs)
+            if loss is not None:
+                for term in loss.terms:
+                    partial = Mean(term.total.detach().double(), term.count, "lower")
+                    old = terms.get(term.name)
+                    terms[term.name] = (partial if old is None else old[0].merge(partial), term.weight)
+            for name, metric in _metrics(task, output, inputs).items():
+                merged[name] = merged[name].merge(metric) if name in merged else metric
+    values = {name: metric.value() for name, metric in merged.items()}
+    chosen, better = _choose(score, merged)
+    means = [(mean.value(), weight) for mean, weight in terms.values()]
+    total = sum(weight * value for value, weight in means if value is not None) if any(v is not None for v, _ in means) else None
+    units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.items()}
+    return Evaluation(split, len(source), total, values, units, chosen, better, time.perf_counter() - started_s)
+
+
+def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:
+    """Every sample of `source` once, in order; the last batch may be short."""
+    size = 1 if source.guarantee != "proven" else batch
+    for start in range(0, len(source), size):
+        ids = np.arange(start, min(start + size, len(source)), dtype=np.int64)
+        yield to_device(source.read(ids), device)
+
+
+def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, Loss | None]:
+    """The forward pass once, and its loss; a task that only has updates is evaluated by its metrics alone."""
+    one = task.task
+    if callable(getattr(one, "forward", None)):
+        output = one.forward(model, inputs)
+        return output, one.loss(output, inputs) if callable(getattr(one, "loss", None)) else None
+    return None, None
+
+
+def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]:
+    if task.metrics is None:
+        return {}
+    found = dict(task.metrics(output, inputs))
+    bad = [name for name, metric in found.items() if not hasattr(metric, "merge")]
+    if bad:
+        raise TaskError(
+            f"metric {bad[0]!r} of task {task.name} is a {type(found[bad[0]]).__name__}, which does not merge",
+            hint="return accuracy(...), perplexity(...), mean_of(total, count) or the like",
+        )
+    return found
+
+
+def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, str]:
+    if score is not None and score != "loss" and score not in metrics:
+        raise SpecError(f"evaluate.score is {score!r}, which the task does not report", hint=f"use one of {', '.join([*metrics, 'loss'])}")
+    chosen = score or next(iter(metrics), "loss")
+    return chosen, "lower" if chosen == "loss" else metrics[chosen].better

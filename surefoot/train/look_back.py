@@ -1,0 +1,72 @@
+"""What can be done with a run's saved weights: evaluate them, write their outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from surefoot.components.data import as_source
+from surefoot.components.precision import compute_context
+from surefoot.core.errors import InputError, TaskError
+from surefoot.train.evaluate import Evaluation, batches, evaluate
+from surefoot.train.load import load_with_task
+from surefoot.train.quiet import untouched
+
+ENDINGS = (".safetensors", ".npz")
+
+
+def evaluate_run(run: Path, step: str, split: str | None, data: str | None) -> tuple[Evaluation, int]:
+    """Evaluate the weights of `step` on `split`; gives the result and the step that was chosen."""
+    model, task, spec, used = load_with_task(run, step, data=data)
+    name = split or spec.evaluate.split
+    device = torch.device("cpu")
+    result = evaluate(
+        model, task, as_source(task.task.data(name)), split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
+        score=spec.evaluate.score, compute=compute_context(spec.precision.compute, device),
+    )  # fmt: skip
+    return result, used
+
+
+def predict_run(
+    run: Path, step: str, split: str | None, data: str | None, output: Path | None
+) -> tuple[Path, dict[str, tuple[int, ...]], int]:
+    """Write the outputs of a split; gives the file, the shape of each array, and the step. Raises InputError for the file's name."""
+    if output is not None and output.suffix not in ENDINGS:
+        raise InputError(f"--output {output} ends in {output.suffix or 'nothing'}", hint=f"use one of {', '.join(ENDINGS)}")
+    model, task, spec, used = load_with_task(run, step, data=data)
+    name = split or spec.evaluate.split
+    path = output or run / f"predictions-{name}.safetensors"
+    collected: dict[str, list[Tensor]] = {}
+    device = torch.device("cpu")
+    compute = compute_context(spec.precision.compute, device)
+    with untouched(model):
+        for batch in batches(as_source(task.task.data(name)), spec.evaluate.batch or spec.train.batch, device):
+            with compute():
+                made = task.task.forward(model, batch)
+            for key, tensor in _named(made).items():
+                collected.setdefault(key, []).append(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+    arrays = {key: np.ascontiguousarray(torch.cat(parts).numpy()) for key, parts in collected.items()}
+    try:
+        if path.suffix == ".npz":
+            np.savez(path, **arrays)  # type: ignore[arg-type]
+        else:
+            save_file(arrays, path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}", hint="give another --output") from error
+    return path, {key: array.shape for key, array in arrays.items()}, used
+
+
+def _named(output: Any) -> dict[str, Tensor]:
+    """The tensors of an output with a first dimension per sample: one is called `output`, others by key or position."""
+    if isinstance(output, Tensor):
+        return {"output": output}
+    pairs = output.items() if hasattr(output, "items") else enumerate(output) if isinstance(output, tuple | list) else ()
+    found = {str(key): value for key, value in pairs if isinstance(value, Tensor) and value.ndim}
+    if not found:
+        raise TaskError(f"forward gave a {type(output).__name__}, which holds no tensor", hint="return a tensor, or a tuple or dict of them")
+    return found

@@ -1,0 +1,114 @@
+"""What can be known to be wrong before a run: the contract is tried on a few samples, and nothing is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot.components.data import to_device
+from surefoot.contract.task import Batch, Loss, Term
+from surefoot.core.errors import SurefootError, TaskError
+from surefoot.train.assemble import Assembly
+from surefoot.train.quiet import untouched
+
+NUM_SAMPLES = 8
+TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor of two
+
+
+def check(assembly: Assembly) -> list[str]:
+    """Try every update's loss on a few samples, whole and in halves, in evaluation mode; gives notes on what could not be checked.
+
+    Raises TaskError for a loss that is no Loss, is a mean, counts nothing, or may not be split as the spec splits it.
+    """
+    notes: list[str] = []
+    window = assembly.feed.window(0)
+    ids = window.ids[: min(NUM_SAMPLES, len(window.ids))]
+    source, device = assembly.feed.source, assembly.device
+    splits = assembly.spec.train.microbatch is not None and assembly.spec.train.microbatch < assembly.spec.train.batch
+    with untouched(assembly.model):
+        batch = to_device(source.read(ids), device)
+        for update in assembly.updates:
+            whole = _try(update.name, update.loss, assembly.model, batch)
+            _check_kind(update.name, whole)
+            if splits:
+                _check_splittable(assembly, update.name, whole)
+            if len(ids) < 2 or not whole.additive or source.guarantee != "proven":
+                notes.append(f"whether the loss of update {update.name} is a sum could not be checked")
+                continue
+            middle = len(ids) // 2
+            halves = [
+                _try(update.name, update.loss, assembly.model, to_device(source.read(part), device)) for part in (ids[:middle], ids[middle:])
+            ]
+            notes += _check_sums(update.name, whole, halves)
+    return notes
+
+
+def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
+    torch.manual_seed(0)  # the same draws for the whole and for its halves; the streams are put back afterwards
+    try:
+        made = loss(model, batch)
+    except SurefootError:
+        raise
+    except Exception as error:
+        from_user = f"{type(error).__name__}: {error}"
+        raise TaskError(f"the first forward pass of update {name} failed: {from_user}", hint="run with --traceback to see where") from error
+    if isinstance(made, Loss):
+        return made
+    raise TaskError(
+        f"the loss of update {name} is a {type(made).__name__}, not a Loss",
+        hint='return Loss.sum(total, count), the total being a sum: cross_entropy(..., reduction="sum")',
+    )
+
+
+def _check_kind(name: str, loss: Loss) -> None:
+    if not loss.terms:
+        raise TaskError(f"the loss of update {name} has no term", hint="return Loss.sum(total, count)")
+    for term in loss.terms:
+        if not isinstance(term.total, torch.Tensor) or term.total.numel() != 1:
+            raise TaskError(f"the total of term {term.name} is no scalar tensor", hint='sum it: cross_entropy(..., reduction="sum")')
+        if term.total.ndim:
+            raise TaskError(f"the total of term {term.name} has shape {tuple(term.total.shape)}", hint="make it a scalar with .sum()")
+        if float(term.count) < 0:
+            raise TaskError(f"the count of term {term.name} is {float(term.count):g}", hint="count the items that the total sums over")
+    if not any(float(term.count) for term in loss.terms):
+        raise TaskError(f"the loss of update {name} counts 0 items", hint="count the items that the total sums over, at least one")
+    if len({term.name for term in loss.terms}) != len(loss.terms):
+        raise TaskError(f"the loss of update {name} has two terms of one name", hint="name each Term differently")
+
+
+def _check_splittable(assembly: Assembly, name: str, loss: Loss) -> None:
+    if not loss.additive:
+        raise TaskError(f"the loss of update {name} is not additive and may not be split into microbatches", hint="leave train.microbatch out")
+    if len(loss.terms) > 1 and assembly.task.counts is None:
+        listed = ", ".join(term.name for term in loss.terms)
+        raise TaskError(
+            f"the terms {listed} have counts that are not known before the forward pass",
+            hint="add counts(batch) -> {term: count} to the task, or leave train.microbatch out",
+        )
+
+
+def _check_sums(name: str, whole: Loss, halves: list[Loss]) -> list[str]:
+    notes = []
+    for index, term in enumerate(whole.terms):
+        parts = [half.terms[index] for half in halves if index < len(half.terms)]
+        verdict = _is_sum(term, parts)
+        if verdict is False:
+            raise TaskError(
+                f"the term {term.name} of update {name} is a mean, not a sum: it does not grow with the batch",
+                hint='give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count)',
+            )
+        if verdict is None:
+            notes.append(f"whether the term {term.name} of update {name} is a sum could not be checked")
+    return notes
+
+
+def _is_sum(whole: Term, parts: list[Term]) -> bool | None:
+    total, halves = float(whole.total), [float(part.total) for part in parts]
+    if not np.isfinite([total, *halves]).all() or total == 0.0:
+        return None
+    if abs(total - sum(halves)) <= TOLERANCE * max(abs(total), *map(abs, halves)):
+        return True
+    mean = sum(halves) / len(halves)
+    return False if abs(total - mean) <= TOLERANCE * abs(total) else None

@@ -1,0 +1,79 @@
+"""When to evaluate, which evaluation is best, and when there is no use in going on."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from surefoot.components.observe import peak_resident_bytes
+from surefoot.core.units import Duration
+from surefoot.train.assemble import Assembly
+from surefoot.train.evaluate import Evaluation
+
+if TYPE_CHECKING:
+    from surefoot.train.run import Run
+
+
+class Scores:
+    """The evaluations of a run: due, best, without progress."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        table = assembly.spec.evaluate
+        every = Duration.parse(table.every)
+        self._every_s = every.value if every.unit == "s" else None
+        self._every_steps = None if self._every_s is not None else max(1, assembly.to_steps(table.every) or 1)
+        self._last_s = time.perf_counter()
+        self._since_best = 0
+        self.best: Evaluation | None = None
+        self.best_step: int | None = None
+        self.last: Evaluation | None = None
+        self.last_step = 0
+
+    def is_due(self, step: int) -> bool:
+        if self._every_steps is not None:
+            return step % self._every_steps == 0
+        return self._every_s is not None and time.perf_counter() - self._last_s >= self._every_s
+
+    def add(self, step: int, result: Evaluation) -> bool:
+        """Take note of an evaluation; gives whether it is the best so far. Moves a plateau schedule."""
+        self._last_s = time.perf_counter()
+        self.last, self.last_step = result, step
+        if hasattr(self._assembly.schedule, "observe") and result.value is not None:
+            self._assembly.schedule.observe(result.value)
+        if result.value is None or math.isnan(result.value) or not self._beats(result):
+            self._since_best += 1
+            return False
+        self.best, self.best_step, self._since_best = result, step, 0
+        return True
+
+    def _beats(self, result: Evaluation) -> bool:
+        if self.best is None or self.best.value is None or result.value is None:
+            return True
+        return result.value > self.best.value if result.better == "higher" else result.value < self.best.value
+
+    def reason_to_stop(self) -> str | None:
+        patience = self._assembly.spec.evaluate.patience
+        if patience is None or self._since_best < patience or self.best is None:
+            return None
+        return f"no better {self.best.score} in {patience} evaluations"
+
+    def result_of(self, step: int) -> Evaluation | None:
+        """The evaluation of exactly this step, if there was one."""
+        return self.last if self.last is not None and self.last_step == step else None
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        """What the final table shows."""
+        elapsed_s = time.perf_counter() - run.started_s
+        last, best = self.last, self.best
+        return {
+            "task": run.task.name, "folder": str(run.folder), "step": run.step, "epochs": self._assembly.feed.epoch_of(run.step),
+            "score": last.score if last else "score", "value": last.value if last else None,
+            "unit": last.units.get(last.score, "") if last else "",
+            "better": last.better if last else None,
+            "best_value": best.value if best else None, "best_step": self.best_step, "loss": last.loss if last else None,
+            "num_samples": run.num_samples, "elapsed_s": elapsed_s, "training_s": run.training_s,
+            "samples_per_s": run.num_samples / run.training_s if run.training_s > 0 else None,
+            "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
+        }  # fmt: skip

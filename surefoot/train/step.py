@@ -1,0 +1,175 @@
+"""One optimiser step, told in order.
+
+The gradient of a step is the sum over every item of its global batch, divided once by the global count. Where counts are known
+before the backward pass each term is scaled by its own first; otherwise a single term is scaled by a power of two near 1/count
+(exact) and the rest of the division is folded into the pass that clips and updates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data import Feed, Keys, Window, to_device
+from surefoot.components.data.order import derive
+from surefoot.components.optim import GuardedUpdate, WeightAverage
+from surefoot.contract.state import StepReport
+from surefoot.contract.task import Batch, Loss, Resolved, Term
+from surefoot.core.errors import NumbersError, TaskError
+
+Count = float | Tensor
+
+
+@dataclass(frozen=True)
+class LiveUpdate:
+    """One of the task's updates with its optimisers: what to minimise, and how to apply the gradient."""
+
+    name: str
+    loss: Callable[[Any, Batch], Loss]
+    guarded: GuardedUpdate
+    every: int = 1
+
+
+class Stepper:
+    """Does one step when called with its number (from 1)."""
+
+    def __init__(
+        self, *, model: Any, task: Resolved, feed: Feed, updates: list[LiveUpdate], seed: int, device: torch.device,
+        compute: Callable[[], AbstractContextManager[Any]] | None = None, average: WeightAverage | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._task, self._feed, self._updates = model, task, feed, updates
+        self._seed, self._device, self._average = seed, device, average
+        self._compute = compute or nullcontext
+        self._moves = device.type != "cpu"
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def __call__(self, number: int) -> StepReport:
+        started_s = time.perf_counter()
+        window = self._feed.window(number - 1)
+        batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
+        waiting_s = time.perf_counter() - started_s
+        totals: dict[str, tuple[Tensor, Count, float]] = {}
+        norm: float | Tensor | None = None
+        applied: bool | Tensor = True
+        rate: float | Tensor = 0.0
+        num_done = 0
+        for index, update in enumerate(self._updates):
+            if number % update.every:
+                continue
+            norm, was_applied = self._update(update, index, number, batches, totals)
+            applied = was_applied if num_done == 0 else applied & was_applied
+            rate = update.guarded.groups[0]["lr"]
+            num_done += 1
+        if self._average is not None and bool(applied):
+            self._average.update()
+        return StepReport(
+            step=number, epoch=self._feed.epoch_of(number), num_samples=len(window.ids), learning_rate=rate, totals=totals,
+            norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_s,
+            elapsed_s=time.perf_counter() - started_s,
+        )  # fmt: skip
+
+    def _read(self, window: Window, ids: np.ndarray) -> Batch:
+        batch = self._feed.source.read(ids)
+        if self._moves:
+            batch = to_device(batch, self._device)
+        if self._task.augment is not None:
+            batch = self._task.augment(batch, Keys(self._seed, window.epoch, ids))
+        return batch
+
+    def _update(
+        self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: dict[str, tuple[Tensor, Count, float]]
+    ) -> tuple[float | Tensor, bool | Tensor]:
+        guarded = update.guarded
+        guarded.clear_gradients()
+        counts = self._known_counts(batches)
+        scale = 2.0 ** -round(math.log2(max(1, sum(map(_size, batches))))) if len(batches) > 1 and counts is None else None
+        inputs = guarded.parameters if len(self._updates) > 1 else None  # a GAN's generator must not leave gradients in the critic
+        mine: dict[str, tuple[Tensor, Count, float]] = {}
+        for position, batch in enumerate(batches):
+            self._seed_draws(number, position, index)
+            with self._compute():
+                loss = update.loss(self._model, batch)
+            terms = loss.terms
+            if counts is None and scale is not None and (len(terms) > 1 or not loss.additive):
+                raise TaskError(*_refusal(update.name, loss))
+            factors = [_factor(term, counts, scale) for term in terms]
+            torch.autograd.backward([term.total for term in terms], factors, inputs=inputs)  # type: ignore[arg-type]
+            _add(mine, terms)
+        factor = self._remaining_factor(mine, scale, update.name, number)
+        if not guarded.on_device and not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
+            factor = math.nan  # a loss that is not finite skips the step even where its gradient is
+        totals.update(mine if len(self._updates) == 1 else {f"{update.name}.{name}": row for name, row in mine.items()})
+        return guarded.step_if_finite(factor)
+
+    def _known_counts(self, batches: list[Batch]) -> Mapping[str, float] | float | None:
+        """The counts of the whole global batch where the task knows them before the forward pass, else None."""
+        if len(batches) == 1 or self._task.counts is None:
+            return None
+        counted = [self._task.counts(batch) for batch in batches]
+        if isinstance(counted[0], Mapping):
+            return {name: float(sum(each[name] for each in counted)) for name in counted[0]}  # type: ignore[index]
+        return float(sum(counted))  # type: ignore[arg-type]
+
+    def _remaining_factor(
+        self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None, name: str, number: int
+    ) -> float | Tensor:
+        """What the gradients must still be multiplied by to be means."""
+        counts = [count for _, count, _ in totals.values()]
+        if not self._moves and not any(float(count) for count in counts):
+            raise NumbersError(
+                f"step {number}: the loss of update {name} counts 0 items", hint="a batch must hold at least one item that counts"
+            )
+        if scale is None:
+            return 1.0
+        (count,) = counts
+        return 1.0 / (scale * count)
+
+    def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
+        """Dropout and other draws inside the model start from (seed, step, global microbatch)."""
+        key = derive(self._seed, 3, number, microbatch, update) >> 1
+        for generator in self._generators:
+            generator.manual_seed(key)
+
+
+def _factor(term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
+    """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""
+    total = term.total
+    if scale is not None:
+        return torch.full_like(total, term.weight * scale)
+    count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
+    if isinstance(count, Tensor):
+        return (term.weight / count.clamp(min=1)).to(total.dtype)
+    return torch.full_like(total, term.weight / count if count else 0.0)  # a term without items adds nothing
+
+
+def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) -> None:
+    for term in terms:
+        total, count = term.total.detach(), term.count
+        if term.name in into:
+            total, count = into[term.name][0] + total, into[term.name][1] + count
+        into[term.name] = (total, count, term.weight)
+
+
+def _size(batch: Batch) -> int:
+    """Samples in a batch: the length of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next((size for size in map(_size, parts) if size), 0)
+
+
+def _refusal(name: str, loss: Loss) -> tuple[str]:
+    if not loss.additive:
+        return (f"the loss of update {name} is not additive and cannot be split into microbatches; leave train.microbatch out",)
+    terms = ", ".join(term.name for term in loss.terms)
+    return (f"the terms {terms} have counts that are not known before the forward pass; add counts(batch) to the task, or leave train.microbatch out",)
