@@ -17,6 +17,7 @@ from surefoot.core.errors import SpecError
 Unit = Literal["steps", "epochs", "samples", "tokens", "s"]
 
 UNKNOWN = "n/a"
+SMALLEST = 1e-9
 LARGEST = 10**18  # below 2^63, so that every count fits the int64 of a tensor or of numpy
 
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -27,7 +28,7 @@ _NAMES: dict[str, tuple[Unit, int]] = {
     "h": ("s", 3600), "hour": ("s", 3600), "hours": ("s", 3600),
 }  # fmt: skip
 _BYTES = {"B": 1, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
-_NUMBER = r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)"
+_NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)"
 _DURATION = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key=len, reverse=True))})")
 _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=True))})")
 _LONGEST = 40  # characters; keeps a hostile number cheap
@@ -53,10 +54,10 @@ class Duration:
         given = f"a duration of {self.value!r} {self.unit}"
         if self.unit not in get_args(Unit):
             raise SpecError(f"{given} has no known unit", hint=f"use one of {', '.join(get_args(Unit))}")
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not math.isfinite(self.value) or self.value < 0:
+        if type(self.value) not in (int, float) or not 0 <= self.value < math.inf:
             raise SpecError(f"{given} is not a finite number of 0 or more", hint=_HINT)
-        if self.value > LARGEST:
-            raise SpecError(f"{given} is more than {LARGEST:.0e}", hint="is the prefix right?")
+        if self.value > LARGEST or 0 < self.value < SMALLEST:
+            raise SpecError(f"{given} is not between {SMALLEST:g} and {LARGEST:g}", hint="is the prefix right?")
         if float(self.value).is_integer():
             object.__setattr__(self, "value", int(self.value))  # 2.0 and 2 mean the same, so they must be the same
         elif self.unit not in ("epochs", "s"):
@@ -68,7 +69,7 @@ class Duration:
 
         Raises SpecError for a bare number, a negative or non-finite one, and anything else.
         """
-        match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= _LONGEST else None
+        match = _match(_DURATION, text)
         if match is None:
             raise SpecError(f"{_clip(text)} is no duration", hint=_HINT)
         number, prefix, name = match.groups()
@@ -107,9 +108,11 @@ class Duration:
         elif self.unit == "tokens" and tokens_per_step:
             steps = exact / Fraction(tokens_per_step)
         elif self.unit == "tokens":
-            raise SpecError(f"{self} cannot be counted: the task's data has no known tokens per sample", hint="say it in steps or epochs")
+            raise SpecError(
+                f"{self} cannot be counted: the data has no known tokens per sample", hint="say it in steps or epochs"
+            )
         else:
-            raise SpecError(f"{self} is a time and has no fixed number of steps", hint="say it in steps, epochs, samples or tokens")
+            raise SpecError(f"{self} is a time, not a number of steps", hint="say it in steps, epochs, samples or tokens")
         return max(math.ceil(steps), 1 if self.value else 0)
 
 
@@ -119,9 +122,9 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5 GiB") == 3 * 2**29, parse_bytes("80 GB")
     (True, 80000000000)
     """
-    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= _LONGEST else None
+    match = _match(_SIZE, text)
     if match is None:
-        raise SpecError(f"{_clip(text)} is no size in bytes", hint='a size is a number with its unit: "512 B", "1.5 GiB", "80 GB"')
+        raise SpecError(f"{_clip(text)} is no size in bytes", hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"')
     return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
@@ -160,7 +163,7 @@ def format_rate(value: float | None, what: str) -> str:
     >>> format_rate(12_340, "samples")
     '12.3 k samples/s'
     """
-    return f"{format_count(value)} {what}/s"
+    return UNKNOWN if value is None else f"{format_count(value)} {what}/s"
 
 
 def format_percent(value: float | None) -> str:
@@ -199,6 +202,12 @@ def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
 def _short(value: float) -> str:
     """Three significant digits, never an exponent for what is 100 or more."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def _match(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
+    """A bare number out of TOML is an int here, whatever the annotation says: it is refused like its text."""
+    written = str(text).strip()
+    return pattern.fullmatch(written) if len(written) <= _LONGEST else None
 
 
 def _clip(text: object) -> str:
