@@ -1,0 +1,111 @@
+"""Calls and reads that do not belong: what can run foreign code, the environment, private parts of torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tests.laws.tree import Module, Violation, called_names, modules
+
+SHIPPED = ("surefoot", "examples", "benchmarks")
+FORBIDDEN_IMPORTS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+FORBIDDEN_CALLS = {
+    "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
+    "subprocess.getstatusoutput", "torch.load", "torch.save",
+    "torch.serialization.load", "torch.hub.load", "torch.jit.load", "yaml.load", "yaml.unsafe_load",
+    "yaml.full_load", "shutil.unpack_archive", "numpy.lib.format.read_array",
+}  # fmt: skip
+FORBIDDEN_METHODS = {
+    "extractall", "send_object_list", "recv_object_list", "broadcast_object_list", "all_gather_object", "gather_object",
+    "scatter_object_list",
+}  # fmt: skip
+FORBIDDEN_FLAGS = {"shell": "give a list of arguments", "allow_pickle": "store plain arrays"}
+WHY = "can run code hidden in data; use safetensors, JSON, TOML, lists of arguments"
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+
+
+def dangerous(root: Path) -> list[Violation]:
+    """Nothing that can run code hidden in a file: pickle, torch.load, eval, a shell, extraction, object collectives."""
+    return [found for module in modules(root, *SHIPPED) for found in _dangerous(module)]
+
+
+def _dangerous(module: Module) -> list[Violation]:
+    found = [
+        Violation(module.at(one.line), f"imports {one.target}, which {WHY}")
+        for one in module.imports
+        if one.target.partition(".")[0] in FORBIDDEN_IMPORTS or one.target in FORBIDDEN_CALLS - {"eval", "exec"}
+    ]
+    for node in ast.walk(module.syntax):
+        if not isinstance(node, ast.Call):
+            continue
+        name = module.full_name(node.func)
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else (name or "").rpartition(".")[2]
+        if name in FORBIDDEN_CALLS or method in FORBIDDEN_METHODS:
+            found.append(Violation(module.at(node.lineno), f"calls {name or method}, which {WHY}"))
+        found += [
+            Violation(module.at(node.lineno), f"passes {flag.arg}={ast.unparse(flag.value)}; {FORBIDDEN_FLAGS[flag.arg]}")
+            for flag in node.keywords
+            if flag.arg in FORBIDDEN_FLAGS and not (isinstance(flag.value, ast.Constant) and flag.value.value is False)
+        ]
+    return found
+
+
+def environment(root: Path) -> list[Violation]:
+    """The environment is read in core/place.py alone, so that arguments win over it everywhere."""
+    return [
+        Violation(module.at(node.lineno), f"reads {name}; ask core/place.py")
+        for module in modules(root)
+        if module.path.as_posix() != "surefoot/core/place.py"
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.Attribute | ast.Name) and (name := module.full_name(node)) in ENVIRONMENT
+    ]
+
+
+def private_torch(root: Path) -> list[Violation]:
+    """A private part of torch is used in one file, which the table of docs/architecture.md names with what happens without it."""
+    listed = _listed_private(root)
+    found = []
+    for module in modules(root):
+        for name, line in _private_names(module):
+            if not any(fnmatch(name, pattern) and module.path.as_posix() == f"surefoot/{file}" for pattern, file in listed):
+                found.append(
+                    Violation(module.at(line), f"uses {name}; give it a row in docs/architecture.md, or use the public way")
+                )
+    return found
+
+
+def _private_names(module: Module) -> set[tuple[str, int]]:
+    uses = {(one.target, one.line) for one in module.imports if not one.type_checking}
+    uses |= {
+        (name, node.lineno)
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.Attribute) and (name := module.full_name(node)) is not None
+    }
+    return {
+        (name, line) for name, line in uses if name.startswith("torch.") and re.search(r"\._[a-z]", name) and _ends_private(name)
+    }
+
+
+def _ends_private(name: str) -> bool:
+    return re.fullmatch(r"_[a-zA-Z]\w*", name.rpartition(".")[2]) is not None or "._" in name.rpartition(".")[0]
+
+
+def _listed_private(root: Path) -> list[tuple[str, str]]:
+    """Rows `| `torch._name` | `components/optim/fused.py` | ... |` of the architecture's table; a row may name several."""
+    path = root / "docs" / "architecture.md"
+    rows = re.findall(r"^\| (`torch\.[^|]*) \| `([\w/.]+\.py)` \|", path.read_text() if path.is_file() else "", re.MULTILINE)
+    return [(name, file) for names, file in rows for name in re.findall(r"`(torch\.[\w.*]+)`", names)]
+
+
+def prints(root: Path) -> list[Violation]:
+    """Only cli and the console write to the terminal: data on stdout, talk on stderr."""
+    free = ("surefoot/cli/", "surefoot/components/observe/")
+    return [
+        Violation(module.at(line), f"calls {name}; return rows and let cli or components/observe show them")
+        for module in modules(root)
+        if not module.path.as_posix().startswith(free)
+        for name, line in called_names(module)
+        if name in ("print", "sys.stdout.write", "sys.stderr.write", "input", "sys.exit", "exit", "quit", "os._exit")
+    ]
