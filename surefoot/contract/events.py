@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,11 @@ class Event:
     time_s: float
 
     def as_line(self) -> str:
-        return json.dumps({"v": VERSION, "kind": self.kind, **_finite(asdict(self))}, allow_nan=False) + "\n"
+        row = {"v": VERSION, "kind": self.kind, **vars(self)}
+        try:
+            return json.dumps(row, allow_nan=False) + "\n"
+        except ValueError:  # a number that is none
+            return json.dumps(_finite(row), allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule_plan import ScheduleSettings
@@ -127,6 +128,23 @@ class ObserveTable(Table):
     tensorboard: bool | None = Field(None, description="none: when the extra is installed")
 
 
+def _mirror(settings: type) -> dict[str, Any]:
+    """The fields of a frozen dataclass as pydantic's: type and default."""
+    hints = get_type_hints(settings)
+    rows = ((each, each.default if each.default is not MISSING else each.default_factory()) for each in fields(settings))  # type: ignore[misc]
+    return {each.name: (hints[each.name], default) for each, default in rows}
+
+
+class _ScheduleBase(Table):
+    def settings(self) -> ScheduleSettings:
+        """The settings as `core/schedule_plan` takes them."""
+        return ScheduleSettings(**{name: getattr(self, name) for name in type(self).model_fields})
+
+
+# the keys of [schedule] stand once, in core/schedule_plan, where the curves are
+ScheduleTable: type[_ScheduleBase] = create_model("ScheduleTable", __base__=_ScheduleBase, **_mirror(ScheduleSettings))
+
+
 class LaterTable(Table):
     """A table whose name is taken and whose room is not built yet: it has no keys."""
 
@@ -137,7 +155,7 @@ class RunSpec(Table):
     task: TaskTable
     data: DataTable = DataTable()
     optim: OptimTable = OptimTable()
-    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
+    schedule: ScheduleTable = Field(default_factory=ScheduleTable)  # type: ignore[valid-type]
     train: TrainTable = TrainTable()
     evaluate: EvaluateTable = EvaluateTable()
     precision: PrecisionTable = PrecisionTable()
@@ -196,8 +214,6 @@ def key_names(table: str | None) -> list[str]:
         return list(RunSpec.model_fields)
     field = RunSpec.model_fields.get(table)
     kind = field.annotation if field else None
-    if kind is ScheduleSettings:
-        return list(ScheduleSettings.__dataclass_fields__)
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 

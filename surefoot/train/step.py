@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data import Feed, Keys, Window, to_device
-from surefoot.components.data.order import derive
+from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, WeightAverage
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
+from surefoot.train.backward import backward
 
 Count = float | Tensor
+MAX_CONSTANTS = 1000
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Stepper:
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._compute = compute or nullcontext
+        self._draws = derive(seed, 3)
+        self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -102,13 +106,13 @@ class Stepper:
             terms = loss.terms
             if counts is None and scale is not None and (len(terms) > 1 or not loss.additive):
                 raise TaskError(*_refusal(update.name, loss))
-            factors = [_factor(term, counts, scale) for term in terms]
-            torch.autograd.backward([term.total for term in terms], factors, inputs=inputs)  # type: ignore[arg-type]
+            factors = [self._factor(term, counts, scale) for term in terms]
+            backward([term.total for term in terms], factors, inputs)
             _add(mine, terms)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if not guarded.on_device and not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
-        totals.update(mine if len(self._updates) == 1 else {f"{update.name}.{name}": row for name, row in mine.items()})
+        totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         return guarded.step_if_finite(factor)
 
     def _known_counts(self, batches: list[Batch]) -> Mapping[str, float] | float | None:
@@ -134,22 +138,30 @@ class Stepper:
         (count,) = counts
         return 1.0 / (scale * count)
 
+    def _factor(self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
+        """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""
+        total = term.total
+        if scale is not None:
+            return self._constant(term.weight * scale, total)
+        count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
+        if isinstance(count, Tensor):
+            return (term.weight / count.clamp(min=1)).to(total)
+        return self._constant(term.weight / count if count else 0.0, total)  # a term without items adds nothing
+
+    def _constant(self, value: float, like: Tensor) -> Tensor:
+        """A scalar tensor, kept: counts mostly repeat from step to step."""
+        key = (value, like.dtype)
+        if key not in self._constants:
+            if len(self._constants) > MAX_CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = torch.full_like(like, value, requires_grad=False)
+        return self._constants[key]
+
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
         """Dropout and other draws inside the model start from (seed, step, global microbatch)."""
-        key = derive(self._seed, 3, number, microbatch, update) >> 1
+        key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1
         for generator in self._generators:
             generator.manual_seed(key)
-
-
-def _factor(term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
-    """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""
-    total = term.total
-    if scale is not None:
-        return torch.full_like(total, term.weight * scale)
-    count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
-    if isinstance(count, Tensor):
-        return (term.weight / count.clamp(min=1)).to(total.dtype)
-    return torch.full_like(total, term.weight / count if count else 0.0)  # a term without items adds nothing
 
 
 def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) -> None:

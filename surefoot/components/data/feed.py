@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ from surefoot.core.errors import DataError
 BLOCK_SAMPLES = 4096  # positions looked up at once: the cost of a look-up is then under 0.1 us a sample
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The samples of one step: `ids` (int64) in order, the epoch they belong to, and their first position in it."""
 
     epoch: int

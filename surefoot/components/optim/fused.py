@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-STATE = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum_buffer"}
-
 
 def supports(optimizer: Optimizer) -> bool:
     """Whether `optimizer` can be driven by the private kernels: one of the three, plain options, fused kernels present."""
@@ -34,6 +32,7 @@ def create_state(optimizer: Optimizer) -> None:
     A fused SGD whose first step is skipped would otherwise keep an uninitialised momentum buffer: zeros give the same first update.
     """
     for group in optimizer.param_groups:
+        shared = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)  # one counter while all step together
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if state:
@@ -42,7 +41,7 @@ def create_state(optimizer: Optimizer) -> None:
                 if group["momentum"]:
                     state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 continue
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = shared
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -55,7 +54,9 @@ class FusedGroup:
         self._params: list[Tensor] = list(group["params"])
         states = [optimizer.state[parameter] for parameter in self._params]
         self._is_sgd = isinstance(optimizer, SGD)
+        self._states = states
         self._steps: list[Tensor] = [] if self._is_sgd else [state["step"] for state in states]
+        self._is_shared = bool(self._steps) and all(step is self._steps[0] for step in self._steps)
         self._first = [] if self._is_sgd else [state["exp_avg"] for state in states]
         self._second = [] if self._is_sgd else [state["exp_avg_sq"] for state in states]
         self._momentum = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
@@ -64,14 +65,20 @@ class FusedGroup:
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Divide the gradients by `grad_scale` and update, unless `found_inf` is 1."""
         grads = [parameter.grad for parameter in self._params]
-        if any(grad is None for grad in grads):
-            self._step_some([number for number, grad in enumerate(grads) if grad is not None], lr, grad_scale, found_inf)
+        kept = [number for number, grad in enumerate(grads) if grad is not None]
+        if len(kept) < len(grads):
+            self._step_some(kept, lr, grad_scale, found_inf)
             return
         self._call(self._params, grads, (self._steps, self._first, self._second, self._momentum), lr, grad_scale, found_inf)  # type: ignore[arg-type]
 
     def _step_some(self, kept: Sequence[int], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         if not kept:
             return
+        if self._is_shared:  # from here on the parameters count their own steps
+            self._is_shared = False
+            self._steps = [step.clone() for step in self._steps]
+            for state, step in zip(self._states, self._steps, strict=True):
+                state["step"] = step
         states = tuple([row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum))
         params = [self._params[number] for number in kept]
         self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc, arg-type]
@@ -88,14 +95,18 @@ class FusedGroup:
                 grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
             return
-        torch._foreach_add_(steps, 1)
+        if self._is_shared:
+            steps[0].add_(1)
+        else:
+            torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
         self._kernel(
             params, grads, first, second, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
             eps=group["eps"], amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
         if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+            counters = steps[:1] if self._is_shared else steps
+            torch._foreach_sub_(counters, [found_inf] * len(counters))
 
 
 def norm_of(grads: Sequence[Tensor]) -> Tensor:

@@ -85,12 +85,7 @@ class GuardedUpdate:
             fused.scale_gradients(grads, factor)
             fused.clamp_gradients(grads, self._clip_value)
             factor = 1.0
-        multiplier = self._curve(self.applied_steps)
-        momentum = self._momentum_curve(self.applied_steps) if self._momentum_curve is not None else None
-        for group, base in zip(self.groups, self._base_rates, strict=True):
-            group["lr"] = base * multiplier
-            if momentum is not None:
-                _set_momentum(group, momentum)
+        self._move_schedule()
         scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is None:
@@ -100,6 +95,16 @@ class GuardedUpdate:
                     each.step(each.group["lr"], scale, None)
         self.applied_steps += 1
         return norm, True
+
+    def _move_schedule(self) -> None:
+        """Set every group's rate, and its momentum where the schedule moves that, for this update."""
+        multiplier = self._curve(self.applied_steps)
+        for group, base in zip(self.groups, self._base_rates, strict=True):
+            group["lr"] = base * multiplier
+        if self._momentum_curve is not None:
+            momentum = self._momentum_curve(self.applied_steps)
+            for group in self.groups:
+                _set_momentum(group, momentum)
 
     def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
         """An optimiser that cannot divide by itself: scale its gradients, then step."""
