@@ -1,7 +1,8 @@
 """Which sample stands at which position: pure arithmetic of (seed, epoch, position), with no state to save.
 
-The permutation is a four-round Feistel network over the next power of four above n with cycle walking
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the round function is splitmix64's finaliser.
+The permutation is a six-round Feistel network over the next power of four above n with cycle walking
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the round function is splitmix64's finaliser. Below 8,192 samples
+its halves are too small to mix (pairs fail a chi-square test): there the samples are sorted by their hashes, a table of 64 KiB at most.
 Augmentation draws are a hash of (seed, epoch, sample, draw), so they depend on no worker and no stream.
 """
 
@@ -15,7 +16,8 @@ import torch
 from surefoot.core.errors import DataError
 
 LARGEST = 2**40
-ROUNDS = 4
+ROUNDS = 6
+LARGEST_TABLE = 8192
 _MASK64 = (1 << 64) - 1
 
 
@@ -52,10 +54,16 @@ class Permutation:
         half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
         self._shift = np.uint64(half_bits)
         self._mask = np.uint64((1 << half_bits) - 1)
+        self._table = None
+        if n <= LARGEST_TABLE:
+            hashes = _mix_array(np.arange(n, dtype=np.uint64) ^ np.uint64(derive(key, ROUNDS)))
+            self._table = np.argsort(hashes, kind="stable")
         self._round_keys = [np.uint64(derive(key, round_number)) for round_number in range(ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """The samples (int64) that stand at `positions` (int64 in [0, n)), same shape."""
+        if self._table is not None:
+            return self._table[positions]
         values = self._encrypt(positions.astype(np.uint64))
         outside = values >= self.n
         while outside.any():  # cycle walking: the domain is under four times n, so few rounds are expected

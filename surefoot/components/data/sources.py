@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,9 +22,9 @@ DIGEST_SAMPLES = 256  # rows hashed of each array: enough to tell two sets apart
 def _as_tensor(array: ArrayLike) -> Tensor:
     if isinstance(array, Tensor):
         return array
-    if not array.flags.writeable and not isinstance(array, np.memmap):
-        array = array.copy()
-    return torch.from_numpy(np.asarray(array))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; a source never writes into them
+        return torch.from_numpy(np.asarray(array))
 
 
 class Arrays:

@@ -1,0 +1,88 @@
+"""Sources read what they were given, by number."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from surefoot.components.data import Arrays, Iterated, Synthetic, Tokens, TorchDataset, as_source
+from surefoot.core.errors import DataError
+
+
+def test_arrays_read_rows_as_tuples_or_dicts() -> None:
+    x, y = torch.arange(12.0).reshape(6, 2), np.arange(6)
+    rows = np.array([4, 0])
+    assert torch.equal(Arrays(x, y).read(rows)[0], x[[4, 0]])
+    assert Arrays(images=x, labels=y).read(rows)["labels"].tolist() == [4, 0]
+
+
+def test_a_memory_map_is_read_by_position_without_being_copied(tmp_path: Path) -> None:
+    path = tmp_path / "big.bin"
+    np.arange(1_000_000, dtype=np.int32).reshape(-1, 10).tofile(path)
+    source = Arrays(np.memmap(path, dtype=np.int32, mode="r", shape=(100_000, 10)))
+    assert source.read(np.array([99_999]))[0][0, -1] == 999_999
+
+
+@pytest.mark.parametrize("arrays", [(torch.zeros(3), torch.zeros(4)), (torch.zeros(0),), ()])
+def test_arrays_that_are_no_set_are_refused(arrays: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(DataError, match="Arrays|no set of samples"):
+        Arrays(*arrays)
+
+
+def test_the_digest_tells_two_sets_apart() -> None:
+    one, other = torch.arange(100), torch.arange(100)
+    other[50] = -1
+    assert Arrays(one).digest == Arrays(one.clone()).digest != Arrays(other).digest
+
+
+def test_every_token_but_the_first_is_a_target_once() -> None:
+    source = Tokens(torch.arange(100, 123), length=5)
+    batch = source.read(np.arange(len(source)))
+    targets = batch["targets"].flatten()
+    assert targets[targets != -100].tolist() == list(range(101, 123))
+    assert torch.equal((batch["targets"] - batch["inputs"])[:-1], torch.ones(4, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("ids", "length"), [(torch.arange(1), 5), (torch.arange(10), 0), (torch.zeros(2, 2), 3)])
+def test_a_stream_without_anything_to_predict_is_refused(ids: torch.Tensor, length: int) -> None:
+    with pytest.raises(DataError):
+        Tokens(ids, length)
+
+
+def test_an_iterable_is_replayed_to_go_back_and_refuses_to_end_early() -> None:
+    source = Iterated([torch.full((2,), float(k)) for k in range(4)])
+    assert [float(source.read(np.array([k]))[0]) for k in (2, 0, 3)] == [2.0, 0.0, 3.0]
+    assert source.guarantee == "replayed"
+    with pytest.raises(DataError, match="ended after 4"):
+        Iterated(iter([torch.zeros(1)] * 4), num_batches=6).read(np.array([5]))
+
+
+def test_whatever_a_task_gives_becomes_a_source() -> None:
+    class Squares(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> int:
+            return index * index
+
+    assert isinstance(as_source(Squares()), TorchDataset)
+    assert as_source(Squares()).read(np.array([3, 2])).tolist() == [9, 4]
+    assert isinstance(as_source((torch.zeros(3), np.zeros(3))), Arrays)
+    assert isinstance(as_source({"x": torch.zeros(3)}), Arrays)
+    assert isinstance(as_source(torch.utils.data.DataLoader(Squares(), batch_size=2)), Iterated)
+    with pytest.raises(DataError, match="no source of samples"):
+        as_source(3)
+
+
+def test_a_synthetic_source_waits_as_long_as_it_was_told() -> None:
+    source = Synthetic(100, shape=(1, 4, 4), delay_s=0.002)
+    started_s = time.monotonic()
+    source.read(np.arange(50))
+    assert time.monotonic() - started_s >= 0.1
+    same = Synthetic(100, shape=(1, 4, 4)).read(np.array([7]))
+    assert torch.equal(same["images"], source.read(np.array([7]))["images"])
+    assert same["labels"].tolist() == [7]
