@@ -23,6 +23,9 @@ FORBIDDEN_METHODS = {
 }  # fmt: skip
 FORBIDDEN_FLAGS = {"shell": "give a list of arguments", "allow_pickle": "store plain arrays"}
 WHY = "can run code hidden in data; use safetensors, JSON, TOML, lists of arguments"
+NETWORK = (
+    "http", "urllib.request", "urllib3", "socketserver", "ftplib", "smtplib", "xmlrpc", "ssl", "requests", "httpx", "aiohttp", "torch.hub",
+)  # fmt: skip
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
 
@@ -60,6 +63,16 @@ def environment(root: Path) -> list[Violation]:
         if module.path.as_posix() != "surefoot/core/place.py"
         for node in ast.walk(module.syntax)
         if isinstance(node, ast.Attribute | ast.Name) and (name := module.full_name(node)) in ENVIRONMENT
+    ]
+
+
+def network(root: Path) -> list[Violation]:
+    """Nothing of ours opens a connection or listens: no downloads, no telemetry, no server."""
+    return [
+        Violation(module.at(one.line), f"imports {one.target}, which can reach the network; surefoot reads local files only")
+        for module in modules(root)
+        for one in module.imports
+        if any(f"{one.target}.".startswith(f"{name}.") for name in NETWORK)
     ]
 
 

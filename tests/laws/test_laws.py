@@ -269,6 +269,14 @@ LAWS: dict[str, Law] = {
             "surefoot/train/a.py": "import os\nos.replace('a', 'b')\n",
         },
     ),
+    "nothing reaches the network": Law(
+        calls.network,
+        (
+            Plant("imports urllib.request", {"surefoot/train/a.py": "from urllib import request\n"}),
+            Plant("imports http", {"surefoot/train/a.py": "import http.server\n"}),
+        ),
+        {"surefoot/train/a.py": "import socket\nfrom urllib import parse\n"},
+    ),
     "a private part of torch has its row": Law(
         calls.private_torch,
         (

@@ -1,0 +1,66 @@
+"""A process that has imported torch once and forks itself for each program, so that a hundred snippets cost one import.
+
+Reads one JSON job a line from standard input: {"folder", "log", "variables", "arguments"}; `arguments` is either
+["surefoot", ...] or ["python", file]. Answers with the exit code. A job has its own process, output file and working folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from typing import Any
+
+LONGEST_S = 180
+
+
+def serve() -> None:
+    import torch  # noqa: F401 - the point of this process
+
+    sys.path[0] = os.getcwd()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            run(json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def run(job: dict[str, Any]) -> None:
+    """Become the program of `job`; never returns."""
+    os.setsid()
+    signal.alarm(LONGEST_S)
+    os.chdir(job["folder"])
+    os.environ.update(job["variables"])
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    sys.argv = job["arguments"]
+    code = 0
+    try:
+        if sys.argv[0] == "surefoot":
+            from surefoot.cli.main import main
+
+            main()
+        else:
+            sys.argv = sys.argv[1:]
+            sys.path.insert(0, job["folder"])
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - whatever a snippet raises is told, as Python itself would
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

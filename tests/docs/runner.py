@@ -1,0 +1,162 @@
+"""Runs what a document shows, block after block, in one folder; returns what did not hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from tests.docs.snippets import PYTHON, SHELL, Block, blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+LENT = ("examples", "recipes", "benchmarks", "docs", "surefoot")  # what a reader has beside him when he types a command
+LONGEST_S = 300
+REPL = "import doctest, pathlib, sys\ntext = pathlib.Path(sys.argv[1]).read_text()\n"
+REPL += "parser = doctest.DocTestParser().get_doctest(text, {}, sys.argv[1], sys.argv[1], 0)\n"
+REPL += "sys.exit(bool(doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(parser).failed))\n"
+
+
+class Forge:
+    """The forking process of forge.py, as something to ask."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("forge.py"))]
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+
+    def run(self, arguments: list[str], folder: Path, log: Path, variables: dict[str, str]) -> int:
+        """The exit code of one program."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"arguments": arguments, "folder": str(folder), "log": str(log), "variables": variables}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *of_what: object) -> None:
+        self._process.communicate()
+
+
+@dataclass
+class Reader:
+    """Somebody who types what a document shows: a folder of his own, the project's folders beside him, `surefoot` on his path."""
+
+    forge: Forge
+    folder: Path
+    data: Path | None
+    name: str = "document"
+    failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.place = self.folder / "project"
+        self.place.mkdir(parents=True)
+        for name in LENT:
+            if (ROOT / name).is_dir():
+                (self.place / name).symlink_to(ROOT / name)
+        if self.data is not None:
+            (self.folder / "shared").mkdir()
+            (self.folder / "shared" / "data").symlink_to(self.data)
+        tools = self.folder / "bin"
+        tools.mkdir()
+        for tool, command in {"surefoot": "-m surefoot ", "python": ""}.items():
+            (tools / tool).write_text(f'#!/bin/sh\nexec "{sys.executable}" {command}"$@"\n')
+            (tools / tool).chmod(0o755)
+        self.variables = {
+            "PATH": os.pathsep.join((str(tools), os.environ.get("PATH", os.defpath))),
+            "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120",
+        }  # fmt: skip
+        self.log = self.folder / "output"
+
+    def read(self, text: str) -> list[str]:
+        """Do all that the document asks for; what failed, a line for each block."""
+        for block in blocks(text):
+            if "not run" in block.asks:
+                if len(block.asks["not run"]) < 10:
+                    self._fail(block, "is not run, and the comment above it gives no reason")
+            elif self.data is None and "shared/data" in block.text:
+                self.left_out.append(f"{self.name}:{block.line}")
+            elif block.language in SHELL:
+                self._type(block)
+            elif block.language in PYTHON:
+                self._python(block)
+            elif block.language == "toml":
+                self._toml(block)
+        return self.failures
+
+    def _type(self, block: Block) -> None:
+        plain = all(map(_is_plain, block.commands))
+        steps = block.commands if plain else ["\n".join(block.commands)]  # one shell for the block, so that `cd` lasts
+        self.log.write_text("")
+        for number, command in enumerate(steps, start=1):
+            wanted = int(block.asks.get("exits", "0")) if number == len(steps) else 0
+            ended = self._plain(command) if plain else self._shell(command)
+            if ended != wanted:
+                self._fail(block, f"`{command.strip()}` ended with {ended}, {wanted} was expected", self.log.read_text())
+                return
+        if "output" in block.asks:
+            self._compare(block, self.log.read_text())
+
+    def _plain(self, command: str) -> int:
+        return self.forge.run(shlex.split(command), self.place, self.log, self.variables)
+
+    def _shell(self, script: str) -> int:
+        with self.log.open("a") as log:
+            return subprocess.run(
+                ["bash", "-eo", "pipefail", "-c", script], cwd=self.place, env={**os.environ, **self.variables},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=LONGEST_S, check=False,
+            ).returncode  # fmt: skip
+
+    def _python(self, block: Block) -> None:
+        file = self.place / block.asks.get("file", f"snippet_{block.line}.py")
+        file.write_text(block.text)
+        arguments = ["python", str(file)]
+        if block.text.lstrip().startswith(">>>"):
+            driver = self.folder / "repl.py"
+            driver.write_text(REPL)
+            arguments = ["python", str(driver), str(file)]
+        self.log.write_text("")
+        ended = self.forge.run(arguments, self.place, self.log, self.variables)
+        if ended:
+            self._fail(block, f"the snippet ended with {ended}", self.log.read_text())
+
+    def _toml(self, block: Block) -> None:
+        try:
+            tomllib.loads(block.text)
+        except tomllib.TOMLDecodeError as error:
+            self._fail(block, f"is no TOML: {error}")
+            return
+        if "file" in block.asks:
+            (self.place / block.asks["file"]).write_text(block.text)
+            self.log.write_text("")
+            if self._plain(f"surefoot spec check {shlex.quote(block.asks['file'])}"):
+                self._fail(block, f"{block.asks['file']} is refused by surefoot spec check", self.log.read_text())
+
+    def _compare(self, block: Block, output: str) -> None:
+        real = [" ".join(line.split()) for line in output.splitlines()]
+        for line in block.shown:
+            pattern = ".*".join(re.escape(" ".join(part.split())) for part in re.split(r"\s*\.\.\.\s*", line.strip()))
+            if not any(re.fullmatch(pattern, one) for one in real):
+                self._fail(block, f"the line {line.strip()!r} is not in the output", output)
+                return
+
+    def _fail(self, block: Block, what: str, output: str = "") -> None:
+        tail = "\n".join(f"    {line}" for line in output.splitlines()[-15:])
+        self.failures.append(f"{self.name}:{block.line}: {what}\n{tail}".rstrip())
+
+
+def _is_plain(command: str) -> bool:
+    """Whether it is one `surefoot ...` with nothing for a shell to do; such a command needs no process of its own."""
+    return re.fullmatch(r"surefoot [^|&;<>$(){}*?~`#\n]*", command) is not None
