@@ -9,11 +9,11 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule_plan import ScheduleSettings
@@ -128,21 +128,20 @@ class ObserveTable(Table):
     tensorboard: bool | None = Field(None, description="none: when the extra is installed")
 
 
-def _mirror(settings: type) -> dict[str, Any]:
-    """The fields of a frozen dataclass as pydantic's: type and default."""
-    hints = get_type_hints(settings)
-    rows = ((each, each.default if each.default is not MISSING else each.default_factory()) for each in fields(settings))  # type: ignore[misc]
-    return {each.name: (hints[each.name], default) for each, default in rows}
+def _read_schedule(given: Any) -> Any:
+    """A [schedule] table as its settings; through JSON, where strict checks know arrays and nested tables."""
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return _SCHEDULE.validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise explain(error, prefix=("schedule",)) from None
+    except TypeError:
+        raise SpecError("schedule holds a value that TOML has no business with here", hint="durations are texts, as in \"5 epochs\"") from None
 
 
-class _ScheduleBase(Table):
-    def settings(self) -> ScheduleSettings:
-        """The settings as `core/schedule_plan` takes them."""
-        return ScheduleSettings(**{name: getattr(self, name) for name in type(self).model_fields})
-
-
-# the keys of [schedule] stand once, in core/schedule_plan, where the curves are
-ScheduleTable: type[_ScheduleBase] = create_model("ScheduleTable", __base__=_ScheduleBase, **_mirror(ScheduleSettings))
+_SCHEDULE = TypeAdapter(ScheduleSettings)
+ScheduleTable = Annotated[ScheduleSettings, BeforeValidator(_read_schedule)]
 
 
 class LaterTable(Table):
@@ -155,7 +154,7 @@ class RunSpec(Table):
     task: TaskTable
     data: DataTable = DataTable()
     optim: OptimTable = OptimTable()
-    schedule: ScheduleTable = Field(default_factory=ScheduleTable)  # type: ignore[valid-type]
+    schedule: ScheduleTable = ScheduleSettings()
     train: TrainTable = TrainTable()
     evaluate: EvaluateTable = EvaluateTable()
     precision: PrecisionTable = PrecisionTable()
@@ -170,7 +169,7 @@ class RunSpec(Table):
 
     def __init__(self, **tables: Any) -> None:
         try:
-            super().__init__(**{name: _with_tuples(table) for name, table in tables.items()})
+            super().__init__(**{name: with_tuples(table) for name, table in tables.items()})
         except ValidationError as error:
             raise explain(error) from None
 
@@ -201,11 +200,11 @@ class RunSpec(Table):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _with_tuples(value: Any) -> Any:
+def with_tuples(value: Any) -> Any:
     """TOML's arrays as tuples, all the way down: the spec is frozen, and strict checks tell lists from tuples."""
     if isinstance(value, Mapping):
-        return {key: _with_tuples(part) for key, part in value.items()}
-    return tuple(_with_tuples(part) for part in value) if isinstance(value, list | tuple) else value
+        return {key: with_tuples(part) for key, part in value.items()}
+    return tuple(with_tuples(part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def key_names(table: str | None) -> list[str]:
@@ -214,16 +213,18 @@ def key_names(table: str | None) -> list[str]:
         return list(RunSpec.model_fields)
     field = RunSpec.model_fields.get(table)
     kind = field.annotation if field else None
+    if kind is ScheduleSettings:
+        return [each.name for each in fields(ScheduleSettings)]
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
-def explain(error: ValidationError, places: Mapping[str, str] | None = None) -> SpecError:
+def explain(error: ValidationError, places: Mapping[str, str] | None = None, prefix: tuple[str, ...] = ()) -> SpecError:
     """One SpecError out of pydantic's: the first fault in words, with its place in the file and the nearest right name."""
     fault = error.errors()[0]
-    path = [str(part) for part in fault["loc"] if not str(part).startswith("function-")]
+    path = [*prefix, *(str(part) for part in fault["loc"] if not str(part).startswith("function-"))]
     given, kind = fault.get("input"), fault["type"]
     dotted = ".".join(path)
-    where = _find_place(path, places or {})
+    where = find_place(path, places or {})
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(path, where)
     if kind == "missing":
@@ -235,7 +236,7 @@ def explain(error: ValidationError, places: Mapping[str, str] | None = None) -> 
     return SpecError(f"{dotted} is {given!r}", hint=f"it should be {allowed}", where=where)
 
 
-def _find_place(path: list[str], places: Mapping[str, str]) -> str | None:
+def find_place(path: list[str], places: Mapping[str, str]) -> str | None:
     for length in range(len(path), 0, -1):
         dotted = ".".join(path[:length])
         if dotted in places:

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from surefoot.contract import signature
-from surefoot.contract.spec import RunSpec, _with_tuples, explain
+from surefoot.contract.spec import RunSpec, explain, find_place, with_tuples
 from surefoot.core.errors import SpecError
 
 MAX_BYTES = 1 << 20
@@ -54,11 +54,22 @@ def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
     try:
-        spec = RunSpec.model_validate(_with_tuples(tables))
+        spec = RunSpec.model_validate(with_tuples(tables))
     except ValidationError as error:
         raise explain(error, places) from None
+    except SpecError as error:  # the schedule checks itself and does not know the file
+        where = find_place(_keys_in(error.message), places) if error.where is None else None
+        raise SpecError(error.message, hint=error.hint, where=where) from None
     signature.check(spec.task.use, spec.task.parameters, places)
     return Origin(spec, places)
+
+
+def _keys_in(message: str) -> list[str]:
+    """The dotted key that a message speaks of, as in `schedule.cycle is ...`."""
+    if unknown := re.match(r"'(\w+)' is no key in \[(\w+)\]", message):
+        return [unknown.group(2), unknown.group(1)]
+    found = re.search(r"\b([a-z_]+)\.([a-z_]+)\b", message)
+    return list(found.groups()) if found else ["schedule"]
 
 
 def write(spec: RunSpec) -> str:
@@ -194,6 +205,7 @@ def rows(origin: Origin) -> list[tuple[str, Any, str]]:
     """Every value of the spec as (key, value, where it came from), defaults included."""
     dumped = origin.spec.model_dump(mode="python")
     dumped["task"] = {"use": origin.spec.task.use, **origin.spec.task.parameters}
+    dumped["schedule"] = origin.spec.schedule.effective()
     known = signature.find_parameters(origin.spec.task.use)
     for parameter in known or ():
         if parameter.has_default and parameter.name not in dumped["task"] and parameter.name != "folder":
