@@ -1,20 +1,230 @@
-"""placeholder"""
+"""From a spec's [schedule] table to the curve of a run: durations made steps, warm-up before curve, contradictions refused."""
+
 from __future__ import annotations
-import math
-from dataclasses import dataclass
-from typing import Any
-@dataclass(frozen=True)
-class ScheduleSettings:
-    name: str = "cosine"
-    warmup: str = "0 steps"
-    floor: float = 0.0
-class Built:
-    def __init__(self, s, total, ts): self.s=s; self.total=total or 1; self.w=ts(s.warmup)
-    def __call__(self, step):
-        if step < self.w: return (step+1)/self.w
-        if self.s.name=="constant": return 1.0
-        t=min(1,(step-self.w)/max(1,self.total-self.w))
-        if self.s.name=="linear": return 1-t
-        return self.s.floor+(1-self.s.floor)*0.5*(1+math.cos(math.pi*t))
-    def momentum(self, step): return None
-def build(s: Any, total_steps: Any, to_steps: Any) -> Any: return Built(s,total_steps,to_steps)
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Literal, final
+
+from surefoot.core import schedules
+from surefoot.core.errors import SpecError
+from surefoot.core.schedule_settings import ScheduleSettings
+from surefoot.core.schedules import Multiplier, Plateau
+
+__all__ = ["Curve", "ScheduleSettings", "build", "preview"]
+
+ToSteps = Callable[[str], int]
+
+
+@final
+class Curve:
+    """The schedule of a run: `curve(step)` is the multiplier of the rate.
+
+    A pure function of the step, unless `plateau` is there: `observe` moves it, and a checkpoint keeps it.
+    """
+
+    def __init__(self, multiplier: Multiplier, *, momentum: Multiplier | None = None, plateau: Plateau | None = None) -> None:
+        self._multiplier = multiplier
+        self._momentum = momentum
+        self.plateau = plateau
+
+    def __call__(self, step: int) -> float:
+        return self._multiplier(step) * (1.0 if self.plateau is None else self.plateau.multiplier)
+
+    def momentum(self, step: int) -> float | None:
+        """The momentum, or Adam's first beta, at `step`; None where the schedule leaves it alone."""
+        return None if self._momentum is None else self._momentum(step)
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the step alone decides, so that the curve may be tabulated beforehand."""
+        return self.plateau is None
+
+    def observe(self, score: float) -> None:
+        """Tell a plateau one more check of the score, the same on every rank; other curves do not listen."""
+        if self.plateau is not None:
+            self.plateau = self.plateau.observe(score)
+
+
+def preview(curve: Curve, steps: Sequence[int], check_every: int) -> list[float]:
+    """The multipliers at the rising `steps`; a plateau as if its checks, one each `check_every` steps, were never better."""
+    plateau, shown, checked = curve.plateau, Curve(curve._multiplier, plateau=curve.plateau), 0
+    values = []
+    for step in steps:
+        while plateau is not None and (checked + 1) * check_every <= step:
+            shown.observe(1.0 if plateau.mode == "min" else -1.0)
+            checked += 1
+        values.append(shown(step))
+    return values
+
+
+def build(
+    settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps, *, better: Literal["lower", "higher"] = "lower"
+) -> Curve:
+    """The curve of a run of `total_steps` (None: its length is a time); `to_steps` reads a duration.
+
+    `better` ("lower" or "higher") is what the score of the run says of itself, for a plateau without a mode.
+    Raises SpecError for durations that contradict each other or the run.
+    """
+    if settings.sequence:
+        return Curve(_sequence(settings.sequence, total_steps, to_steps))
+    curve = _Builder(settings, total_steps, to_steps)
+    if settings.name == "one_cycle" and settings.value("cycle_momentum"):
+        return Curve(curve.with_warmup(), momentum=curve.momentum())
+    if settings.name != "plateau":
+        return Curve(curve.with_warmup())
+    mode = settings.mode or ("max" if better == "higher" else "min")
+    plateau = Plateau(
+        mode=mode, factor=settings.value("factor"), patience=settings.value("patience"), least=settings.floor,
+        threshold=settings.value("threshold"),
+    )  # fmt: skip
+    return Curve(curve.with_warmup(), plateau=plateau)
+
+
+def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_steps: ToSteps) -> Multiplier:
+    if total_steps is None:
+        raise SpecError("a sequence must add up to the run, whose length is a time", hint="say train.length in steps or epochs")
+    lengths = [to_steps(piece.length) for piece in pieces if piece.length is not None]
+    if len(lengths) < len(pieces):
+        lengths.append(total_steps - sum(lengths))
+    made = [
+        (_Builder(piece, length, to_steps).with_warmup(), length)
+        for piece, length in zip(pieces, lengths, strict=True)
+        if length > 0
+    ]
+    return schedules.sequence(made if len(made) == len(pieces) else [], total_steps)
+
+
+class _Builder:
+    """One curve: its settings, how many steps it has (None: not known), and how many of them are the warm-up."""
+
+    def __init__(self, settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps) -> None:
+        self._settings, self._to_steps = settings, to_steps
+        self._total = total_steps if settings.length is None else self._steps("length")
+        self._warmup = to_steps(settings.warmup)
+        if self._total is not None and self._warmup > self._total:
+            raise SpecError(
+                f"schedule.warmup is {settings.warmup}, {self._warmup} steps, and there are {self._total} in all",
+                hint="make the warm-up shorter, or the run longer",
+            )
+
+    def with_warmup(self) -> Multiplier:
+        """The warm-up rises to where the curve begins."""
+        warm, settings = self._warmup, self._settings
+        body = self._body()
+        if settings.length is not None and settings.name in (
+            "cosine_restarts",
+            "step",
+            "multi_step",
+            "exponential",
+            "inverse_square_root",
+        ):
+            body = _hold(body, self._room())
+        if warm == 0:
+            return body
+        rise = partial(schedules.warmup, length=warm, shape=settings.warmup_shape, start=settings.value("warmup_start"))
+        top = body(0)
+        return lambda step: top * rise(step) if step < warm else body(step - warm)
+
+    def momentum(self) -> Multiplier:
+        value = self._settings.value
+        low, high = value("momentum_low"), value("momentum_high")
+        return partial(
+            schedules.one_cycle_momentum, length=self._room(), peak=value("peak"), low=low, high=high, shape=value("shape")
+        )
+
+    def _body(self) -> Multiplier:
+        settings, value, floor = self._settings, self._settings.value, self._settings.floor
+        match settings.name:
+            case "constant" | "plateau":
+                return partial(schedules.constant, factor=value("factor") if settings.name == "constant" else 1.0)
+            case "linear":
+                return partial(schedules.linear, length=self._room(), start=value("start_factor"), floor=floor)
+            case "cosine":
+                return partial(schedules.cosine, length=self._room(), floor=floor)
+            case "cosine_restarts":
+                return partial(schedules.cosine_restarts, first=self._steps("cycle"), factor=value("cycle_factor"), floor=floor)
+            case "step":
+                return partial(schedules.step_decay, every=self._steps("every"), factor=value("factor"))
+            case "multi_step":
+                return partial(schedules.multi_step, milestones=self._milestones(), factor=value("factor"))
+            case "exponential":
+                return partial(schedules.exponential, factor=value("factor"), every=self._steps("every"))
+            case "polynomial":
+                return partial(schedules.polynomial, length=self._room(), power=value("power"), floor=floor)
+            case "one_cycle":
+                start, final_factor = value("start_factor"), value("final_factor")
+                return partial(
+                    schedules.one_cycle,
+                    length=self._room(),
+                    peak=value("peak"),
+                    start=start,
+                    final=final_factor,
+                    shape=value("shape"),
+                )
+            case "warmup_stable_decay":
+                stable, decay = self._stable_and_decay()
+                return partial(
+                    schedules.warmup_stable_decay, warmup_length=0, stable=stable, decay=decay, floor=floor, shape=value("shape")
+                )
+            case "inverse_square_root":
+                return partial(schedules.inverse_square_root, timescale=self._timescale())
+            case "warmup":
+                shape, start = settings.warmup_shape, value("warmup_start")
+                return partial(schedules.warmup, length=self._room(), shape=shape, start=start)
+
+    def _room(self) -> int:
+        """The steps after the warm-up."""
+        if self._total is None:
+            raise SpecError(
+                f"{self._settings.name} must know where it ends, and the run's length is a time",
+                hint='give schedule.length in steps or epochs, or use a curve without an end, such as "constant"',
+            )
+        return self._total - self._warmup
+
+    def _steps(self, key: str) -> int:
+        text = self._settings.value(key)
+        steps = self._to_steps(text)
+        if steps < 1:
+            raise SpecError(f"schedule.{key} is {text}", hint="it is at least 1 step")
+        return steps
+
+    def _milestones(self) -> tuple[int, ...]:
+        stated = self._settings.milestones or ()
+        steps = tuple(self._to_steps(text) for text in stated)
+        if any(after <= before for before, after in pairwise(steps)):
+            raise SpecError(f"schedule.milestones are {', '.join(stated)}: steps {steps}", hint="each comes after the one before")
+        return steps
+
+    def _timescale(self) -> int:
+        if self._settings.timescale is not None:
+            return self._steps("timescale")
+        if self._warmup == 0:
+            raise SpecError(
+                "inverse_square_root has neither a warm-up nor a timescale", hint='give schedule.warmup = "1000 steps"'
+            )
+        return self._warmup
+
+    def _stable_and_decay(self) -> tuple[int, int]:
+        settings = self._settings
+        stable = None if settings.stable is None else self._to_steps(settings.stable)
+        decay = None if settings.decay_length is None else self._steps("decay_length")
+        if stable is not None and decay is not None and self._total is None:
+            return stable, decay
+        room = self._room()
+        if decay is None:
+            decay = max(1, round(room / 5)) if stable is None else room - stable
+        if stable is None:
+            stable = room - decay
+        if stable < 0 or decay < 0 or stable + decay > room:
+            raise SpecError(
+                f"stable and decay_length take {max(stable, 0)} + {max(decay, 0)} steps, and {room} follow the warm-up",
+                hint="make them shorter, or leave one of them out",
+            )
+        return stable, decay
+
+
+def _hold(curve: Multiplier, length: int) -> Multiplier:
+    """Stays at the last of its `length` steps."""
+    return lambda step: curve(min(step, max(length - 1, 0)))

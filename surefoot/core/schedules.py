@@ -1,0 +1,259 @@
+"""Every learning-rate curve as a pure function of the step; the multiplier of the base rate is what it returns.
+
+`step` counts applied updates from 0: the first update uses curve(0), the last one of a run curve(total - 1). Lengths are in
+steps. `floor`, `start` and `final` are shares of the base rate. Past its length a curve stays where it ended. Nothing has a
+state, so a run that goes on from any step has the same tail; the one exception, `Plateau`, is a frozen value of its own.
+`schedule_plan` makes these out of a spec's [schedule] table.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from surefoot.core.errors import SpecError
+
+Multiplier = Callable[[int], float]
+Shape = Literal["linear", "cosine"]
+DecayShape = Literal["linear", "cosine", "sqrt"]
+WarmupShape = Literal["linear", "cosine", "exponential"]
+
+
+def constant(step: int, factor: float = 1.0) -> float:
+    """`factor`, at every step.
+
+    >>> constant(0), constant(10**6, factor=0.1)
+    (1.0, 0.1)
+    """
+    return factor
+
+
+def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> float:
+    """From `start` to `floor` in a straight line: start + (floor - start) t/T. As torch's LinearLR.
+
+    >>> [linear(step, 4) for step in (0, 1, 4, 9)]
+    [1.0, 0.75, 0.0, 0.0]
+    """
+    return start + (floor - start) * _share(step, length)
+
+
+def cosine(step: int, length: int, floor: float = 0.0) -> float:
+    """From 1 to `floor` along half a cosine: floor + (1 - floor)/2 (1 + cos(pi t/T)); then stays at `floor`.
+
+    Torch's CosineAnnealingLR rises again past T; this does not. Loshchilov and Hutter 2017, arXiv 1608.03983.
+
+    >>> [round(cosine(step, 4, floor=0.1), 3) for step in (0, 1, 2, 4, 9)]
+    [1.0, 0.868, 0.55, 0.1, 0.1]
+    """
+    return _cosine_between(1.0, floor, _share(step, length))
+
+
+def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) -> float:
+    """Cosine that starts anew: the first cycle lasts `first` steps, each later one `factor` times the one before.
+
+    As torch's CosineAnnealingWarmRestarts. Loshchilov and Hutter 2017, arXiv 1608.03983.
+
+    >>> [cosine_restarts(step, 10, factor=2) for step in (0, 10, 30, 70)]  # lengths 10, 20, 40
+    [1.0, 1.0, 1.0, 1.0]
+    >>> round(cosine_restarts(20, 10, factor=2), 3)
+    0.5
+    """
+    length = first
+    if factor == 1:
+        step %= first
+    while step >= length:
+        step -= length
+        length *= factor
+    return cosine(step, length, floor)
+
+
+def step_decay(step: int, every: int, factor: float = 0.1) -> float:
+    """Multiplied by `factor` after each `every` steps: factor^floor(t/S). As torch's StepLR.
+
+    >>> [round(step_decay(step, 30), 3) for step in (0, 29, 30, 59, 60)]
+    [1.0, 1.0, 0.1, 0.1, 0.01]
+    """
+    return float(factor ** (step // every))
+
+
+def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> float:
+    """Multiplied by `factor` at each of the (rising) `milestones`. As torch's MultiStepLR.
+
+    >>> [multi_step(step, [30, 80], factor=0.5) for step in (29, 30, 79, 80)]
+    [1.0, 0.5, 0.5, 0.25]
+    """
+    return float(factor ** bisect_right(milestones, step))
+
+
+def exponential(step: int, factor: float, every: int = 1) -> float:
+    """Smooth decay: factor^(t/S); `factor` and `every` together fix the time scale. As torch's ExponentialLR with `every` 1.
+
+    >>> f"{0.1 * exponential(100, 0.95):.1e}", round(exponential(5, 0.25, every=10), 3)
+    ('5.9e-04', 0.5)
+    """
+    return float(factor ** (step / every))
+
+
+def polynomial(step: int, length: int, power: float = 1.0, floor: float = 0.0) -> float:
+    """floor + (1 - floor) (1 - t/T)^power. As torch's PolynomialLR, with a floor.
+
+    >>> [polynomial(step, 4, power=2) for step in (0, 2, 4, 9)]
+    [1.0, 0.25, 0.0, 0.0]
+    """
+    return floor + (1 - floor) * float((1 - _share(step, length)) ** power)
+
+
+def inverse_square_root(step: int, timescale: int) -> float:
+    """sqrt(S / (S + t)). Behind a warm-up of S steps this is sqrt(S / s) of the whole run's step s.
+
+    Vaswani et al. 2017, arXiv 1706.03762, section 5.3, scaled so that its peak is 1.
+
+    >>> inverse_square_root(0, 100), inverse_square_root(300, 100)
+    (1.0, 0.5)
+    """
+    return math.sqrt(timescale / (timescale + step))
+
+
+def warmup(step: int, length: int, shape: WarmupShape = "linear", start: float = 0.01) -> float:
+    """Rises to 1 over `length` updates, counted from 1 (n = t + 1), so that the first update is not lost at a rate of zero.
+
+    linear: n/T. cosine: (1 - cos(pi n/T))/2. exponential: start^(1 - n/T). A length of 0 is no warm-up.
+    Goyal et al. 2017, arXiv 1706.02677, section 2.2, there for large batches.
+
+    >>> [warmup(step, 4) for step in (0, 1, 3, 4)], warmup(0, 0)
+    ([0.25, 0.5, 1.0, 1.0], 1.0)
+    >>> round(warmup(1, 4, "cosine"), 3), round(warmup(1, 4, "exponential", start=0.01), 3)
+    (0.5, 0.1)
+    """
+    share = _share(step + 1, length)
+    if shape == "linear":
+        return share
+    return _cosine_between(0.0, 1.0, share) if shape == "cosine" else float(start ** (1 - share))
+
+
+def warmup_stable_decay(
+    step: int, warmup_length: int, stable: int, decay: int, floor: float = 0.0, shape: DecayShape = "linear"
+) -> float:
+    """Rises for `warmup_length` steps, stays at 1 for `stable`, falls to `floor` in `decay`: linear, cosine, or 1 - sqrt(t/T).
+
+    Hu et al. 2024, arXiv 2404.06395; the falling shapes: Hägele et al. 2024, arXiv 2405.18392.
+
+    >>> [warmup_stable_decay(step, 2, 4, 4) for step in (0, 1, 5, 6, 8, 10)]
+    [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < warmup_length + stable:
+        return warmup(step, warmup_length)
+    share = _share(step - warmup_length - stable, decay)
+    if shape == "cosine":
+        return _cosine_between(1.0, floor, share)
+    return 1.0 + (floor - 1.0) * (math.sqrt(share) if shape == "sqrt" else share)
+
+
+def one_cycle(
+    step: int, length: int, peak: float = 0.3, start: float = 0.04, final: float = 4e-6, shape: Shape = "cosine"
+) -> float:  # fmt: skip
+    """From `start` up to 1 at the share `peak` of the length, then down to `final` at the very last update (step T - 1).
+
+    As torch's OneCycleLR with pct_start = peak, div_factor = 1/start, final_div_factor = start/final.
+    Smith and Topin 2018, arXiv 1708.07120.
+
+    >>> [round(one_cycle(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
+    [0.04, 1.0, 4e-06]
+    """
+    return _up_and_down(step, length, peak, (start, 1.0, final), shape)
+
+
+def one_cycle_momentum(
+    step: int, length: int, peak: float = 0.3, low: float = 0.85, high: float = 0.95, shape: Shape = "cosine"
+) -> float:  # fmt: skip
+    """The momentum (or Adam's first beta) beside `one_cycle`, itself and no multiplier: falls while the rate rises, and back.
+
+    >>> [round(one_cycle_momentum(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
+    [0.95, 0.85, 0.95]
+    """
+    return _up_and_down(step, length, peak, (high, low, high), shape)
+
+
+def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier:
+    """Curves one after another, each for its own number of steps and counting from 0. As torch's SequentialLR.
+
+    Raises SpecError where the lengths do not add up to `total`, the run's own.
+
+    >>> curve = sequence([(lambda step: warmup(step, 2), 2), (constant, 2), (lambda step: linear(step, 4), 4)], total=8)
+    >>> [curve(step) for step in range(9)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    lengths = [length for _, length in pieces]
+    if not pieces or min(lengths) < 1 or sum(lengths) != total:
+        shown = " + ".join(str(length) for length in lengths) or "no curve"
+        raise SpecError(
+            f"the sequence lasts {shown} = {sum(lengths)} steps, the run {total}",
+            hint="make the lengths at least 1 step, adding up to it",
+        )
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+
+    def curve(step: int) -> float:
+        index = max(bisect_right(starts, step) - 1, 0)
+        return pieces[index][0](step - starts[index])
+
+    return curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau:
+    """Lowers the multiplier by `factor` at the `patience`-th check in a row that is not better, never below `least`.
+
+    Better is below the best so far by more than `threshold` of it (above, in mode max); what is not finite is not better.
+    Torch's ReduceLROnPlateau lowers one check later: its patience 10 is the eleventh bad check, ours the tenth.
+
+    >>> plateau = Plateau(factor=0.5, patience=2)
+    >>> for loss in (1.0, 0.9, 0.9, 0.9):
+    ...     plateau = plateau.observe(loss)
+    >>> plateau.multiplier, plateau.best
+    (0.5, 0.9)
+    """
+
+    mode: Literal["min", "max"] = "min"
+    factor: float = 0.5
+    patience: int = 10
+    least: float = 0.0
+    threshold: float = 1e-4
+    best: float | None = None
+    num_bad: int = 0
+    multiplier: float = 1.0
+
+    def observe(self, value: float) -> Self:
+        """The state after one more check, reduced over ranks beforehand so that all agree."""
+        if self._is_better(value):
+            return replace(self, best=value, num_bad=0)
+        if self.num_bad + 1 < self.patience:
+            return replace(self, num_bad=self.num_bad + 1)
+        return replace(self, num_bad=0, multiplier=max(self.multiplier * self.factor, min(self.least, self.multiplier)))
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None or not math.isfinite(value):
+            return math.isfinite(value)
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.threshold * abs(self.best)
+
+
+def _share(step: int, length: int) -> float:
+    """How much of `length` is over, from 0 to 1; all of it where there is no length."""
+    return 1.0 if step >= length else step / length
+
+
+def _cosine_between(start: float, end: float, share: float) -> float:
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
+
+
+def _up_and_down(step: int, length: int, peak: float, levels: tuple[float, float, float], shape: Shape) -> float:
+    rise = peak * length - 1  # in steps, not rounded, as torch has it: its first phase ends at pct_start * total_steps - 1
+    first, top, last = levels
+    if rise > 0 and step <= rise:
+        start, end, share = first, top, step / rise
+    else:
+        start, end, share = top, last, min((step - rise) / (length - 1 - rise), 1.0)
+    return _cosine_between(start, end, share) if shape == "cosine" else start + (end - start) * share
