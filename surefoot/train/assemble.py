@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,8 +20,10 @@ from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Resolved, Source, Update, load, resolve
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
+from surefoot.core.schedule_plan import Curve
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
+from surefoot.train.evaluate import find_direction
 from surefoot.train.step import LiveUpdate, Stepper
 
 
@@ -38,7 +41,7 @@ class Assembly:
     stepper: Stepper
     compute: Callable[[], AbstractContextManager[Any]]
     average: optim.WeightAverage | None
-    schedule: Any
+    schedule: Curve
     length: Duration
     total_steps: int | None
     tokens_per_sample: float | None
@@ -71,7 +74,14 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     length = Duration.parse(spec.train.length)
     tokens = _tokens_per_sample(source)
     total_steps = _to_steps(length, feed, tokens)
-    schedule = build_schedule(spec.schedule, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens))
+    split = spec.evaluate.split
+
+    @functools.cache
+    def read(split: str) -> Source:
+        return _source(resolved, split)
+
+    better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device)
+    schedule = build_schedule(spec.schedule, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens), better=better)
     updates, more = _updates(spec, resolved, model, schedule, total_steps)
     notes += more
     average = None
@@ -82,7 +92,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, compute=compute, average=average
     )
     return Assembly(
-        spec=spec, task=resolved, device=device, model=model, feed=feed, evaluation=lambda split: _source(resolved, split),
+        spec=spec, task=resolved, device=device, model=model, feed=feed, evaluation=read,
         updates=updates, stepper=stepper, compute=compute, average=average, schedule=schedule, length=length,
         total_steps=total_steps, tokens_per_sample=tokens, notes=notes,
     )  # fmt: skip
@@ -159,7 +169,7 @@ def _to_steps_or_refuse(text: str, feed: Feed, tokens_per_sample: float | None) 
 
 
 def _updates(
-    spec: RunSpec, task: Resolved, model: nn.Module, schedule: Any, total_steps: int | None
+    spec: RunSpec, task: Resolved, model: nn.Module, schedule: Curve, total_steps: int | None
 ) -> tuple[list[LiveUpdate], list[str]]:
     notes: list[str] = []
     curve: Callable[[int], float] = schedule
@@ -175,16 +185,13 @@ def _updates(
         notes += [f"{update.name}: {line}" if many else line for line in summary]
         guarded = optim.GuardedUpdate(
             optimizers, clip=spec.optim.clip, clip_value=spec.optim.clip_value, curve=curve,
-            momentum_curve=getattr(schedule, "momentum", None) if _moves_momentum(schedule) else None, total_steps=total_steps,
+            momentum_curve=schedule.momentum if schedule.momentum(0) is not None else None,
+            total_steps=total_steps if schedule.is_pure else None,
         )  # fmt: skip
         made.append(LiveUpdate(update.name, update.loss, guarded, update.every))
     if task.updates is None:
         optim.check_cover(model, _covered(made))
     return made, notes
-
-
-def _moves_momentum(schedule: Any) -> bool:
-    return getattr(schedule, "momentum", None) is not None and schedule.momentum(0) is not None
 
 
 def _covered(updates: Sequence[LiveUpdate]) -> list[dict[str, Any]]:

@@ -15,8 +15,11 @@ from torch import nn
 from surefoot.components.data import to_device
 from surefoot.components.metrics import Mean
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source
-from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.errors import SpecError, SurefootError, TaskError
+from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
+
+NUM_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,36 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
     for start in range(0, len(source), size):
         ids = np.arange(start, min(start + size, len(source)), dtype=np.int64)
         yield to_device(source.read(ids), device)
+
+
+def find_direction(model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device) -> str:
+    """Whether the score is better when "higher" or "lower", from the metrics of a few samples.
+
+    Raises SpecError when `score` names no metric, TaskError when a metric fails.
+    """
+    try:
+        few = _Few(source, min(NUM_TRIED, len(source)))
+        return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score).better
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise TaskError(f"evaluating a few samples of {split!r} failed: {describe(error)}", hint="run with --traceback to see where") from error
+
+
+class _Few:
+    """The first samples of a source."""
+
+    def __init__(self, source: Source, length: int) -> None:
+        self.guarantee, self.digest, self._source, self._length = source.guarantee, source.digest, source, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, ids: np.ndarray) -> Batch:
+        return self._source.read(ids)
+
+    def describe(self) -> str:
+        return self._source.describe()
 
 
 def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, Loss | None]:

@@ -11,6 +11,7 @@ from surefoot.components.data import to_device
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
+from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
 
 NUM_SAMPLES = 8
@@ -52,8 +53,7 @@ def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
     except SurefootError:
         raise
     except Exception as error:
-        from_user = f"{type(error).__name__}: {error}"
-        raise TaskError(f"the first forward pass of update {name} failed: {from_user}", hint="run with --traceback to see where") from error
+        raise TaskError(f"the first forward pass of update {name} failed: {describe(error)}", hint="run with --traceback to see where") from error
     if isinstance(made, Loss):
         return made
     raise TaskError(

@@ -40,7 +40,7 @@ class Scores:
         """Take note of an evaluation; gives whether it is the best so far. Moves a plateau schedule."""
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
-        if hasattr(self._assembly.schedule, "observe") and result.value is not None:
+        if result.value is not None:
             self._assembly.schedule.observe(result.value)
         if result.value is None or math.isnan(result.value) or not self._beats(result):
             self._since_best += 1
