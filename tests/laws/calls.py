@@ -24,7 +24,8 @@ FORBIDDEN_METHODS = {
 FORBIDDEN_FLAGS = {"shell": "give a list of arguments", "allow_pickle": "store plain arrays"}
 WHY = "can run code hidden in data; use safetensors, JSON, TOML, lists of arguments"
 NETWORK = (
-    "http", "urllib.request", "urllib3", "socketserver", "ftplib", "smtplib", "xmlrpc", "ssl", "requests", "httpx", "aiohttp", "torch.hub",
+    "http", "urllib.request", "urllib3", "socketserver", "ftplib", "smtplib", "xmlrpc", "ssl", "requests", "httpx", "aiohttp",
+    "torch.hub",
 )  # fmt: skip
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 

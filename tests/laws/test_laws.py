@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws import calls, exceptions, features, fresh, imports, living_copy, sizes, words
+from tests.laws import calls, exceptions, features, fresh, imports, living_copy, security, sizes, words
 from tests.laws.tree import Violation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +51,7 @@ GOOD_ROW = "| BAT-01 | it trains | `surefoot train digits` | `tests/test_a.py::t
 HEAD = "| id | what | command | test |\n| --- | --- | --- | --- |\n"
 A_TEST = {"tests/test_a.py": "def test_it(): ...\n", "surefoot/cli/main.py": MAIN.format(body=VERBS)}
 F = "docs/reference/features.md"
+PROMISES = "\n## What holds today\n\n| promise | held by |\n| --- | --- |\n{row}\n"
 ROOMS = "\n## The rooms\n\n| room | what |\n| --- | --- |\n{row}\n\n## Next\n"
 PROJECT = "[project]\ndependencies = ['torch>=2.11']\noptional-dependencies = {images = ['pillow']}\n"
 NEEDS = (
@@ -365,6 +366,15 @@ LAWS: dict[str, Law] = {
             Plant("other is no dep", {"pyproject.toml": PROJECT, "docs/architecture.md": NEEDS + "| `other` | x | y |\n"}),
         ),
         {"pyproject.toml": PROJECT, "docs/architecture.md": NEEDS},
+    ),
+    "security promises nothing without a test": Law(
+        security.promises,
+        (
+            Plant("without a test", {"SECURITY.md": PROMISES.format(row="| it is safe | |")}),
+            Plant("there is no test", {"SECURITY.md": PROMISES.format(row="| it is safe | `tests/test_gone.py` |")}),
+            Plant("promises nothing", {"SECURITY.md": "all is well"}),
+        ),
+        {**A_TEST, "SECURITY.md": PROMISES.format(row="| it is safe | `tests/test_a.py::test_it` |")},
     ),
     "no word that belongs to one machine": Law(
         words.words,
