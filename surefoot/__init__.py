@@ -20,7 +20,7 @@ _PLACES = {
     "load": "surefoot.train.load",
     "read_spec": "surefoot.contract.spec_file",
 }
-__all__ = sorted(_PLACES)  # noqa: PLE0605 - one list, held by a law test
+__all__ = sorted(_PLACES)
 __version__ = "0.1.0"
 
 

@@ -10,7 +10,9 @@ import typer
 SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="the run folder  [default: a new one below runs/]")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="change one value of the spec; repeatable")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="change one value of the spec; repeatable")
+]
 StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="train.length in steps")]
 SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed")]
 DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]

@@ -181,7 +181,9 @@ def read(folder: Path) -> Iterator[Event]:
             except ValueError:
                 if not line.endswith("\n"):
                     return
-                raise RunFolderError(f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand") from None
+                raise RunFolderError(
+                    f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand"
+                ) from None
             if event is not None:
                 yield event
 

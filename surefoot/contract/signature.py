@@ -47,15 +47,15 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SpecError(
-                f"{use} has no parameter {key!r}", hint=f"{hint}it has: {', '.join(known) or 'none'}", where=where
-            )
+            raise SpecError(f"{use} has no parameter {key!r}", hint=f"{hint}it has: {', '.join(known) or 'none'}", where=where)
         annotation = known[key].annotation
         if annotation is not None and not _fits(value, annotation):
             raise SpecError(f"task.{key} is {value!r}", hint=f"it should be {ast.unparse(annotation)}", where=where)
     missing = [name for name, parameter in known.items() if not parameter.has_default and name not in given and name != "folder"]
     if missing:
-        raise SpecError(f"{use} needs {', '.join(missing)}", hint=f"add {missing[0]} = ... under [task]", where=places.get("task.use"))
+        raise SpecError(
+            f"{use} needs {', '.join(missing)}", hint=f"add {missing[0]} = ... under [task]", where=places.get("task.use")
+        )
 
 
 def takes_folder(use: str) -> bool | None:
@@ -108,7 +108,9 @@ def find_parameters(use: str) -> list[Parameter] | None:
 
 def _first_public(tree: ast.Module) -> str | None:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        ):
             names = ast.literal_eval(node.value)
             return str(names[0])
     return None
@@ -117,7 +119,9 @@ def _first_public(tree: ast.Module) -> str | None:
 def _is_bound(tree: ast.Module, name: str) -> bool:
     """Whether `name` is imported or assigned at the top of the module: then only an import can tell what it is."""
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom) and any((alias.asname or alias.name) in (name, "*") for alias in node.names):
+        if isinstance(node, ast.Import | ast.ImportFrom) and any(
+            (alias.asname or alias.name) in (name, "*") for alias in node.names
+        ):
             return True
         if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
             return True

@@ -38,11 +38,11 @@ class Table(BaseModel):
 
 
 class TaskTable(Table):
-    """`use` names the task; every other key is a parameter of its constructor."""
+    """`use` names the task; every other key is a parameter of its constructor. Without `use` a Run must be given the task itself."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
-    use: str = Field(min_length=1, description="a built-in task's name, file.py:Class or package.module:Class")
+    use: str | None = Field(None, min_length=1, description="a built-in task's name, file.py:Class or package.module:Class")
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -73,7 +73,9 @@ class OptimTable(Table):
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.clip_value is not None and self.clip:
-            raise ValueError(f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; set clip = 0 or drop one")
+            raise ValueError(
+                f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; set clip = 0 or drop one"
+            )
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         if any(rate < 0 for rate in self.rates.values()):
@@ -137,7 +139,9 @@ def _read_schedule(given: Any) -> Any:
     except ValidationError as error:
         raise explain(error, prefix=("schedule",)) from None
     except TypeError:
-        raise SpecError("schedule holds a value that TOML has no business with here", hint="durations are texts, as in \"5 epochs\"") from None
+        raise SpecError(
+            "schedule holds a value that TOML has no business with here", hint='durations are texts, as in "5 epochs"'
+        ) from None
 
 
 _SCHEDULE = TypeAdapter(ScheduleSettings)
@@ -151,7 +155,7 @@ class LaterTable(Table):
 class RunSpec(Table):
     """The whole run as a value. `RunSpec(task={"use": "digits"}, train={"batch": 64})`; raises SpecError."""
 
-    task: TaskTable
+    task: TaskTable = TaskTable()
     data: DataTable = DataTable()
     optim: OptimTable = OptimTable()
     schedule: ScheduleTable = ScheduleSettings()
@@ -181,17 +185,21 @@ class RunSpec(Table):
         return RunSpec(**merged)
 
     def as_tables(self) -> dict[str, Any]:
-        """Plain dicts of what was stated, without keys that have their default value."""
-        stated = self.model_dump(exclude_defaults=True, mode="python")
-        stated["task"] = {"use": self.task.use, **self.task.parameters}
-        return {name: table for name, table in stated.items() if table}
+        """Plain dicts of what was stated: a stated default stays, since it may overrule a part of the task."""
+        tables = self.model_dump(exclude_defaults=True, mode="python")
+        for name in (name for name in RunSpec.model_fields if name in self.model_fields_set):
+            table = getattr(self, name)
+            stated = table.model_dump(exclude_unset=True, exclude_none=True) if isinstance(table, Table) else {"name": table.name}
+            tables[name] = {**stated, **tables.get(name, {})}
+        return {name: table for name, table in tables.items() if table}
 
     @property
     def id(self) -> str:
         """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, or what is observed."""
-        tables = self.as_tables()
-        file, colon, name = self.task.use.partition(":")
-        tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
+        tables = self.model_dump(exclude_defaults=True, mode="python")
+        if self.task.use is not None:
+            file, colon, name = self.task.use.partition(":")
+            tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
         tables.pop("observe", None)
         for table, key in (("data", "folder"), ("train", "threads"), ("train", "device")):
             tables.get(table, {}).pop(key, None)

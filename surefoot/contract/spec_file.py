@@ -60,6 +60,8 @@ def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
     except SpecError as error:  # the schedule checks itself and does not know the file
         where = find_place(_keys_in(error.message), places) if error.where is None else None
         raise SpecError(error.message, hint=error.hint, where=where) from None
+    if spec.task.use is None:
+        raise SpecError(f"{given} names no task", hint='a spec file needs [task] use = "digits"')
     signature.check(spec.task.use, spec.task.parameters, places)
     return Origin(spec, places)
 
@@ -119,13 +121,17 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
     places: dict[str, str] = {}
     if base is not None:
         if not isinstance(base, str):
-            raise SpecError(f"base is {base!r}, not a string", hint='base = "other.toml"', where=f"{path.name}:{lines.get('base', 1)}")
+            raise SpecError(
+                f"base is {base!r}, not a string", hint='base = "other.toml"', where=f"{path.name}:{lines.get('base', 1)}"
+            )
         tables, places = _tables_of(base, path.parent, depth + 1)
     _make_paths_absolute(stated, path.parent)
     for table, keys in stated.items():
         if not isinstance(keys, dict):
             raise SpecError(
-                f"{table!r} stands outside a table", hint="put it under one, as in [train]", where=f"{path.name}:{lines.get(table, 1)}"
+                f"{table!r} stands outside a table",
+                hint="put it under one, as in [train]",
+                where=f"{path.name}:{lines.get(table, 1)}",
             )
         into = tables.setdefault(table, {})
         if table == "task" and "use" in keys and keys["use"] != into.get("use"):
@@ -206,7 +212,7 @@ def rows(origin: Origin) -> list[tuple[str, Any, str]]:
     dumped = origin.spec.model_dump(mode="python")
     dumped["task"] = {"use": origin.spec.task.use, **origin.spec.task.parameters}
     dumped["schedule"] = origin.spec.schedule.effective()
-    known = signature.find_parameters(origin.spec.task.use)
+    known = signature.find_parameters(origin.spec.task.use) if origin.spec.task.use else None
     for parameter in known or ():
         if parameter.has_default and parameter.name not in dumped["task"] and parameter.name != "folder":
             dumped["task"][parameter.name] = _literal(parameter.default_text)

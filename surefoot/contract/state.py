@@ -35,9 +35,7 @@ class StepReport:
     @property
     def loss(self) -> float:
         """The weighted sum of the terms' means over the whole global batch."""
-        return sum(
-            weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count)
-        )
+        return sum(weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count))
 
     @property
     def gradient_norm(self) -> float | None:

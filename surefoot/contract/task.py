@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from surefoot.contract import signature
 from surefoot.core.errors import TaskError
 
 if TYPE_CHECKING:
@@ -185,6 +187,56 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
     except (TypeError, ValueError) as error:
         raise TaskError(f"task {use} cannot be built: {error}", hint="its parameters are the keys of [task]") from error
     return resolve(task, importable=use)
+
+
+def find_use(task: object) -> str | None:
+    """The name by which a fresh process imports the class of `task`; None for one of a notebook or of a function's inside."""
+    kind = type(task)
+    module = sys.modules.get(kind.__module__)
+    if module is None or getattr(module, kind.__qualname__, None) is not kind:
+        return None
+    file = Path(getattr(module, "__file__", None) or "")
+    found = getattr(module, "__spec__", None)
+    if found is not None and (file.parent / "__init__.py").is_file():  # of a package: its own imports need its full name
+        return f"{found.name}:{kind.__name__}"
+    return f"{file.resolve()}:{kind.__name__}" if file.suffix == ".py" else None
+
+
+def is_named(task: object, use: str) -> bool:
+    """Whether `use` names the class of `task`."""
+    kind, path = type(task), signature.find_source(use)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    same_file = path is not None and file is not None and path.resolve() == Path(file).resolve()
+    return same_file and (":" not in use or use.rpartition(":")[2] == kind.__name__)
+
+
+def find_arguments(task: object) -> dict[str, Any] | None:
+    """The arguments that make an equal task, read from attributes of the parameters' own names; None where one cannot be known.
+
+    Dataclasses keep them so by themselves, and so does `self.width = width`. Values that are the default are left out.
+    """
+    try:
+        parameters = inspect.signature(type(task)).parameters.values()
+    except ValueError:
+        return None
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) or each.name not in dir(task) for each in parameters):
+        return None
+    given = {each.name: getattr(task, each.name) for each in parameters}
+    if isinstance(given.get("folder"), Path):
+        given["folder"] = str(given["folder"])
+    changed = {each.name: given[each.name] for each in parameters if not _is_equal(given[each.name], each.default)}
+    return changed if all(map(_is_plain, changed.values())) else None
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    return value is default or (_is_plain(value) and _is_plain(default) and bool(value == default))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether TOML can write it."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, bool | int | float | str)
 
 
 def _import_file(path: Path) -> Any:

@@ -18,7 +18,7 @@ from surefoot.components.data import Feed, Order, as_source
 from surefoot.components.precision import compute_context
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Loss, Resolved, Source, Update, load, resolve
+from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.schedule_plan import Curve
 from surefoot.core.schedule_plan import build as build_schedule
@@ -57,15 +57,18 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
 
     Raises InputError of some kind for whatever cannot be run.
     """
-    resolved = load_task(spec) if task is None else task if isinstance(task, Resolved) else resolve(task)
     device = find_device(spec.train.device)
     set_seeds(spec.train.seed)
+    resolved, spec = take_task(spec, task)
     notes: list[str] = []
+    if resolved.importable is None:
+        notes.append("the task was built here: what needs a fresh process needs one that can be imported, with [task] use")
     source = _source(resolved, "train")
+    set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(resolved, device)
     feed = _feed(spec, source)
     if feed.dropped:
-        notes.append(f"the last {feed.dropped} samples of each epoch are left out (data.last_batch = \"drop\")")
+        notes.append(f'the last {feed.dropped} samples of each epoch are left out (data.last_batch = "drop")')
     if source.guarantee != "proven":
         notes.append(f"the training source is {source.guarantee}: {source.describe()}")
     frozen = optim.freeze(model, spec.optim.freeze)
@@ -89,7 +92,14 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
     compute = compute_context(spec.precision.compute, device)
     stepper = Stepper(
-        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, compute=compute, average=average
+        model=model,
+        task=resolved,
+        feed=feed,
+        updates=updates,
+        seed=spec.train.seed,
+        device=device,
+        compute=compute,
+        average=average,
     )
     return Assembly(
         spec=spec, task=resolved, device=device, model=model, feed=feed, evaluation=read,
@@ -98,8 +108,31 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     )  # fmt: skip
 
 
+def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
+    """The task that `spec` names, or the object `task`; then the spec says how to build it again, where that can be known."""
+    if task is None:
+        return load_task(spec), spec
+    if isinstance(task, Resolved):
+        return task, spec
+    if spec.data.folder is not None:
+        raise SpecError(
+            "data.folder is given, but the task is built already",
+            hint="build the task with its folder, and leave data.folder out",
+        )
+    tables, use, arguments = spec.as_tables(), find_use(task), find_arguments(task)
+    if use is not None and arguments is not None:
+        folder = arguments.pop("folder", None)
+        data = {} if folder is None else {"data": {**tables.get("data", {}), "folder": folder}}
+        return resolve(task, importable=use), RunSpec(**{**tables, **data, "task": {"use": use, **arguments}})
+    if spec.task.use is not None and is_named(task, spec.task.use):
+        return resolve(task, importable=spec.task.use), spec
+    return resolve(task), RunSpec(**{**tables, "task": {}})
+
+
 def load_task(spec: RunSpec) -> Resolved:
-    """Import and build the task of a spec; `[data] folder` goes to its parameter `folder`."""
+    """Import and build the task of a spec; `[data] folder` goes to its parameter `folder`. Raises SpecError where none is named."""
+    if spec.task.use is None:
+        raise SpecError("the spec names no task", hint='name one as [task] use = "digits", or give the object: Run(spec, task)')
     parameters = spec.task.parameters
     if spec.data.folder is not None:
         if signature.takes_folder(spec.task.use) is False:
@@ -111,7 +144,7 @@ def load_task(spec: RunSpec) -> Resolved:
 def find_device(name: str) -> torch.device:
     """The device that `train.device` names; "auto" is the GPU where there is one. Raises SpecError for one that is not here."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise SpecError("train.device is 'cuda', and torch sees no GPU", hint="use \"auto\" or \"cpu\"")
+        raise SpecError("train.device is 'cuda', and torch sees no GPU", hint='use "auto" or "cpu"')
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
@@ -128,7 +161,9 @@ def _source(task: Resolved, split: str) -> Source:
     except SurefootError:
         raise
     except (KeyError, ValueError) as error:
-        raise DataError(f"task {task.name} has no split {split!r}: {error}", hint="see evaluate.split and the task's data(split)") from error
+        raise DataError(
+            f"task {task.name} has no split {split!r}: {error}", hint="see evaluate.split and the task's data(split)"
+        ) from error
     except OSError as error:
         raise DataError(f"the data of split {split!r} cannot be read: {error}", hint="name its folder with --data") from error
 
@@ -144,7 +179,9 @@ def _model(task: Resolved, device: torch.device) -> nn.Module:
 def _feed(spec: RunSpec, source: Source) -> Feed:
     train = spec.train
     if source.guarantee != "proven" and train.batch != 1 and type(source).__name__ == "Iterated":
-        raise SpecError(f"train.batch is {train.batch}, and the source gives whole batches: {source.describe()}", hint="set train.batch = 1")
+        raise SpecError(
+            f"train.batch is {train.batch}, and the source gives whole batches: {source.describe()}", hint="set train.batch = 1"
+        )
     order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
     return Feed(source, order, batch=train.batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop")
 
@@ -223,7 +260,9 @@ def _optimizers(
         raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
     own = task.optimizer if "name" not in spec.optim.model_fields_set or spec.optim.name == "task" else None
     if spec.optim.name == "task" and own is None:
-        raise SpecError(f"optim.name is 'task', but task {task.name} has no optimizer(groups)", hint="name sgd, adam, adamw or muon")
+        raise SpecError(
+            f"optim.name is 'task', but task {task.name} has no optimizer(groups)", hint="name sgd, adam, adamw or muon"
+        )
     groups = None
     if task.parameter_groups is not None and not many:
         groups = [dict(group) for group in task.parameter_groups(model)]

@@ -91,5 +91,3 @@ def fault(generation: int, found: GuardFault) -> events.Fault:
         generation=generation, time_s=time.time(), step=found.step, fault=found.fault, rank=here.rank, host=here.host,
         action=found.action, detail=found.detail,
     )  # fmt: skip
-
-

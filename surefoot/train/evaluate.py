@@ -78,7 +78,9 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
         yield to_device(source.read(ids), device)
 
 
-def find_direction(model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device) -> str:
+def find_direction(
+    model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device
+) -> str:
     """Whether the score is better when "higher" or "lower", from the metrics of a few samples.
 
     Raises SpecError when `score` names no metric, TaskError when a metric fails.
@@ -89,7 +91,9 @@ def find_direction(model: nn.Module, task: Resolved, source: Source, *, split: s
     except SurefootError:
         raise
     except Exception as error:
-        raise TaskError(f"evaluating a few samples of {split!r} failed: {describe(error)}", hint="run with --traceback to see where") from error
+        raise TaskError(
+            f"evaluating a few samples of {split!r} failed: {describe(error)}", hint="run with --traceback to see where"
+        ) from error
 
 
 class _Few:
@@ -132,6 +136,8 @@ def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]
 
 def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, str]:
     if score is not None and score != "loss" and score not in metrics:
-        raise SpecError(f"evaluate.score is {score!r}, which the task does not report", hint=f"use one of {', '.join([*metrics, 'loss'])}")
+        raise SpecError(
+            f"evaluate.score is {score!r}, which the task does not report", hint=f"use one of {', '.join([*metrics, 'loss'])}"
+        )
     chosen = score or next(iter(metrics), "loss")
     return chosen, "lower" if chosen == "loss" else metrics[chosen].better

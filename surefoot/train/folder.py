@@ -10,6 +10,7 @@ from pathlib import Path
 from surefoot.contract import events, signature, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import find_use
 from surefoot.core.errors import RunFolderError
 
 SPEC_FILE = "spec.toml"
@@ -28,7 +29,8 @@ class Chosen:
 
 def code_digest(use: str | None, task: object) -> str:
     """SHA-256 of the source of the task's module; of its type's name where there is no source."""
-    path = signature.find_source(use) if use else None
+    known = use or find_use(task)
+    path = signature.find_source(known) if known else None
     if path is not None and path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return hashlib.sha256(f"{type(task).__module__}.{type(task).__qualname__}".encode()).hexdigest()
@@ -58,7 +60,8 @@ def choose(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh:
         return Chosen(wanted, True)
     if started[-1].spec_id != spec.id:
         raise RunFolderError(
-            f"{wanted} is the run of another spec ({started[-1].spec_id}, now {spec.id})", hint="give another --run folder, or --fresh"
+            f"{wanted} is the run of another spec ({started[-1].spec_id}, now {spec.id})",
+            hint="give another --run folder, or --fresh",
         )
     ended = past[-1] if isinstance(past[-1], Ended) else None
     if ended is not None and ended.outcome in FINISHED:
@@ -66,9 +69,12 @@ def choose(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh:
         return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",))
     if started[-1].code_digest != digest and not accept_code_change:
         raise RunFolderError(
-            f"the task's code has changed since {wanted} was begun", hint="go on with --accept-code-change, or begin anew with --fresh"
+            f"the task's code has changed since {wanted} was begun",
+            hint="go on with --accept-code-change, or begin anew with --fresh",
         )
-    return Chosen(wanted, True, (f"{wanted} is unfinished: going on in it, from the start, since no state to resume from is saved yet",))
+    return Chosen(
+        wanted, True, (f"{wanted} is unfinished: going on in it, from the start, since no state to resume from is saved yet",)
+    )
 
 
 def _next_free(wanted: Path) -> Path:

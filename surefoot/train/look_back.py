@@ -68,5 +68,7 @@ def _named(output: Any) -> dict[str, Tensor]:
     pairs = output.items() if hasattr(output, "items") else enumerate(output) if isinstance(output, tuple | list) else ()
     found = {str(key): value for key, value in pairs if isinstance(value, Tensor) and value.ndim}
     if not found:
-        raise TaskError(f"forward gave a {type(output).__name__}, which holds no tensor", hint="return a tensor, or a tuple or dict of them")
+        raise TaskError(
+            f"forward gave a {type(output).__name__}, which holds no tensor", hint="return a tensor, or a tuple or dict of them"
+        )
     return found

@@ -40,7 +40,8 @@ def check(assembly: Assembly) -> list[str]:
                 continue
             middle = len(ids) // 2
             halves = [
-                _try(update.name, update.loss, assembly.model, to_device(source.read(part), device)) for part in (ids[:middle], ids[middle:])
+                _try(update.name, update.loss, assembly.model, to_device(source.read(part), device))
+                for part in (ids[:middle], ids[middle:])
             ]
             notes += _check_sums(update.name, whole, halves)
     return notes
@@ -53,7 +54,9 @@ def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
     except SurefootError:
         raise
     except Exception as error:
-        raise TaskError(f"the first forward pass of update {name} failed: {describe(error)}", hint="run with --traceback to see where") from error
+        raise TaskError(
+            f"the first forward pass of update {name} failed: {describe(error)}", hint="run with --traceback to see where"
+        ) from error
     if isinstance(made, Loss):
         return made
     raise TaskError(
@@ -67,20 +70,30 @@ def _check_kind(name: str, loss: Loss) -> None:
         raise TaskError(f"the loss of update {name} has no term", hint="return Loss.sum(total, count)")
     for term in loss.terms:
         if not isinstance(term.total, torch.Tensor) or term.total.numel() != 1:
-            raise TaskError(f"the total of term {term.name} is no scalar tensor", hint='sum it: cross_entropy(..., reduction="sum")')
+            raise TaskError(
+                f"the total of term {term.name} is no scalar tensor", hint='sum it: cross_entropy(..., reduction="sum")'
+            )
         if term.total.ndim:
-            raise TaskError(f"the total of term {term.name} has shape {tuple(term.total.shape)}", hint="make it a scalar with .sum()")
+            raise TaskError(
+                f"the total of term {term.name} has shape {tuple(term.total.shape)}", hint="make it a scalar with .sum()"
+            )
         if float(term.count) < 0:
-            raise TaskError(f"the count of term {term.name} is {float(term.count):g}", hint="count the items that the total sums over")
+            raise TaskError(
+                f"the count of term {term.name} is {float(term.count):g}", hint="count the items that the total sums over"
+            )
     if not any(float(term.count) for term in loss.terms):
-        raise TaskError(f"the loss of update {name} counts 0 items", hint="count the items that the total sums over, at least one")
+        raise TaskError(
+            f"the loss of update {name} counts 0 items", hint="count the items that the total sums over, at least one"
+        )
     if len({term.name for term in loss.terms}) != len(loss.terms):
         raise TaskError(f"the loss of update {name} has two terms of one name", hint="name each Term differently")
 
 
 def _check_splittable(assembly: Assembly, name: str, loss: Loss) -> None:
     if not loss.additive:
-        raise TaskError(f"the loss of update {name} is not additive and may not be split into microbatches", hint="leave train.microbatch out")
+        raise TaskError(
+            f"the loss of update {name} is not additive and may not be split into microbatches", hint="leave train.microbatch out"
+        )
     if len(loss.terms) > 1 and assembly.task.counts is None:
         listed = ", ".join(term.name for term in loss.terms)
         raise TaskError(

@@ -69,7 +69,7 @@ class Run:
 
     def _begin(self) -> None:
         self.assembly: Assembly = assemble(self.spec, self._given_task)
-        self.model, self.task = self.assembly.model, self.assembly.task
+        self.spec, self.model, self.task = self.assembly.spec, self.assembly.model, self.assembly.task
         notes = [*self.assembly.notes, *preflight.check(self.assembly)]
         digest = folder.code_digest(self.task.importable, self.task.task)
         chosen = folder.choose(
@@ -161,7 +161,7 @@ class Run:
 
     @property
     def is_stopping(self) -> str | None:
-        """"stopped" or "interrupted" once the run is to end, else None."""
+        """ "stopped" or "interrupted" once the run is to end, else None."""
         return self._stop[0] if self._stop is not None else None
 
     @property
@@ -183,7 +183,9 @@ class Run:
     @property
     def evaluation_due(self) -> bool:
         """Whether the spec wants an evaluation after this step: every so often, and at the end."""
-        return self._scores.is_due(self.step) or (self.assembly.total_steps is not None and self.step == self.assembly.total_steps)
+        return self._scores.is_due(self.step) or (
+            self.assembly.total_steps is not None and self.step == self.assembly.total_steps
+        )
 
     @property
     def _commit_due(self) -> bool:
@@ -208,8 +210,17 @@ class Run:
         epoch = self.assembly.feed.epoch_of(self.step)
         self._write(
             events.Evaluated(
-                generation=self.generation, time_s=time.time(), step=self.step, split=name, num_samples=result.num_samples,
-                loss=result.loss, metrics=result.metrics, score=result.score, better=result.better, best=best, elapsed_s=result.elapsed_s,
+                generation=self.generation,
+                time_s=time.time(),
+                step=self.step,
+                split=name,
+                num_samples=result.num_samples,
+                loss=result.loss,
+                metrics=result.metrics,
+                score=result.score,
+                better=result.better,
+                best=best,
+                elapsed_s=result.elapsed_s,
             )  # fmt: skip
         )
         self._console.evaluated(self.step, epoch, result.score, result.value, result.units.get(result.score, ""), best)
@@ -244,8 +255,12 @@ class Run:
         if num_bytes:
             self._write(
                 events.Committed(
-                    generation=self.generation, time_s=time.time(), step=self.step, num_bytes=num_bytes,
-                    folder=f"checkpoints/step-{self.step:012d}", elapsed_s=time.perf_counter() - started_s,
+                    generation=self.generation,
+                    time_s=time.time(),
+                    step=self.step,
+                    num_bytes=num_bytes,
+                    folder=f"checkpoints/step-{self.step:012d}",
+                    elapsed_s=time.perf_counter() - started_s,
                 )  # fmt: skip
             )
             checkpoint.retain(self.folder, keep=self.spec.checkpoint.keep, best=self._scores.best_step)
@@ -268,9 +283,17 @@ class Run:
             summary = self._scores.summary(self)
             self._write(
                 events.Ended(
-                    generation=self.generation, time_s=time.time(), step=self.step, outcome=outcome, cause=cause, exit_code=code,
-                    elapsed_s=time.perf_counter() - self.started_s, num_samples=self.num_samples,
-                    samples_per_s=summary["samples_per_s"], peak_bytes=summary["peak_bytes"], summary=summary,
+                    generation=self.generation,
+                    time_s=time.time(),
+                    step=self.step,
+                    outcome=outcome,
+                    cause=cause,
+                    exit_code=code,
+                    elapsed_s=time.perf_counter() - self.started_s,
+                    num_samples=self.num_samples,
+                    samples_per_s=summary["samples_per_s"],
+                    peak_bytes=summary["peak_bytes"],
+                    summary=summary,
                 )  # fmt: skip
             )
             self.summary = summary

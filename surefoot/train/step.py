@@ -97,7 +97,9 @@ class Stepper:
         guarded.clear_gradients()
         counts = self._known_counts(batches)
         scale = 2.0 ** -round(math.log2(max(1, sum(map(_size, batches))))) if len(batches) > 1 and counts is None else None
-        inputs = guarded.parameters if len(self._updates) > 1 else None  # a GAN's generator must not leave gradients in the critic
+        inputs = (
+            guarded.parameters if len(self._updates) > 1 else None
+        )  # a GAN's generator must not leave gradients in the critic
         mine: dict[str, tuple[Tensor, Count, float]] = {}
         for position, batch in enumerate(batches):
             self._seed_draws(number, position, index)
@@ -184,4 +186,6 @@ def _refusal(name: str, loss: Loss) -> tuple[str]:
     if not loss.additive:
         return (f"the loss of update {name} is not additive and cannot be split into microbatches; leave train.microbatch out",)
     terms = ", ".join(term.name for term in loss.terms)
-    return (f"the terms {terms} have counts that are not known before the forward pass; add counts(batch) to the task, or leave train.microbatch out",)
+    return (
+        f"the terms {terms} have counts that are not known before the forward pass; add counts(batch) to the task, or leave train.microbatch out",
+    )

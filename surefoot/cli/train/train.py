@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunOption, SeedOption, SetOption, SpecArgument, StepsOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    RunOption,
+    SeedOption,
+    SetOption,
+    SpecArgument,
+    StepsOption,
+    TracebackOption,
+)
 
 
 def train(

@@ -24,7 +24,14 @@ WEIGHTS = "model.safetensors"
 
 
 def commit(
-    run: Path, step: int, model: nn.Module, *, generation: int, spec_id: str, environment: Mapping[str, str], score: Mapping[str, Any] | None = None
+    run: Path,
+    step: int,
+    model: nn.Module,
+    *,
+    generation: int,
+    spec_id: str,
+    environment: Mapping[str, str],
+    score: Mapping[str, Any] | None = None,
 ) -> int:
     """Commit the model's weights and buffers as step `step` of `run`; gives the bytes written.
 

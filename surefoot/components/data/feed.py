@@ -29,7 +29,9 @@ class Feed:
     `drop_last` leaves out the short last batch of an epoch; `dropped` says how many samples that is.
     """
 
-    def __init__(self, source: Source, order: Order, *, batch: int, microbatch: int | None = None, drop_last: bool = False) -> None:
+    def __init__(
+        self, source: Source, order: Order, *, batch: int, microbatch: int | None = None, drop_last: bool = False
+    ) -> None:
         self.source, self.order, self.batch = source, order, batch
         self.microbatch = microbatch or batch
         n = order.n
@@ -38,7 +40,7 @@ class Feed:
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"a batch of {batch} is larger than the set of {n} samples, and last_batch is 'drop'",
-                hint=f"use a batch of {n} or less, or data.last_batch = \"keep\"",
+                hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
         self._epoch = -1
         self._permutation: Permutation | None = None

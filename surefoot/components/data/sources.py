@@ -82,7 +82,9 @@ class Tokens:
     def __init__(self, ids: ArrayLike, length: int) -> None:
         self._ids = _as_tensor(ids)
         if self._ids.ndim != 1 or len(self._ids) < 2:
-            raise DataError(f"a token stream of shape {tuple(self._ids.shape)} has nothing to predict", hint="give 2 tokens or more")
+            raise DataError(
+                f"a token stream of shape {tuple(self._ids.shape)} has nothing to predict", hint="give 2 tokens or more"
+            )
         if length < 1:
             raise DataError(f"a window of {length} tokens is none", hint="use a length of 1 or more")
         self._window = torch.arange(length + 1)
@@ -159,7 +161,9 @@ class Iterated:
             self._next += 1
             if self._next == wanted + 1:
                 return batch
-        raise DataError(f"the iterable ended after {self._next} batches of {self._num_batches}", hint="give the right num_batches")
+        raise DataError(
+            f"the iterable ended after {self._next} batches of {self._num_batches}", hint="give the right num_batches"
+        )
 
     def describe(self) -> str:
         return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to go on"
@@ -184,7 +188,9 @@ class Synthetic:
         self, num_samples: int, *, shape: Sequence[int] = (3, 32, 32), num_classes: int = 10, delay_s: float = 0.0, seed: int = 0
     ) -> None:
         if num_samples < 1 or delay_s < 0:
-            raise DataError(f"{num_samples} samples with a delay of {delay_s} s are no set", hint="use 1 or more, and 0 s or more")
+            raise DataError(
+                f"{num_samples} samples with a delay of {delay_s} s are no set", hint="use 1 or more, and 0 s or more"
+            )
         self._num_samples, self._shape, self._num_classes = num_samples, tuple(shape), num_classes
         self._delay_s, self._seed = delay_s, seed
         self.digest = hashlib.sha256(f"{num_samples} {self._shape} {num_classes} {seed}".encode()).hexdigest()

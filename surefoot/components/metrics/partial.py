@@ -96,7 +96,9 @@ class FromTorchmetrics:
         except ImportError:
             raise MissingExtra("torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics") from None
         if not isinstance(metric, torchmetrics.Metric):
-            raise TaskError(f"{type(metric).__name__} is no torchmetrics metric", hint="give torchmetrics.F1Score(...) or the like")
+            raise TaskError(
+                f"{type(metric).__name__} is no torchmetrics metric", hint="give torchmetrics.F1Score(...) or the like"
+            )
         self._metric = metric
         higher = metric.higher_is_better
         self.better: Better = better or ("lower" if higher is False else "higher")

@@ -68,7 +68,12 @@ class Console:
 
     def _describe(self, summary: Summary) -> str:
         items = summary.items_per_s if self._unit != "samples" else summary.samples_per_s
-        parts = [f"loss {format_number(summary.loss)}", self._score, f"rate {format_number(summary.learning_rate)}", format_rate(items, self._unit)]
+        parts = [
+            f"loss {format_number(summary.loss)}",
+            self._score,
+            f"rate {format_number(summary.learning_rate)}",
+            format_rate(items, self._unit),
+        ]
         return "  ".join(part for part in parts if part)
 
     def _left(self, step: int) -> str:
@@ -99,7 +104,12 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of the final table out of an Ended event's summary."""
     rows = [("score", format_score(summary["score"], summary["value"], summary.get("unit", "")))]
     if summary.get("best_step") not in (None, summary["step"]):
-        rows.append(("best", f"{format_score(summary['score'], summary['best_value'], summary.get('unit', ''))} at step {summary['best_step']:,}"))
+        rows.append(
+            (
+                "best",
+                f"{format_score(summary['score'], summary['best_value'], summary.get('unit', ''))} at step {summary['best_step']:,}",
+            )
+        )
     rows += [
         ("steps", f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)"),
         ("time", format_seconds(summary["elapsed_s"])),

@@ -66,5 +66,7 @@ def scalars(event: Event) -> list[tuple[str, float, int]]:
         return [(name, float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)]
     if isinstance(event, Evaluated):
         rows = {"loss": event.loss, **event.metrics}
-        return [(f"{event.split}/{name}", float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)]
+        return [
+            (f"{event.split}/{name}", float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)
+        ]
     return []

@@ -6,4 +6,15 @@ from surefoot.components.optim.groups import Named, build_groups, check_cover, f
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.components.optim.update import GuardedUpdate
 
-__all__ = ["Built", "FlatMuon", "GuardedUpdate", "Named", "WeightAverage", "build", "build_groups", "check_cover", "find_trained", "freeze"]
+__all__ = [
+    "Built",
+    "FlatMuon",
+    "GuardedUpdate",
+    "Named",
+    "WeightAverage",
+    "build",
+    "build_groups",
+    "check_cover",
+    "find_trained",
+    "freeze",
+]

@@ -79,7 +79,9 @@ class FusedGroup:
             self._steps = [step.clone() for step in self._steps]
             for state, step in zip(self._states, self._steps, strict=True):
                 state["step"] = step
-        states = tuple([row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum))
+        states = tuple(
+            [row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum)
+        )
         params = [self._params[number] for number in kept]
         self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc, arg-type]
 

@@ -49,4 +49,6 @@ class FlatMuon(Muon):
                 matrix.grad = None
                 continue
             same = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-            matrix.grad = as_matrix(same.copy_(parameter.grad) if parameter.grad.stride() != parameter.stride() else parameter.grad)
+            matrix.grad = as_matrix(
+                same.copy_(parameter.grad) if parameter.grad.stride() != parameter.stride() else parameter.grad
+            )

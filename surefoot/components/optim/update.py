@@ -44,7 +44,10 @@ class GuardedUpdate:
         for each in self.optimizers:
             if fused.supports(each):
                 fused.create_state(each)
-        self._fused = [[fused.FusedGroup(each, group) for group in each.param_groups] if fused.supports(each) else None for each in self.optimizers]
+        self._fused = [
+            [fused.FusedGroup(each, group) for group in each.param_groups] if fused.supports(each) else None
+            for each in self.optimizers
+        ]
         self._scale = torch.ones((), device=device)
         self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
         if self.on_device and total_steps is not None:

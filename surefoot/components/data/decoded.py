@@ -1,0 +1,196 @@
+"""Shards decoded once into memory maps that any later run opens at once.
+
+A decoded set is a folder `<cache>/<key>/` with one raw file an array and a `manifest.json`; the key is a digest over the names,
+sizes and contents of the shards and over what decoded them. It exists only when its manifest does: written into a hidden draft,
+synced, renamed last. On opening
+- the shards are known again by name, size, inode and times of change, as git knows its files; where these differ (a copy, another
+  host) they are hashed and their set is found by its key;
+- the arrays are hashed whole (0.1 s for 150 MB where the processor has SHA instructions): a damaged set is decoded again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from surefoot.contract.manifest import file_sha256
+from surefoot.core.errors import DataError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+DRAFT = ".draft-"
+DRAFT_LIVES_S = 24 * 3600.0  # a draft this old belongs to a process that died
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The arrays of a decoded set as copy-on-write memory maps, and a digest of their contents."""
+
+    arrays: dict[str, np.ndarray]
+    digest: str
+
+
+Decode = Callable[[Path], Mapping[str, np.ndarray]]
+
+
+def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: Decode) -> Decoded:
+    """Open the decoded set of `shards` below `cache`, decoding it first where it is missing or damaged.
+
+    `decode(shard)` gives equally long arrays, a row a sample; `decoder` names it and its version, since other decoders give
+    other pixels. Progress shows on stderr if that is a terminal. Raises what `decode` raises, DataError for a cache that cannot be
+    written or a shard that changes meanwhile.
+    """
+    stamps = [_stamp(shard) for shard in shards]
+    folder = _find_by_stamps(cache, decoder, stamps)
+    found = _open(folder) if folder else None
+    if found is not None:
+        return found
+    digests = [file_sha256(shard) for shard in shards]
+    if stamps != [_stamp(shard) for shard in shards]:
+        raise DataError(f"a shard in {shards[0].parent} changed while it was read", hint="wait until it is written")
+    known = [[shard.name, digest] for shard, digest in zip(shards, digests, strict=True)]
+    folder = cache / hashlib.sha256(json.dumps([FORMAT, decoder, known]).encode()).hexdigest()[:32]
+    found = _open(folder)
+    if found is None:
+        try:
+            _write(folder, {"format": FORMAT, "decoder": decoder, "stamps": stamps, "shards": known}, shards, decode)
+        except OSError as error:
+            raise DataError(f"the cache {cache} cannot be written: {error.strerror}", hint="name another with --set task.cache=DIR") from error
+        found = _open(folder)
+    if found is None:
+        raise DataError(f"what was decoded into {folder} does not read back", hint="is the disk sound? remove the folder and try again")
+    return found
+
+
+def _stamp(shard: Path) -> list[Any]:
+    try:
+        status = shard.stat()
+    except OSError as error:
+        raise DataError(f"{shard} cannot be read: {error.strerror}", hint="check that the file is there") from None
+    return [shard.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    try:
+        row = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) and row.get("format") == FORMAT else None
+
+
+def _find_by_stamps(cache: Path, decoder: str, stamps: list[list[Any]]) -> Path | None:
+    folders = [path for path in cache.iterdir() if not path.name.startswith(".")] if cache.is_dir() else []
+    for folder in sorted(folders):
+        row = _read_manifest(folder)
+        if row is not None and row.get("stamps") == stamps and row.get("decoder") == decoder:
+            return folder
+    return None
+
+
+def _open(folder: Path) -> Decoded | None:
+    """The arrays of a decoded set, None where it is missing or damaged."""
+    row = _read_manifest(folder)
+    if row is None:
+        return None
+    try:
+        for name, entry in row["arrays"].items():
+            if file_sha256(folder / name) != entry["sha256"]:
+                return None
+        # mode "c": torch wants writable memory, and nothing ever reaches the file
+        arrays = {
+            name: np.memmap(folder / name, dtype=entry["dtype"], mode="c", shape=tuple(entry["shape"]))
+            for name, entry in row["arrays"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return Decoded(dict(arrays), hashlib.sha256(json.dumps(row["arrays"], sort_keys=True).encode()).hexdigest())
+
+
+def _write(folder: Path, row: dict[str, Any], shards: Sequence[Path], decode: Decode) -> None:
+    cache = folder.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    _remove_dead_drafts(cache)
+    draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=cache))
+    try:
+        _write_draft(draft, row, shards, decode)
+        if folder.exists():
+            shutil.rmtree(folder)  # it did not verify
+        try:
+            draft.rename(folder)
+        except OSError:
+            if _read_manifest(folder) is None:
+                raise
+        _sync(cache)  # the other case: another process decoded the same set meanwhile
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write_draft(draft: Path, row: dict[str, Any], shards: Sequence[Path], decode: Decode) -> None:
+    console = Console(stderr=True)
+    files = _Files(draft)
+    try:
+        for shard in track(shards, "decoding shards", console=console, transient=True, disable=not console.is_terminal):
+            files.append(decode(shard))
+        row = {**row, "arrays": files.finish()}
+    finally:
+        files.close()
+    with (draft / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(row, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(draft)
+
+
+class _Files:
+    """Arrays on their way to disk: rows appended shard by shard, so that one shard at a time is in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    def append(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            if name not in self._open:
+                self._open[name] = (self._folder / name).open("wb")
+                self._entries[name] = {"dtype": array.dtype.str, "shape": [0, *array.shape[1:]], "sha256": hashlib.sha256()}
+            content = np.ascontiguousarray(array).data
+            self._open[name].write(content)
+            self._entries[name]["sha256"].update(content)
+            self._entries[name]["shape"][0] += len(array)
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: {**entry, "sha256": entry["sha256"].hexdigest()} for name, entry in self._entries.items()}
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+def _remove_dead_drafts(cache: Path) -> None:
+    for path in cache.glob(f"{DRAFT}*"):
+        if time.time() - path.stat().st_mtime > DRAFT_LIVES_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

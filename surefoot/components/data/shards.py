@@ -1,0 +1,163 @@
+"""Tar shards of the WebDataset layout: members `key.ext` in a row make one sample. Streamed, never extracted; all checked.
+
+A tar is foreign input: only regular members with plain names are read, sizes and counts are capped before anything is
+allocated, and what is inside goes through the few decoders of this file. A. Aizman et al., "High Performance I/O For Large
+Scale Deep Learning", 2019 (https://github.com/webdataset/webdataset has the layout).
+"""
+
+# H height, W width, C channels
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from surefoot.core.errors import DataError, MissingExtra
+
+MAX_MEMBER_BYTES = 64 << 20
+MAX_MEMBERS = 10_000_000
+BLOCK = tarfile.BLOCKSIZE
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: the members of `shard` whose names begin with `key`, as {extension: bytes}."""
+
+    shard: Path
+    key: str
+    parts: dict[str, bytes] = field(default_factory=dict)
+
+    def fault(self, extension: str, reason: str, hint: str | None = None) -> DataError:
+        """An error that names the file, the member and the reason."""
+        return DataError(f"{self.shard}: {self.key}.{extension} {reason}", hint=hint)
+
+
+def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[Path]:
+    """The shards `pattern` of a data set, by name, in its own folder or in the folder `home` below the one given.
+
+    Raises DataError when the folder is not given, missing, unreadable, or holds no such shard.
+    """
+    hint = f"give the folder of the {pattern} files, or its parent, with --data DIR"
+    if folder is None:
+        raise DataError(f"the folder of the shards ({home}) is not given", hint=hint)
+    given = Path(folder).expanduser()
+    try:
+        if not given.is_dir():
+            raise DataError(f"{given} is {'no folder' if given.exists() else 'missing'}", hint=hint)
+        for place in (given, given / home):
+            found = sorted(path for path in place.iterdir() if path.match(pattern)) if place.is_dir() else []
+            if found:
+                return found
+    except OSError as error:
+        raise DataError(f"{given} cannot be read: {error.strerror}", hint="check who may read it") from None
+    raise DataError(f"{given} holds no {pattern}, nor does a folder {home} in it", hint=hint)
+
+
+def read_shard(path: Path, *, needs: Sequence[str] = (), max_member_bytes: int = MAX_MEMBER_BYTES) -> Iterator[Sample]:
+    """The samples of one uncompressed tar in the order written; each has the extensions `needs`.
+
+    Raises DataError, with file, member and reason: not a tar, truncated, damaged; a member that is no regular file, has no plain
+    name or is larger than `max_member_bytes`; a sample that comes twice or lacks a part.
+    """
+    seen: set[str] = set()
+    sample: Sample | None = None
+    for name, content in _members(path, max_member_bytes):
+        folder, _, file = name.rpartition("/")
+        stem, _, extension = file.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield _complete(sample, needs)
+            if key in seen:
+                raise DataError(f"{path}: {name} belongs to the sample {key}, which ended before", hint="write each sample's members in a row")
+            seen.add(key)
+            sample = Sample(path, key)
+        if extension in sample.parts:
+            raise sample.fault(extension, "stands there twice")
+        sample.parts[extension] = content
+    if sample is None:
+        raise DataError(f"{path} holds no sample", hint="its members should be named like 000123.jpg and 000123.cls")
+    yield _complete(sample, needs)
+
+
+def _complete(sample: Sample, needs: Sequence[str]) -> Sample:
+    for extension in needs:
+        if extension not in sample.parts:
+            raise sample.fault(extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}")
+    return sample
+
+
+def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Name and content of each member. tarfile ends quietly at a cut or a damaged header, so the end marker is asked for too."""
+    end = 0
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for number, member in enumerate(archive):
+                _check(path, member, number, max_member_bytes)
+                opened = archive.extractfile(member)
+                content = opened.read() if opened is not None else b""
+                if len(content) != member.size:
+                    raise DataError(f"{path}: {member.name} is truncated at {len(content)} of {member.size} bytes", hint="copy the shard again")
+                end = member.offset_data + -(-member.size // BLOCK) * BLOCK
+                yield member.name, content
+            file.seek(end)
+            marker = file.read(BLOCK)
+    except tarfile.TarError as error:
+        what = f"is damaged after byte {end}" if end else "is no tar"
+        raise DataError(f"{path} {what}: {error}", hint="shards are plain tars, not compressed; copy the file again") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint="check that the file is there and who may read it") from None
+    if len(marker) < BLOCK:
+        raise DataError(f"{path} is truncated: it ends at byte {end + len(marker)} without an end marker", hint="copy the shard again")
+    if marker.count(0) != BLOCK:
+        raise DataError(f"{path} is damaged at byte {end}: no member begins there", hint="copy the shard again")
+
+
+def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: int) -> None:
+    shown = member.name[:128]
+    if number >= MAX_MEMBERS:
+        raise DataError(f"{path} has more than {MAX_MEMBERS:,} members", hint="split it into several shards")
+    if not member.isreg() or member.issparse():
+        raise DataError(f"{path}: {shown!r} is no regular file", hint="shards hold files only: no folders, links, devices or sparse files")
+    if not all(NAME.match(part) for part in member.name.split("/")):
+        raise DataError(f"{path}: {shown!r} is no plain name", hint="use letters, digits, '.', '_' and '-', and no path out of the shard")
+    if not 0 <= member.size <= max_member_bytes:
+        raise DataError(f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed", hint="is it a sample at all?")
+
+
+def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
+    """The sample's JPEG as uint8 (H, W, 3); its size is read and compared before any pixel is decoded.
+
+    Raises MissingExtra without Pillow, DataError for a broken file or another size.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtra("pillow", extra="images", needed_for="decoding JPEG images") from None
+    try:
+        with Image.open(io.BytesIO(sample.parts[extension]), formats=["JPEG"]) as image:
+            if image.size != (width, height):
+                raise sample.fault(extension, f"is an image of {image.size[0]} x {image.size[1]} pixels, not {width} x {height}")
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
+        reason = str(error) if "BytesIO" not in str(error) else "no JPEG begins there"
+        raise sample.fault(extension, f"is a broken JPEG: {reason}", "copy the shard again") from None
+
+
+def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") -> int:
+    """The sample's class, a whole number in decimal digits from 0 to `num_classes` - 1; raises DataError for anything else."""
+    text = sample.parts[extension]
+    if not WHOLE_NUMBER.match(text):
+        raise sample.fault(extension, f"is {text[:20]!r}, not a class number from 0 to {num_classes - 1}")
+    number = int(text)
+    if number >= num_classes:
+        raise sample.fault(extension, f"is {number}, not a class from 0 to {num_classes - 1}")
+    return number
