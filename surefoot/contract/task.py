@@ -105,7 +105,10 @@ class Metric(Protocol):
 
 
 class Task(Protocol):
-    """The four methods a task must have. Optional ones: see `Resolved`."""
+    """The four methods a task must have. Optional ones: see `Resolved`.
+
+    `updates(model)` stands in for `loss` in training; `forward` then says what the model is used for in evaluation and prediction.
+    """
 
     def model(self) -> nn.Module: ...
 
@@ -145,12 +148,14 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     if isinstance(task, type):
         raise TaskError(f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()")
     missing = [part for part in SHOULD_HAVE if not callable(getattr(task, part, None))]
-    if "forward" in missing and "loss" in missing and callable(getattr(task, "updates", None)):
-        missing = [part for part in missing if part not in ("forward", "loss")]
+    if callable(getattr(task, "updates", None)):  # they say what is trained; forward says what the finished model is used for
+        evaluated = any(callable(getattr(task, part, None)) for part in ("metrics", "loss"))
+        missing = [part for part in missing if part != "loss" and (part != "forward" or evaluated)]
     if missing:
         raise TaskError(
             f"task {kind} has no method {', '.join(missing)}",
-            hint="a task has model(), data(split), forward(model, batch) and loss(output, batch)",
+            hint="a task has model(), data(split), forward(model, batch) and loss(output, batch); with updates(model) it needs no loss, "
+            "and forward only to be evaluated",
         )
     parts = {part: getattr(task, part, None) for part in MAY_HAVE}
     bad = [part for part, value in parts.items() if value is not None and not callable(value)]
