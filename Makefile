@@ -16,9 +16,10 @@ help:
 	@echo 'make test-faults  the large fault counts and the long runs'
 	@echo 'make bench        every benchmark, or BENCH=name for one'
 
+# one thread: a small model is fastest so, and a busy machine slows many threads far more than one
 demo:
 	@.ci/setup demo
-	@$(PY) -m surefoot train digits
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m surefoot train digits
 
 test:
 	@.ci/setup dev
