@@ -17,7 +17,7 @@ _PLACES = {
     "Term": "surefoot.contract.task",
     "Update": "surefoot.contract.task",
     "attach": "surefoot.train.attach",
-    "load": "surefoot.train.load",
+    "load": "surefoot.train.look_back",
     "read_spec": "surefoot.contract.spec_file",
 }
 __all__ = sorted(_PLACES)

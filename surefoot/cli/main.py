@@ -43,7 +43,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         code = 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last place that can put it into words
         code = _tell_other(error)
     sys.exit(code if isinstance(code, int) else 0)
 

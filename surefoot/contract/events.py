@@ -57,6 +57,7 @@ class Started(Event):
     steps_per_epoch: int
     first_step: int = 1
     notes: tuple[str, ...] = ()
+    unit: str = "samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ class Evaluated(Event):
     better: str
     best: bool
     elapsed_s: float
+    units: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,43 +151,44 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def parse(line: str) -> Event | None:
-    """The event of one line; None for a kind this version does not know. Raises ValueError for a line that is no event."""
-    row = json.loads(line)
-    if not isinstance(row, dict) or "kind" not in row:
-        raise ValueError("not an event")
-    if row.get("v", 0) > VERSION:
-        raise RunFolderError(f"the events are of format {row['v']}, newer than {VERSION}", hint="use a newer surefoot")
-    made: Callable[..., Event] | None = KINDS.get(row["kind"])
-    if made is None:
-        return None
-    known = {each.name for each in fields(KINDS[row["kind"]])}
-    try:
-        return made(**{key: value for key, value in row.items() if key in known})
-    except TypeError as error:
-        raise ValueError(f"not an event: {error}") from None
-
-
 def read(folder: Path) -> Iterator[Event]:
-    """The events of a run in the order written; a torn last line is left out.
+    """The events of a run in the order written; a torn last line and kinds of a later version are left out.
 
-    Raises RunFolderError when the folder holds no events or a line in the middle is damaged.
+    Raises RunFolderError when the folder holds no events, a line in the middle is damaged, or the format is newer.
     """
     path = folder / FILE
     if not path.is_file():
         raise RunFolderError(f"{folder} is no run: it holds no {FILE}", hint="surefoot runs lists the runs below a folder")
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
-            try:
-                event = parse(line)
-            except ValueError:
+            row = _row(line)
+            if row is None:
                 if not line.endswith("\n"):
                     return
-                raise RunFolderError(
-                    f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand"
-                ) from None
-            if event is not None:
-                yield event
+                raise RunFolderError(f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand")
+            if row.get("v", 0) > VERSION:
+                raise RunFolderError(f"{path} is of format {row['v']}, newer than {VERSION}", hint="use a newer surefoot")
+            if row["kind"] in KINDS:
+                yield _made(row, f"{path}:{number}")
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The object of one line, None for a line that is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    fits = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("v", 0), int)
+    return row if fits else None
+
+
+def _made(row: Mapping[str, Any], place: str) -> Event:
+    kind: Callable[..., Event] = KINDS[row["kind"]]
+    known = {each.name for each in fields(KINDS[row["kind"]])}
+    try:
+        return kind(**{key: value for key, value in row.items() if key in known})
+    except TypeError as error:
+        raise RunFolderError(f"{place} is no event: {error}", hint="the file was changed by hand") from None
 
 
 def newest(events: Iterable[Event]) -> list[Event]:

@@ -83,7 +83,7 @@ def find_source(use: str) -> Path | None:
 
 def find_parameters(use: str) -> list[Parameter] | None:
     """The constructor's parameters of the class that `use` names; None when they cannot be seen without importing."""
-    module, colon, name = use.partition(":")
+    _, colon, name = use.partition(":")
     path = find_source(use)
     if path is None:
         if not colon:

@@ -8,12 +8,22 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule_plan import ScheduleSettings
@@ -171,9 +181,11 @@ class RunSpec(Table):
     ablate: LaterTable = LaterTable()
     fault: LaterTable = LaterTable()
 
-    def __init__(self, **tables: Any) -> None:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            super().__init__(**{name: with_tuples(table) for name, table in tables.items()})
+            return handler(with_tuples(given))
         except ValidationError as error:
             raise explain(error) from None
 
@@ -226,41 +238,41 @@ def key_names(table: str | None) -> list[str]:
     return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
 
 
-def explain(error: ValidationError, places: Mapping[str, str] | None = None, prefix: tuple[str, ...] = ()) -> SpecError:
-    """One SpecError out of pydantic's: the first fault in words, with its place in the file and the nearest right name."""
+def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
+    """One SpecError out of pydantic's: the first fault in words, with the nearest right name; `key` says where it stands."""
     fault = error.errors()[0]
-    path = [*prefix, *(str(part) for part in fault["loc"] if not str(part).startswith("function-"))]
+    path = (*prefix, *(str(part) for part in fault["loc"] if not str(part).startswith("function-")))
     given, kind = fault.get("input"), fault["type"]
     dotted = ".".join(path)
-    where = find_place(path, places or {})
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown_key(path, where)
+        return _unknown_key(path)
     if kind == "missing":
-        return SpecError(f"{dotted} is not given", hint='a spec needs at least [task] use = "digits"', where=where)
+        return SpecError(f"{dotted} is not given", hint='a spec needs at least [task] use = "digits"', key=path)
     if kind == "value_error":
         text = str(fault["msg"]).removeprefix("Value error, ")
-        return SpecError(f"[{dotted}] {text}" if len(path) == 1 else f"{dotted}: {text}", where=where)
+        return SpecError(f"[{dotted}] {text}" if len(path) == 1 else f"{dotted}: {text}", key=path)
     allowed = str(fault["msg"]).removeprefix("Input should be ")
-    return SpecError(f"{dotted} is {given!r}", hint=f"it should be {allowed}", where=where)
+    return SpecError(f"{dotted} is {given!r}", hint=f"it should be {allowed}", key=path)
 
 
-def find_place(path: list[str], places: Mapping[str, str]) -> str | None:
-    for length in range(len(path), 0, -1):
-        dotted = ".".join(path[:length])
+def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:
+    """Where `key` was given: its own place, or that of the table around it."""
+    for length in range(len(key), 0, -1):
+        dotted = ".".join(key[:length])
         if dotted in places:
             return places[dotted]
-        inside = [place for key, place in places.items() if key.startswith(f"{dotted}.")]
+        inside = [place for name, place in places.items() if name.startswith(f"{dotted}.")]
         if inside:
             return inside[0].rpartition(":")[0] or inside[0]
     return None
 
 
-def _unknown_key(path: list[str], where: str | None) -> SpecError:
+def _unknown_key(path: tuple[str, ...]) -> SpecError:
     table, key = (None, path[0]) if len(path) == 1 else (path[0], path[-1])
     names = key_names(table)
     kind = "table" if table is None else f"key in [{table}]"
     if not names:
-        return SpecError(f"[{table}] has no keys in this version, {key!r} was given", hint=f"leave [{table}] out", where=where)
+        return SpecError(f"[{table}] has no keys in this version, {key!r} was given", hint=f"leave [{table}] out", key=path)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return SpecError(f"{key!r} is no {kind}", hint=f"{hint}allowed: {', '.join(names)}", where=where)
+    return SpecError(f"{key!r} is no {kind}", hint=f"{hint}allowed: {', '.join(names)}", key=path)

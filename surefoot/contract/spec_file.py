@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError
 
 from surefoot.contract import signature
-from surefoot.contract.spec import RunSpec, explain, find_place, with_tuples
+from surefoot.contract.spec import RunSpec, find_place
 from surefoot.core.errors import SpecError
 
 MAX_BYTES = 1 << 20
@@ -54,24 +53,19 @@ def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
     try:
-        spec = RunSpec.model_validate(with_tuples(tables))
-    except ValidationError as error:
-        raise explain(error, places) from None
-    except SpecError as error:  # the schedule checks itself and does not know the file
-        where = find_place(_keys_in(error.message), places) if error.where is None else None
+        spec = RunSpec.model_validate(tables)
+    except SpecError as error:
+        where = find_place(error.key or _key_in(error.message), places)
         raise SpecError(error.message, hint=error.hint, where=where) from None
-    if spec.task.use is None:
-        raise SpecError(f"{given} names no task", hint='a spec file needs [task] use = "digits"')
-    signature.check(spec.task.use, spec.task.parameters, places)
+    if spec.task.use is not None:
+        signature.check(spec.task.use, spec.task.parameters, places)
     return Origin(spec, places)
 
 
-def _keys_in(message: str) -> list[str]:
-    """The dotted key that a message speaks of, as in `schedule.cycle is ...`."""
-    if unknown := re.match(r"'(\w+)' is no key in \[(\w+)\]", message):
-        return [unknown.group(2), unknown.group(1)]
+def _key_in(message: str) -> tuple[str, ...]:
+    """The dotted key that a message speaks of, as in `schedule.cycle is ...`: the schedule checks itself and knows no file."""
     found = re.search(r"\b([a-z_]+)\.([a-z_]+)\b", message)
-    return list(found.groups()) if found else ["schedule"]
+    return found.groups() if found else ("schedule",)
 
 
 def write(spec: RunSpec) -> str:

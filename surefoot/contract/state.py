@@ -25,7 +25,6 @@ class StepReport:
     norm: float | Tensor | None = field(repr=False)
     was_applied: bool | Tensor = field(repr=False)
     waiting_s: float = 0.0
-    elapsed_s: float = 0.0
 
     @property
     def terms(self) -> dict[str, float | None]:

@@ -45,11 +45,13 @@ class InputError(SurefootError):
 
 
 class SpecError(InputError):
-    """A run specification that is wrong; `where` is `file:line` or the flag that gave the value."""
+    """A run specification that is wrong; `where` is `file:line` or the flag that gave the value, `key` its table and key."""
 
-    def __init__(self, message: str, *, hint: str | None = None, where: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, where: str | None = None, key: tuple[str, ...] | None = None
+    ) -> None:
         super().__init__(message if where is None else f"{where}: {message}", hint=hint)
-        self.where = where
+        self.where, self.key = where, key
 
 
 class TaskError(InputError):

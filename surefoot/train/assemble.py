@@ -6,7 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,29 +27,47 @@ from surefoot.train.evaluate import find_direction
 from surefoot.train.step import LiveUpdate, Stepper
 
 
-@dataclass
+@dataclass(frozen=True)
+class Course:
+    """How long the run is and how its rate moves; `total_steps` is None where the length is a time."""
+
+    schedule: Curve
+    length: Duration
+    total_steps: int | None
+    feed: Feed
+    tokens_per_sample: float | None
+
+    def to_steps(self, text: str) -> int | None:
+        """A duration of the spec in steps of this run; None for one in time."""
+        return _to_steps(Duration.parse(text), self.feed, self.tokens_per_sample)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes: the device, the context of the forward pass, the average of the weights, and the step."""
+
+    device: torch.device
+    compute: Callable[[], AbstractContextManager[Any]]
+    average: optim.WeightAverage | None
+    stepper: Stepper
+
+
+@dataclass(frozen=True)
 class Assembly:
     """All that a run trains with."""
 
     spec: RunSpec
     task: Resolved
-    device: torch.device
     model: nn.Module
-    feed: Feed
     evaluation: Callable[[str], Source]
     updates: list[LiveUpdate]
-    stepper: Stepper
-    compute: Callable[[], AbstractContextManager[Any]]
-    average: optim.WeightAverage | None
-    schedule: Curve
-    length: Duration
-    total_steps: int | None
-    tokens_per_sample: float | None
-    notes: list[str] = field(default_factory=list)
+    course: Course
+    engine: Engine
+    notes: list[str]
 
-    def to_steps(self, text: str) -> int | None:
-        """A duration of the spec in steps of this run; None for one in time."""
-        return _to_steps(Duration.parse(text), self.feed, self.tokens_per_sample)
+    @property
+    def feed(self) -> Feed:
+        return self.course.feed
 
 
 def assemble(spec: RunSpec, task: Any = None) -> Assembly:
@@ -85,6 +103,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
 
     better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device)
     schedule = build_schedule(spec.schedule, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens), better=better)
+    course = Course(schedule, length, total_steps, feed, tokens)
     updates, more = _updates(spec, resolved, model, schedule, total_steps)
     notes += more
     average = None
@@ -92,20 +111,10 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
     compute = compute_context(spec.precision.compute, device)
     stepper = Stepper(
-        model=model,
-        task=resolved,
-        feed=feed,
-        updates=updates,
-        seed=spec.train.seed,
-        device=device,
-        compute=compute,
-        average=average,
-    )
-    return Assembly(
-        spec=spec, task=resolved, device=device, model=model, feed=feed, evaluation=read,
-        updates=updates, stepper=stepper, compute=compute, average=average, schedule=schedule, length=length,
-        total_steps=total_steps, tokens_per_sample=tokens, notes=notes,
+        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, compute=compute, average=average
     )  # fmt: skip
+    engine = Engine(device, compute, average, stepper)
+    return Assembly(spec, resolved, model, read, updates, course, engine, notes)
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
@@ -151,7 +160,7 @@ def find_device(name: str) -> torch.device:
 def set_seeds(seed: int) -> None:
     """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a task may draw from the global stream
     random.seed(seed)
 
 
@@ -222,13 +231,17 @@ def _updates(
         notes += [f"{update.name}: {line}" if many else line for line in summary]
         guarded = optim.GuardedUpdate(
             optimizers, clip=spec.optim.clip, clip_value=spec.optim.clip_value, curve=curve,
-            momentum_curve=schedule.momentum if schedule.momentum(0) is not None else None,
+            momentum_curve=_momentum_of(schedule),
             total_steps=total_steps if schedule.is_pure else None,
         )  # fmt: skip
         made.append(LiveUpdate(update.name, update.loss, guarded, update.every))
     if task.updates is None:
         optim.check_cover(model, _covered(made))
     return made, notes
+
+
+def _momentum_of(schedule: Curve) -> Callable[[int], float] | None:
+    return (lambda step: schedule.momentum(step) or 0.0) if schedule.momentum(0) is not None else None
 
 
 def _covered(updates: Sequence[LiveUpdate]) -> list[dict[str, Any]]:

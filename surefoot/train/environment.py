@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from surefoot.core import place
 from surefoot.core.hardware import find_machine
 from surefoot.train.assemble import Assembly
 
+_DETERMINISM: Any = torch.utils.deterministic
 RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
@@ -25,17 +27,17 @@ def apply(spec: RunSpec) -> Callable[[], None]:
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = _DETERMINISM.fill_uninitialized_memory
     if spec.train.threads is not None:
         torch.set_num_threads(spec.train.threads)
     if spec.train.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # filling costs a pass over every new tensor
+        _DETERMINISM.fill_uninitialized_memory = False  # filling costs a pass over every new tensor
 
     def put_back() -> None:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        _DETERMINISM.fill_uninitialized_memory = fill
 
     return put_back
 
@@ -63,11 +65,11 @@ def started(assembly: Assembly, generation: int, code_digest: str, notes: tuple[
     return events.Started(
         generation=generation, time_s=time.time(), spec_id=spec.id, spec=spec.as_tables(), task=assembly.task.name,
         code_digest=code_digest, data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee},
-        versions=versions(), machine={**find_machine().as_row(), "device": str(assembly.device), "threads": torch.get_num_threads()},
+        versions=versions(), machine={**find_machine().as_row(), "device": str(assembly.engine.device), "threads": torch.get_num_threads()},
         place={"rank": here.rank, "world_size": here.world_size, "host": here.host}, variables=place.recorded_variables(),
         command=tuple(sys.argv), commit=_commit(), seed=spec.train.seed,
-        num_parameters=sum(parameter.numel() for parameter in assembly.model.parameters()), total_steps=assembly.total_steps,
-        steps_per_epoch=assembly.feed.steps_per_epoch, notes=notes,
+        num_parameters=sum(parameter.numel() for parameter in assembly.model.parameters()), total_steps=assembly.course.total_steps,
+        steps_per_epoch=assembly.feed.steps_per_epoch, notes=notes, unit=assembly.task.unit,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from surefoot.components.data import to_device
-from surefoot.components.metrics import Mean
+from surefoot.components.metrics import Better, Mean
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.train.blame import describe
@@ -32,7 +32,7 @@ class Evaluation:
     metrics: dict[str, float | None]
     units: dict[str, str]
     score: str
-    better: str
+    better: Better
     elapsed_s: float
 
     @property
@@ -80,7 +80,7 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
 
 def find_direction(
     model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device
-) -> str:
+) -> Better:
     """Whether the score is better when "higher" or "lower", from the metrics of a few samples.
 
     Raises SpecError when `score` names no metric, TaskError when a metric fails.
@@ -134,7 +134,7 @@ def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]
     return found
 
 
-def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, str]:
+def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, Better]:
     if score is not None and score != "loss" and score not in metrics:
         raise SpecError(
             f"evaluate.score is {score!r}, which the task does not report", hint=f"use one of {', '.join([*metrics, 'loss'])}"

@@ -13,6 +13,7 @@ from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
 from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
+from surefoot.train.step import check_splittable
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor of two
@@ -26,7 +27,7 @@ def check(assembly: Assembly) -> list[str]:
     notes: list[str] = []
     window = assembly.feed.window(0)
     ids = window.ids[: min(NUM_SAMPLES, len(window.ids))]
-    source, device = assembly.feed.source, assembly.device
+    source, device = assembly.feed.source, assembly.engine.device
     splits = assembly.spec.train.microbatch is not None and assembly.spec.train.microbatch < assembly.spec.train.batch
     with untouched(assembly.model):
         batch = to_device(source.read(ids), device)
@@ -34,7 +35,7 @@ def check(assembly: Assembly) -> list[str]:
             whole = _try(update.name, update.loss, assembly.model, batch)
             _check_kind(update.name, whole)
             if splits:
-                _check_splittable(assembly, update.name, whole)
+                check_splittable(update.name, whole, assembly.task.counts is not None)
             if len(ids) < 2 or not whole.additive or source.guarantee != "proven":
                 notes.append(f"whether the loss of update {update.name} is a sum could not be checked")
                 continue
@@ -87,19 +88,6 @@ def _check_kind(name: str, loss: Loss) -> None:
         )
     if len({term.name for term in loss.terms}) != len(loss.terms):
         raise TaskError(f"the loss of update {name} has two terms of one name", hint="name each Term differently")
-
-
-def _check_splittable(assembly: Assembly, name: str, loss: Loss) -> None:
-    if not loss.additive:
-        raise TaskError(
-            f"the loss of update {name} is not additive and may not be split into microbatches", hint="leave train.microbatch out"
-        )
-    if len(loss.terms) > 1 and assembly.task.counts is None:
-        listed = ", ".join(term.name for term in loss.terms)
-        raise TaskError(
-            f"the terms {listed} have counts that are not known before the forward pass",
-            hint="add counts(batch) -> {term: count} to the task, or leave train.microbatch out",
-        )
 
 
 def _check_sums(name: str, whole: Loss, halves: list[Loss]) -> list[str]:

@@ -16,7 +16,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients inside; afterwards the model, its buffers and the random streams are as before."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     model.eval()
     try:
@@ -30,6 +30,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(kept)
         torch.set_rng_state(cpu_state)
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
         for index, state in enumerate(cuda_states):
             torch.cuda.set_rng_state(state, index)

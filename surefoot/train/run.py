@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,14 +82,14 @@ class Run:
         self._tensorboard = TensorBoard(
             self.folder / "tensorboard", wanted=self.spec.observe.tensorboard, purge_step=0 if chosen.is_again else None
         )
-        self._console = Console(total_steps=self.assembly.total_steps, unit=self.task.unit, quiet=self._quiet)
+        self._console = Console(total_steps=self.assembly.course.total_steps, unit=self.task.unit, quiet=self._quiet)
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability)
-        self._window = max(1, self.assembly.to_steps(self.spec.observe.every) or 1)
+        self._window = max(1, self.assembly.course.to_steps(self.spec.observe.every) or 1)
         self.started_s = time.perf_counter()
         for note in (*chosen.notes, f"run folder {self.folder}"):
             self._console.say(note)
-        self._write(environment.started(self.assembly, self.generation, digest, tuple([*chosen.notes, *notes])))
+        self._write(environment.started(self.assembly, self.generation, digest, (*chosen.notes, *notes)))
         self._listen()
 
     def _listen(self) -> None:
@@ -111,7 +110,7 @@ class Run:
 
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport after each optimiser step until the spec's length, a stop, or the reader's own end."""
-        stepper, total, window = self.assembly.stepper, self.assembly.total_steps, self._window
+        stepper, total, window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._window
         self._meter.restart_clock()
         while self._stop is None and not self._is_over(total):
             number = self.step + 1
@@ -135,7 +134,7 @@ class Run:
     def _is_over(self, total: int | None) -> bool:
         if total is not None:
             return self.step >= total
-        return time.perf_counter() - self.started_s >= self.assembly.length.value
+        return time.perf_counter() - self.started_s >= self.assembly.course.length.value
 
     def _close_window(self) -> None:
         summary = self._meter.take()
@@ -184,13 +183,13 @@ class Run:
     def evaluation_due(self) -> bool:
         """Whether the spec wants an evaluation after this step: every so often, and at the end."""
         return self._scores.is_due(self.step) or (
-            self.assembly.total_steps is not None and self.step == self.assembly.total_steps
+            self.assembly.course.total_steps is not None and self.step == self.assembly.course.total_steps
         )
 
     @property
     def _commit_due(self) -> bool:
         every = self.spec.checkpoint.every
-        steps = None if every is None else self.assembly.to_steps(every)
+        steps = None if every is None else self.assembly.course.to_steps(every)
         return bool(steps) and self.step % steps == 0  # type: ignore[operator]
 
     def evaluate(self, split: str | None = None) -> Evaluation:
@@ -200,8 +199,8 @@ class Run:
         try:
             with self._averaged():
                 result = evaluate(
-                    self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.device,
-                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.compute,
+                    self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
+                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.engine.compute,
                 )  # fmt: skip
         except Exception as error:
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
@@ -221,7 +220,8 @@ class Run:
                 better=result.better,
                 best=best,
                 elapsed_s=result.elapsed_s,
-            )  # fmt: skip
+                units=result.units,
+            )
         )
         self._console.evaluated(self.step, epoch, result.score, result.value, result.units.get(result.score, ""), best)
         if best:
@@ -232,7 +232,7 @@ class Run:
         return result
 
     def _averaged(self) -> Any:
-        return self.assembly.average.swapped_in() if self.assembly.average is not None else torch.no_grad()
+        return self.assembly.engine.average.swapped_in() if self.assembly.engine.average is not None else torch.no_grad()
 
     def _commit(self, result: Evaluation | None) -> None:
         """Commit the weights; what the disk refuses ends this commit, not the run."""
@@ -261,7 +261,7 @@ class Run:
                     num_bytes=num_bytes,
                     folder=f"checkpoints/step-{self.step:012d}",
                     elapsed_s=time.perf_counter() - started_s,
-                )  # fmt: skip
+                )
             )
             checkpoint.retain(self.folder, keep=self.spec.checkpoint.keep, best=self._scores.best_step)
 
@@ -294,13 +294,13 @@ class Run:
                     samples_per_s=summary["samples_per_s"],
                     peak_bytes=summary["peak_bytes"],
                     summary=summary,
-                )  # fmt: skip
+                )
             )
             self.summary = summary
         except SurefootError as problem:
             if error is None:
                 raise
-            print(f"surefoot: the end of the run could not be written: {problem.message}", file=sys.stderr)
+            self._console.warn(f"the end of the run could not be written: {problem.message}")
         finally:
             self._console.close()
 

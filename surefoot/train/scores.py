@@ -23,7 +23,7 @@ class Scores:
         table = assembly.spec.evaluate
         every = Duration.parse(table.every)
         self._every_s = every.value if every.unit == "s" else None
-        self._every_steps = None if self._every_s is not None else max(1, assembly.to_steps(table.every) or 1)
+        self._every_steps = None if self._every_s is not None else max(1, assembly.course.to_steps(table.every) or 1)
         self._last_s = time.perf_counter()
         self._since_best = 0
         self.best: Evaluation | None = None
@@ -41,7 +41,7 @@ class Scores:
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
         if result.value is not None:
-            self._assembly.schedule.observe(result.value)
+            self._assembly.course.schedule.observe(result.value)
         if result.value is None or math.isnan(result.value) or not self._beats(result):
             self._since_best += 1
             return False

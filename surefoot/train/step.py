@@ -20,11 +20,10 @@ from torch import Tensor
 
 from surefoot.components.data import Feed, Keys, Window, to_device
 from surefoot.components.data.order import derive, mix
-from surefoot.components.optim import GuardedUpdate, WeightAverage
+from surefoot.components.optim import GuardedUpdate, WeightAverage, backward
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
-from surefoot.train.backward import backward
 
 Count = float | Tensor
 MAX_CONSTANTS = 1000
@@ -79,7 +78,6 @@ class Stepper:
         return StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=len(window.ids), learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_s,
-            elapsed_s=time.perf_counter() - started_s,
         )  # fmt: skip
 
     def _read(self, window: Window, ids: np.ndarray) -> Batch:
@@ -106,8 +104,8 @@ class Stepper:
             with self._compute():
                 loss = update.loss(self._model, batch)
             terms = loss.terms
-            if counts is None and scale is not None and (len(terms) > 1 or not loss.additive):
-                raise TaskError(*_refusal(update.name, loss))
+            if len(batches) > 1:
+                check_splittable(update.name, loss, counts is not None)
             factors = [self._factor(term, counts, scale) for term in terms]
             backward([term.total for term in terms], factors, inputs)
             _add(mine, terms)
@@ -121,10 +119,10 @@ class Stepper:
         """The counts of the whole global batch where the task knows them before the forward pass, else None."""
         if len(batches) == 1 or self._task.counts is None:
             return None
-        counted = [self._task.counts(batch) for batch in batches]
+        counted: list[Any] = [self._task.counts(batch) for batch in batches]
         if isinstance(counted[0], Mapping):
-            return {name: float(sum(each[name] for each in counted)) for name in counted[0]}  # type: ignore[index]
-        return float(sum(counted))  # type: ignore[arg-type]
+            return {name: float(sum(each[name] for each in counted)) for name in counted[0]}
+        return float(sum(counted))
 
     def _remaining_factor(
         self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None, name: str, number: int
@@ -168,7 +166,8 @@ class Stepper:
 
 def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) -> None:
     for term in terms:
-        total, count = term.total.detach(), term.count
+        total = term.total.detach()
+        count: Count = term.count
         if term.name in into:
             total, count = into[term.name][0] + total, into[term.name][1] + count
         into[term.name] = (total, count, term.weight)
@@ -182,10 +181,13 @@ def _size(batch: Batch) -> int:
     return next((size for size in map(_size, parts) if size), 0)
 
 
-def _refusal(name: str, loss: Loss) -> tuple[str]:
+def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:
+    """Raise TaskError for a loss that may not be split into microbatches."""
     if not loss.additive:
-        return (f"the loss of update {name} is not additive and cannot be split into microbatches; leave train.microbatch out",)
-    terms = ", ".join(term.name for term in loss.terms)
-    return (
-        f"the terms {terms} have counts that are not known before the forward pass; add counts(batch) to the task, or leave train.microbatch out",
-    )
+        raise TaskError(f"the loss of update {name} is not additive and may not be split", hint="leave train.microbatch out")
+    if len(loss.terms) > 1 and not counts_are_known:
+        terms = ", ".join(term.name for term in loss.terms)
+        raise TaskError(
+            f"the terms {terms} have counts that are not known before the forward pass",
+            hint="add counts(batch) -> {term: count} to the task, or leave train.microbatch out",
+        )

@@ -1,2 +1,60 @@
-def runs() -> None:
-    "x"
+"""`surefoot runs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, TracebackOption
+
+DEFAULT = Path("runs")
+HEADERS = ("run", "task", "state", "steps", "score", "time", "when")
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to look; folders inside it are searched too")] = DEFAULT,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """List the runs below a folder: how far each got, its score, how it ended."""
+    from surefoot.cli.look import past
+    from surefoot.cli.table import print_table
+    from surefoot.core.errors import RunFolderError
+
+    if not folder.is_dir() and folder != DEFAULT:
+        raise RunFolderError(f"there is no folder {folder}", hint="give the folder that holds the runs")
+    rows: list[dict[str, Any]] = []
+    lines: list[tuple[str, ...]] = []
+    for each in past.find(folder):
+        try:
+            found = past.read(each)
+        except RunFolderError as error:
+            print(f"{each} cannot be read: {error.message}", file=sys.stderr)
+            rows.append({"run": str(each), "state": past.UNREADABLE, "error": error.message})
+            lines.append((str(each), "", past.UNREADABLE, "", "", "", ""))
+            continue
+        rows.append(found.as_row())
+        lines.append(_line(found))
+    if json:
+        options.print_json({"folder": str(folder), "runs": rows})
+    elif lines:
+        print_table(HEADERS, lines, right=("steps", "time"))
+    else:
+        print(f"no runs below {folder}; surefoot train digits begins one", file=sys.stderr)
+
+
+def _line(found: Any) -> tuple[str, ...]:
+    from surefoot.cli.look import past
+    from surefoot.cli.table import format_time
+    from surefoot.core.units import format_seconds
+
+    total = found.started.total_steps
+    steps = f"{found.num_steps:,}" if total in (None, found.num_steps) else f"{found.num_steps:,}/{total:,}"
+    return (
+        str(found.folder), found.started.task, found.state, steps, past.format_score(found), format_seconds(found.elapsed_s),
+        format_time(found.began_s),
+    )  # fmt: skip

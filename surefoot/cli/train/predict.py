@@ -14,7 +14,7 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgumen
 def predict(
     run: RunArgument, split: SplitOption = None, step: StepOption = "best",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="a .safetensors or .npz file  [default: RUN/predictions-SPLIT.safetensors]")
+        Path | None, typer.Option("--output", metavar="FILE", help=".safetensors or .npz  [default: RUN/predictions-SPLIT.safetensors]")
     ] = None,
     data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip

@@ -65,7 +65,7 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
             continue
-        key = (tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+        key = (tensor.data_ptr(), int(tensor.storage_offset()), tuple(tensor.shape))
         if key in seen and tensor.numel():
             continue
         seen.add(key)

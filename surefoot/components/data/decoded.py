@@ -67,10 +67,14 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
         try:
             _write(folder, {"format": FORMAT, "decoder": decoder, "stamps": stamps, "shards": known}, shards, decode)
         except OSError as error:
-            raise DataError(f"the cache {cache} cannot be written: {error.strerror}", hint="name another with --set task.cache=DIR") from error
+            raise DataError(
+                f"the cache {cache} cannot be written: {error.strerror}", hint="name another with --set task.cache=DIR"
+            ) from error
         found = _open(folder)
     if found is None:
-        raise DataError(f"what was decoded into {folder} does not read back", hint="is the disk sound? remove the folder and try again")
+        raise DataError(
+            f"what was decoded into {folder} does not read back", hint="is the disk sound? remove the folder and try again"
+        )
     return found
 
 

@@ -41,7 +41,8 @@ def _mix_array(values: np.ndarray) -> np.ndarray:
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 class Permutation:
@@ -63,7 +64,8 @@ class Permutation:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """The samples (int64) that stand at `positions` (int64 in [0, n)), same shape."""
         if self._table is not None:
-            return self._table[positions]
+            chosen: np.ndarray = self._table[positions]
+            return chosen
         values = self._encrypt(positions.astype(np.uint64))
         outside = values >= self.n
         while outside.any():  # cycle walking: the domain is under four times n, so few rounds are expected

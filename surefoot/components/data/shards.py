@@ -77,7 +77,9 @@ def read_shard(path: Path, *, needs: Sequence[str] = (), max_member_bytes: int =
             if sample is not None:
                 yield _complete(sample, needs)
             if key in seen:
-                raise DataError(f"{path}: {name} belongs to the sample {key}, which ended before", hint="write each sample's members in a row")
+                raise DataError(
+                    f"{path}: {name} belongs to the sample {key}, which ended before", hint="write each sample's members in a row"
+                )
             seen.add(key)
             sample = Sample(path, key)
         if extension in sample.parts:
@@ -105,7 +107,10 @@ def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes]]:
                 opened = archive.extractfile(member)
                 content = opened.read() if opened is not None else b""
                 if len(content) != member.size:
-                    raise DataError(f"{path}: {member.name} is truncated at {len(content)} of {member.size} bytes", hint="copy the shard again")
+                    raise DataError(
+                        f"{path}: {member.name} is truncated at {len(content)} of {member.size} bytes",
+                        hint="copy the shard again",
+                    )
                 end = member.offset_data + -(-member.size // BLOCK) * BLOCK
                 yield member.name, content
             file.seek(end)
@@ -114,9 +119,13 @@ def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes]]:
         what = f"is damaged after byte {end}" if end else "is no tar"
         raise DataError(f"{path} {what}: {error}", hint="shards are plain tars, not compressed; copy the file again") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint="check that the file is there and who may read it") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}", hint="check that the file is there and who may read it"
+        ) from None
     if len(marker) < BLOCK:
-        raise DataError(f"{path} is truncated: it ends at byte {end + len(marker)} without an end marker", hint="copy the shard again")
+        raise DataError(
+            f"{path} is truncated: it ends at byte {end + len(marker)} without an end marker", hint="copy the shard again"
+        )
     if marker.count(0) != BLOCK:
         raise DataError(f"{path} is damaged at byte {end}: no member begins there", hint="copy the shard again")
 
@@ -126,11 +135,17 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
     if number >= MAX_MEMBERS:
         raise DataError(f"{path} has more than {MAX_MEMBERS:,} members", hint="split it into several shards")
     if not member.isreg() or member.issparse():
-        raise DataError(f"{path}: {shown!r} is no regular file", hint="shards hold files only: no folders, links, devices or sparse files")
+        raise DataError(
+            f"{path}: {shown!r} is no regular file", hint="shards hold files only: no folders, links, devices or sparse files"
+        )
     if not all(NAME.match(part) for part in member.name.split("/")):
-        raise DataError(f"{path}: {shown!r} is no plain name", hint="use letters, digits, '.', '_' and '-', and no path out of the shard")
+        raise DataError(
+            f"{path}: {shown!r} is no plain name", hint="use letters, digits, '.', '_' and '-', and no path out of the shard"
+        )
     if not 0 <= member.size <= max_member_bytes:
-        raise DataError(f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed", hint="is it a sample at all?")
+        raise DataError(
+            f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed", hint="is it a sample at all?"
+        )
 
 
 def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:

@@ -1,6 +1,7 @@
 """Metrics: partial results that merge."""
 
 from surefoot.components.metrics.partial import (
+    Better,
     BitsPerByte,
     FromTorchmetrics,
     Mean,
@@ -12,4 +13,15 @@ from surefoot.components.metrics.partial import (
     top_k,
 )
 
-__all__ = ["BitsPerByte", "FromTorchmetrics", "Mean", "Perplexity", "accuracy", "bits_per_byte", "mean_of", "perplexity", "top_k"]
+__all__ = [
+    "Better",
+    "BitsPerByte",
+    "FromTorchmetrics",
+    "Mean",
+    "Perplexity",
+    "accuracy",
+    "bits_per_byte",
+    "mean_of",
+    "perplexity",
+    "top_k",
+]

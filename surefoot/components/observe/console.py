@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from surefoot.components.observe.meter import Summary
 from surefoot.core.units import format_bytes, format_number, format_percent, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 LINE_EVERY_S = 5.0  # plain lines: at most so often
 
@@ -35,9 +35,6 @@ class Console:
             self._start_bar()
 
     def _start_bar(self) -> None:
-        from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
         self._bar = Progress(
             TextColumn("{task.completed:>7,.0f}/{task.total:,.0f}" if self._total else "{task.completed:>7,.0f}"),
             BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -53,6 +50,10 @@ class Console:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=self._stream, flush=True)
+
+    def warn(self, text: str) -> None:
+        """Said even when quiet: something was lost."""
+        print(f"surefoot: {text}", file=self._stream, flush=True)
 
     def step(self, summary: Summary) -> None:
         """Show where the run is; called once a window."""

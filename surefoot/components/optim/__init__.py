@@ -1,6 +1,7 @@
 """Optimisers: groups, the guarded fused update, Muon over filters, averages of weights."""
 
 from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.backward import backward
 from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, find_trained, freeze
 from surefoot.components.optim.muon import FlatMuon
@@ -12,6 +13,7 @@ __all__ = [
     "GuardedUpdate",
     "Named",
     "WeightAverage",
+    "backward",
     "build",
     "build_groups",
     "check_cover",

@@ -55,7 +55,8 @@ def _muon(table: OptimTable, trained: Sequence[Named], groups: Sequence[dict[str
 
 def _split(groups: Sequence[dict[str, Any]], kinds: dict[int, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Each group in two: hidden matrices, and what Adam takes."""
-    matrices, rest = [], []
+    matrices: list[dict[str, Any]] = []
+    rest: list[dict[str, Any]] = []
     for group in groups:
         pairs = list(zip(group["params"], group["names"], strict=True))
         for into, chosen in (

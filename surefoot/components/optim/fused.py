@@ -83,7 +83,7 @@ class FusedGroup:
             [row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum)
         )
         params = [self._params[number] for number in kept]
-        self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc, arg-type]
+        self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc]
 
     def _call(
         self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,

@@ -73,7 +73,7 @@ def build_groups(
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for each in trained:
         exempt = each.kind in ("norm", "vector", "embedding") or _matches(each.name, no_decay)
-        rate = next((rates[pattern] for pattern in reversed(rates) if fnmatchcase(each.name, pattern)), 1.0)
+        rate = next((rates[pattern] for pattern in reversed(list(rates)) if fnmatchcase(each.name, pattern)), 1.0)
         key = (0.0 if exempt else decay, rate)
         group = groups.setdefault(key, {"params": [], "names": [], "weight_decay": key[0], "rate": rate})
         group["params"].append(each.parameter)

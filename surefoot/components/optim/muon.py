@@ -18,7 +18,8 @@ def as_matrix(tensor: Tensor) -> Tensor:
     """A matrix view of the same storage, (size of the first dimension, all the rest); raises ValueError when there is none."""
     if tensor.ndim == 2:
         return tensor
-    order = sorted(range(1, tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+    strides = tensor.stride()
+    order = sorted(range(1, tensor.ndim), key=lambda dim: (-strides[dim], dim))
     return tensor.permute(0, *order).view(tensor.shape[0], -1)
 
 

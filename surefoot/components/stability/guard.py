@@ -55,7 +55,8 @@ class Guard:
         high = abs(loss) > self._table.diverged * self._first_loss
         self._high_in_row = self._high_in_row + 1 if high else 0
         if self._high_in_row >= DIVERGED_STEPS and self._ending is None:
-            text = f"the loss is {loss:.4g}, over {self._table.diverged:g} times the first ({self._first_loss:.4g}), {DIVERGED_STEPS} steps in a row"
+            times = f"{self._table.diverged:g} times the first ({self._first_loss:.4g})"
+            text = f"the loss is {loss:.4g}, over {times}, {DIVERGED_STEPS} steps in a row"
             self._ending = NumbersError(f"step {report.step}: diverged: {text}", hint="lower optim.lr, or warm up longer")
             return GuardFault(report.step, "diverged", "the run ends", text)
         return None

@@ -17,8 +17,8 @@ _run: Any = getattr(_engine, "run_backward", None)
 
 
 def backward(totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> None:
-    """Accumulate the gradients of `totals`, each times its entry of `gradients` (same shape), into the leaves, or into `inputs` alone."""
+    """Accumulate the gradients of `totals`, each times its entry of `gradients` (same shape), into the leaves or only `inputs`."""
     if _run is None or inputs is not None:
-        torch.autograd.backward(list(totals), list(gradients), inputs=inputs)  # type: ignore[arg-type]
+        torch.autograd.backward(list(totals), list(gradients), inputs=inputs)
         return
     _run(tuple(totals), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -1,0 +1,173 @@
+"""What is written in a run folder, as one value that every looking verb reads; nothing is written and nothing is imported but words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.contract import events, manifest
+from surefoot.contract.events import Ended, Evaluated, Fault, Started, Step
+from surefoot.core.errors import RunFolderError
+from surefoot.core.units import UNKNOWN, format_number, format_percent
+
+UNFINISHED, UNREADABLE = "unfinished", "unreadable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """One run: of each step what its newest generation wrote, and how its newest attempt ended (None: it did not say)."""
+
+    folder: Path
+    started: Started
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluated, ...]
+    faults: tuple[Fault, ...]
+    ended: Ended | None
+    num_attempts: int
+    began_s: float
+    last_s: float
+
+    @property
+    def state(self) -> str:
+        """Finished, stopped, failed or interrupted, as its end says; unfinished without one."""
+        return self.ended.outcome if self.ended is not None else UNFINISHED
+
+    @property
+    def num_steps(self) -> int:
+        ended = self.ended.step if self.ended is not None else 0
+        return max([ended, *(each.step for each in self.steps[-1:])])
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the newest attempt, to its end or to the last that was written."""
+        return self.ended.elapsed_s if self.ended is not None else self.last_s - self.started.time_s
+
+    @property
+    def scored(self) -> list[Evaluated]:
+        """The evaluations of the split that decides; those of other splits do not count."""
+        split = self.started.spec.get("evaluate", {}).get("split", "test")
+        return [each for each in self.evaluations if each.split == split]
+
+    @property
+    def last(self) -> Evaluated | None:
+        return self.scored[-1] if self.scored else None
+
+    @property
+    def best(self) -> Evaluated | None:
+        return next((each for each in reversed(self.scored) if each.best), None)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second of training, evaluations left out."""
+        elapsed_s = sum(each.elapsed_s for each in self.steps)
+        return sum(each.num_samples for each in self.steps) / elapsed_s if elapsed_s > 0 else None
+
+    @property
+    def items_per_s(self) -> float | None:
+        """What the losses count, per second of training."""
+        elapsed_s = sum(each.elapsed_s for each in self.steps)
+        return sum(each.num_items for each in self.steps) / elapsed_s if elapsed_s > 0 else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        found = [each.peak_bytes for each in (*self.steps[-1:], self.ended) if each is not None and each.peak_bytes is not None]
+        return max(found, default=None)
+
+    def loss_at(self, step: int) -> float | None:
+        """The mean training loss of the record that ends at `step`."""
+        return next((number(each.loss) for each in self.steps if each.step == step), None)
+
+    def weights(self) -> list[int]:
+        """The steps whose weights are on disk."""
+        return manifest.steps(self.folder)
+
+    def as_row(self) -> dict[str, Any]:
+        """What every looking verb says of a run, for machines."""
+        last, best = self.last, self.best
+        return {
+            "run": str(self.folder), "task": self.started.task, "state": self.state, "spec_id": self.started.spec_id,
+            "steps": self.num_steps, "total_steps": self.started.total_steps, "score": last.score if last else None,
+            "value": value_of(last), "best_value": value_of(best), "best_step": best.step if best else None,
+            "elapsed_s": self.elapsed_s, "began_s": self.began_s, "attempts": self.num_attempts,
+        }  # fmt: skip
+
+
+def read(folder: Path) -> Past:
+    """The run in `folder`. Raises RunFolderError for a folder that is no run, or whose events are damaged or begin nowhere."""
+    every = list(events.read(folder))
+    starts = [event for event in every if isinstance(event, Started)]
+    if not starts:
+        raise RunFolderError(f"{folder} holds no run that began: its {events.FILE} has no record of a start")
+    kept = events.newest(every)
+    last_start = max(index for index, event in enumerate(every) if isinstance(event, Started))
+    ends = [event for event in every[last_start:] if isinstance(event, Ended)]
+    return Past(
+        folder=folder, started=starts[-1], steps=tuple(event for event in kept if isinstance(event, Step)),
+        evaluations=tuple(event for event in kept if isinstance(event, Evaluated)),
+        faults=tuple(event for event in kept if isinstance(event, Fault)), ended=ends[-1] if ends else None,
+        num_attempts=len(starts), began_s=starts[0].time_s, last_s=every[-1].time_s,
+    )  # fmt: skip
+
+
+def find(root: Path) -> Iterator[Path]:
+    """The run folders below `root` (or `root` itself), in order of name; hidden folders and insides of runs are passed over."""
+    for folder, inside, files in os.walk(root):
+        if events.FILE in files:
+            inside.clear()
+            yield Path(folder)
+        else:
+            inside[:] = sorted((name for name in inside if not name.startswith(".")), key=_by_number)
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    """`digits-10` after `digits-9`."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or 0)
+
+
+def number(value: Any) -> float | None:
+    """A number as events hold it: one that is not finite is written as its name."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def finite(value: Any) -> float | None:
+    """The number, None for one that is not finite: JSON has no other."""
+    found = number(value)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def value_of(evaluated: Evaluated | None) -> float | None:
+    """The value that counts of an evaluation."""
+    if evaluated is None:
+        return None
+    return finite(evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score))
+
+
+def format_value(value: Any, unit: str) -> str:
+    """`99.4 %`, `164.2`."""
+    return format_percent(number(value)) if unit == "%" else format_number(number(value))
+
+
+def format_metric(name: str, evaluated: Evaluated) -> str:
+    """One value of an evaluation, with its unit."""
+    if name == "loss":
+        return format_number(number(evaluated.loss))
+    return format_value(evaluated.metrics.get(name), evaluated.units.get(name, ""))
+
+
+def format_score(past: Past) -> str:
+    """`accuracy 99.4 %`, and the best beside it where that was another; n/a before the first evaluation."""
+    last, best = past.last, past.best
+    if last is None:
+        return UNKNOWN
+    text = f"{last.score} {format_metric(last.score, last)}"
+    return text if best is None or value_of(best) == value_of(last) else f"{text} (best {format_metric(best.score, best)})"

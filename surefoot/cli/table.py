@@ -1,0 +1,71 @@
+"""Rows on standard output: a table at a terminal, aligned text in a pipe; and the words for what is not there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Container, Sequence
+
+from surefoot.core.units import UNKNOWN
+
+Rows = Sequence[Sequence[str]]
+WIDE = 1 << 16  # characters; a pipe has no edge to wrap at
+
+
+def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> None:
+    """Print `rows` under `headers`; the columns named in `right` stand flush right."""
+    if sys.stdout.isatty():
+        _print_rich(headers, rows, right, indent)
+    else:
+        print(plain_table(headers, rows, right=right, indent=indent))
+
+
+def plain_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> str:
+    """Aligned text without colour or lines.
+
+    >>> print(plain_table(("run", "steps"), [("a", "5"), ("bcde", "1,000")], right=("steps",)))
+    run   steps
+    a         5
+    bcde  1,000
+    """
+    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+    lines = []
+    for row in (headers, *rows):
+        cells = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(row, widths, headers, strict=True)
+        ]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], indent: int) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in headers:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: a bracket in a name is no markup
+    Console(highlight=False).print(Padding(table, (0, 0, 0, indent), expand=False))
+
+
+def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Names and what they are, one a line; a name that is empty goes on with the line above."""
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        print(f"  {name:<{width}}  {value}")
+
+
+def format_time(time_s: float | None) -> str:
+    """Seconds since 1970 as date and time of day here."""
+    return UNKNOWN if time_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+
+
+def shorten(text: str, length: int = 60) -> str:
+    """The first line of `text`, cut to `length` characters."""
+    line = text.splitlines()[0] if text else ""
+    return line if len(line) <= length else f"{line[: length - 3]}..."
