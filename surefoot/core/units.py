@@ -113,7 +113,7 @@ class Duration:
             )
         else:
             raise SpecError(f"{self} is a time, not a number of steps", hint="say it in steps, epochs, samples or tokens")
-        return max(math.ceil(steps), 1 if self.value else 0)
+        return math.ceil(steps)
 
 
 def parse_bytes(text: str) -> int:
@@ -192,9 +192,11 @@ def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
     """`value` in the largest unit that leaves at least 1 of it once it is rounded: 1023.9 MiB is 1 GiB."""
     if value is None:
         return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
     shown, unit = _short(value / ladder[0][0]), ladder[0][1]
     for scale, name in ladder[1:]:
-        if math.isfinite(value) and abs(float(_short(value / scale))) >= 1:
+        if abs(float(_short(value / scale))) >= 1:
             shown, unit = _short(value / scale), name
     return f"{shown} {unit}".rstrip()
 

@@ -214,8 +214,7 @@ def test_numbers_are_printed_in_the_unit_that_suits_them() -> None:
 
 
 def test_the_unknown_prints_na_and_what_is_not_finite_is_not_hidden() -> None:
-    for show in (format_bytes, format_count, format_seconds, format_percent, format_number):
-        assert show(None) == "n/a"
-        assert "nan" in show(math.nan)
-        assert "inf" in show(math.inf)
+    for show in (format_bytes, format_count, format_seconds, format_number):
+        assert [show(value) for value in (None, math.nan, math.inf, -math.inf)] == ["n/a", "nan", "inf", "-inf"]
+    assert [format_percent(value) for value in (None, math.nan)] == ["n/a", "nan %"]
     assert format_rate(None, "samples") == "n/a"
