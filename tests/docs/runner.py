@@ -16,7 +16,7 @@ from typing import Self
 from tests.docs.snippets import PYTHON, SHELL, Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-LENT = ("examples", "recipes", "benchmarks", "docs", "surefoot")  # what a reader has beside him when he types a command
+LENT = ("examples", "recipes", "benchmarks", "docs")  # what a reader has beside him when he types a command
 LONGEST_S = 300
 REPL = "import doctest, pathlib, sys\ntext = pathlib.Path(sys.argv[1]).read_text()\n"
 REPL += "parser = doctest.DocTestParser().get_doctest(text, {}, sys.argv[1], sys.argv[1], 0)\n"

@@ -101,6 +101,13 @@ a b
   [0, 1, 2]
   ```
 
+<!-- file: quick.toml -->
+```toml
+base = "digits"
+[train]
+length = "2 epochs"
+```
+
 <!-- exits: 2 -->
 ```console
 $ surefoot no-such-verb
