@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.cli.look.past import Past
 
 DEFAULT = Path("runs")
 HEADERS = ("run", "task", "state", "steps", "score", "time", "when")
@@ -47,7 +50,7 @@ def runs(
         print(f"no runs below {folder}; surefoot train digits begins one", file=sys.stderr)
 
 
-def _line(found: Any) -> tuple[str, ...]:
+def _line(found: Past) -> tuple[str, ...]:
     from surefoot.cli.look import past
     from surefoot.cli.table import format_time
     from surefoot.core.units import format_seconds

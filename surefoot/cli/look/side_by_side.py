@@ -1,0 +1,126 @@
+"""Runs side by side: what `surefoot compare` prints, and the same as one object. It states differences and claims nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from surefoot.cli.look.past import Past, format_metric
+from surefoot.cli.table import print_table, shorten
+from surefoot.core.errors import SpecError
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
+
+NUM_EQUAL_STEPS = 5
+Row = tuple[str, list[Any]]
+
+
+def tell(runs: Sequence[Past]) -> None:
+    """Print the comparison, a column for each run."""
+    headers = ["", *(str(each.folder) for each in runs)]
+    spec, circumstances = spec_differences(runs), circumstance_differences(runs)
+    _print_rows("Spec", headers, [(key, [_text(value) for value in values]) for key, values in spec], "the specs are equal")
+    _print_rows("Outcome", headers, list(_outcomes(runs)), "")
+    losses = losses_at_equal_steps(runs)
+    rows: list[Row] = [(f"loss at step {step:,}", [format_number(loss) for loss in values]) for step, values in losses]
+    _print_rows("Training loss at equal steps", headers, rows, "the runs have no step in common")
+    texts: list[Row] = [(key, [shorten(_text(value), 24) for value in values]) for key, values in circumstances]
+    _print_rows("Versions and machine", headers, texts, "versions, machine, code and data are equal")
+
+
+def _print_rows(title: str, headers: Sequence[str], rows: Sequence[Row], otherwise: str) -> None:
+    print(title)
+    if rows:
+        print_table(headers, [(f"  {name}", *values) for name, values in rows])
+    else:
+        print(f"  {otherwise}")
+    print()
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
+    yield "state", [each.state for each in runs]
+    yield (
+        "score",
+        [UNKNOWN if (last := each.last) is None else f"{last.score} {format_metric(last.score, last)}" for each in runs],
+    )
+    yield (
+        "best",
+        [UNKNOWN if (best := each.best) is None else f"{format_metric(best.score, best)} at step {best.step:,}" for each in runs],
+    )
+    yield "steps", [f"{each.num_steps:,}" for each in runs]
+    yield "time", [format_seconds(each.elapsed_s) for each in runs]
+    yield "throughput", [format_rate(each.samples_per_s, "samples") for each in runs]
+    if any(each.started.unit != "samples" for each in runs):
+        yield "", [format_rate(each.items_per_s, each.started.unit) for each in runs]
+    yield "peak memory", [format_bytes(each.peak_bytes) for each in runs]
+
+
+def spec_differences(runs: Sequence[Past]) -> list[Row]:
+    """Every key of the specs whose values are not all the same, defaults included; None is a key that a run has not."""
+    return _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
+
+
+def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
+    """Versions, machine, code and data that are not all the same."""
+    return _differences(
+        [
+            {
+                **each.started.versions, **{f"machine.{name}": value for name, value in each.started.machine.items()},
+                "host": each.started.place.get("host"), "code": each.started.code_digest, "commit": each.started.commit,
+                "data": each.started.data.get("digest"), "parameters": each.started.num_parameters,
+            }
+            for each in runs
+        ]
+    )  # fmt: skip
+
+
+def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = [(key, [table.get(key) for table in tables]) for key in keys]
+    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """A run's spec with every default; as it was stated when it is one that this version does not know."""
+    from surefoot.contract.spec import RunSpec
+
+    try:
+        spec = RunSpec.model_validate(stated)
+    except SpecError:
+        return stated
+    tables = spec.model_dump(mode="python")
+    return {**tables, "task": {"use": spec.task.use, **spec.task.parameters}, "schedule": spec.schedule.effective()}
+
+
+def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{table}.{key}": _listed(value) for table, keys in tables.items() for key, value in keys.items()}
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | None]]]:
+    """The training loss at a few steps that every run has a record of, the last such step among them."""
+    own = [{each.step for each in run.steps} for run in runs]
+    equal = sorted(set.intersection(*own))
+    if len(equal) > NUM_EQUAL_STEPS:
+        equal = [equal[round(index * (len(equal) - 1) / (NUM_EQUAL_STEPS - 1))] for index in range(NUM_EQUAL_STEPS)]
+    return [(step, [run.loss_at(step) for run in runs]) for step in equal]
+
+
+def as_row(runs: Sequence[Past]) -> dict[str, Any]:
+    """The comparison as one object: lists hold a value for each run, in the order given."""
+    return {
+        "runs": [
+            {**each.as_row(), "samples_per_s": each.samples_per_s, "items_per_s": each.items_per_s, "unit": each.started.unit,
+             "peak_bytes": each.peak_bytes}
+            for each in runs
+        ],
+        "spec": [{"key": key, "values": values} for key, values in spec_differences(runs)],
+        "losses": [{"step": step, "values": values} for step, values in losses_at_equal_steps(runs)],
+        "circumstances": [{"key": key, "values": values} for key, values in circumstance_differences(runs)],
+    }  # fmt: skip

@@ -1,0 +1,161 @@
+"""One run told from its records: what `surefoot show` prints, and the same as one object."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from surefoot.cli.look.past import Past, finite, format_metric, format_score
+from surefoot.cli.table import format_time, print_pairs, print_table, shorten
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
+
+MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
+Pairs = list[tuple[str, str]]
+
+
+def tell(past: Past) -> None:
+    """Print the story of a run."""
+    print(f"{past.folder}: {past.started.task}, {past.state}, {format_score(past)}, began {format_time(past.began_s)}\n")
+    _print_part("Where it ran", _where(past))
+    _print_curve(past)
+    _print_evaluations(past)
+    _print_faults(past)
+    _print_part("How it ended", list(_end(past)))
+    _print_part("Again", _again(past))
+
+
+def _print_part(title: str, pairs: Pairs) -> None:
+    print(title)
+    print_pairs(pairs)
+    print()
+
+
+def _where(past: Past) -> Pairs:
+    started = past.started
+    machine, data = started.machine, started.data
+    threads = machine.get("threads")
+    cores = f"{machine.get('processor', UNKNOWN)}, {machine.get('cores', UNKNOWN)} cores"
+    pairs = [
+        ("spec", f"{started.spec_id}, seed {started.seed}"),
+        ("host", f"{started.place.get('host', UNKNOWN)}, {cores}, {format_bytes(finite(machine.get('memory_bytes')))}"),
+        ("device", f"{machine.get('device', UNKNOWN)}, {threads} thread{'' if threads == 1 else 's'}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in started.versions.items())),
+        ("data", f"{data.get('describe', UNKNOWN)}"),
+        ("", f"{data.get('guarantee', UNKNOWN)}, digest {shorten(data.get('digest', UNKNOWN), 15)}"),
+        ("model", f"{started.num_parameters:,} parameters"),
+        ("code", f"digest {shorten(started.code_digest, 15)}, commit {shorten(started.commit or UNKNOWN, 15)}"),
+    ]
+    if past.num_attempts > 1:
+        pairs.append(("attempts", f"{past.num_attempts}; of each step the newest is told"))
+    return pairs + [("note" if not index else "", note) for index, note in enumerate(started.notes)]
+
+
+def _print_curve(past: Past) -> None:
+    points = [(each.step, loss) for each in past.steps if (loss := finite(each.loss)) is not None]
+    if len(points) < 2:
+        return
+    first, last = points[0], points[-1]
+    print(f"Training loss: {format_number(first[1])} at step {first[0]:,}, {format_number(last[1])} at step {last[0]:,}\n")
+
+
+def _print_evaluations(past: Past) -> None:
+    if not past.evaluations:
+        return
+    chosen, left_out = _thinned(past)
+    best = past.best
+    names = list(dict.fromkeys(name for each in chosen for name in (*each.metrics, "loss")))
+    splits = len({each.split for each in past.evaluations}) > 1
+    headers = ["step", "epoch", *names, *(["split"] if splits else []), ""]
+    rows = [
+        [
+            f"{each.step:,}", _epoch(past, each.step), *(format_metric(name, each) for name in names),
+            *([each.split] if splits else []), "best" if each is best else "",
+        ]
+        for each in chosen
+    ]  # fmt: skip
+    what = "each split" if splits else f"the {past.evaluations[-1].split} split"
+    print(f"Evaluations of {what}, {past.evaluations[-1].num_samples:,} samples")
+    print_table(headers, rows, right=("step", "epoch", *names), indent=2)
+    if left_out:
+        print(f"  {left_out} others are left out here; --json has all")
+    print()
+
+
+def _thinned(past: Past) -> tuple[list[Any], int]:
+    """Evenly chosen evaluations, the last and the best among them; and how many are left out."""
+    every, best = list(past.evaluations), past.best
+    if len(every) <= MAX_ROWS:
+        return every, 0
+    wanted = {round(index * (len(every) - 1) / (MAX_ROWS - 1)) for index in range(MAX_ROWS)}
+    chosen = [each for index, each in enumerate(every) if index in wanted or each is best]
+    return chosen, len(every) - len(chosen)
+
+
+def _epoch(past: Past, step: int) -> str:
+    return format_number(step / past.started.steps_per_epoch) if past.started.steps_per_epoch else UNKNOWN
+
+
+def _print_faults(past: Past) -> None:
+    if not past.faults:
+        return
+    print("Faults")
+    rows = [[f"{each.step:,}", each.fault, each.detail, each.action] for each in past.faults[-MAX_ROWS:]]
+    print_table(("step", "fault", "what", "what was done"), rows, right=("step",), indent=2)
+    if len(past.faults) > MAX_ROWS:
+        print(f"  {len(past.faults) - MAX_ROWS} earlier ones are left out here; --json has all")
+    print()
+
+
+def _end(past: Past) -> Iterator[tuple[str, str]]:
+    ended, started = past.ended, past.started
+    if ended is not None:
+        yield "ended", f"{ended.outcome}: {ended.cause}"
+    else:
+        ago = format_seconds(max(0.0, time.time() - past.last_s))
+        yield "ended", f"no end is written: it still runs, or it was killed; the last record is {ago} old"
+    yield "score", format_score(past)
+    total = "" if started.total_steps in (None, past.num_steps) else f" of {started.total_steps:,}"
+    yield "steps", f"{past.num_steps:,}{total} ({_epoch(past, past.num_steps)} epochs)"
+    yield "time", format_seconds(past.elapsed_s)
+    rate = format_rate(past.samples_per_s, "samples")
+    if started.unit != "samples":
+        rate += f", {format_rate(past.items_per_s, started.unit)}"
+    yield "throughput", rate
+    yield "peak memory", format_bytes(past.peak_bytes)
+
+
+def _again(past: Past) -> Pairs:
+    spec = past.folder / "spec.toml"
+    use = past.started.spec.get("task", {}).get("use")
+    command = (
+        f"surefoot train {shlex.quote(str(spec))}" if use else "n/a: the task was built in a script, so only that script can"
+    )
+    steps = past.weights()
+    weights = [("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps] or [
+        ("weights", "none saved")
+    ]
+    pairs = [(name if not index else "", value) for index, (name, value) in enumerate(weights)]
+    return [("repeat", command), *pairs, *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and use else [])]
+
+
+def as_row(past: Past) -> dict[str, Any]:
+    """The story as one object; numbers that are not finite are null."""
+    started, ended, best = past.started, past.ended, past.best
+    return {
+        **past.as_row(),
+        "spec": started.spec, "seed": started.seed, "machine": started.machine, "place": started.place,
+        "versions": started.versions, "data": started.data, "code_digest": started.code_digest, "commit": started.commit,
+        "command": started.command, "num_parameters": started.num_parameters, "steps_per_epoch": started.steps_per_epoch,
+        "notes": started.notes, "cause": ended.cause if ended else None, "exit_code": ended.exit_code if ended else None,
+        "samples_per_s": past.samples_per_s, "items_per_s": past.items_per_s, "unit": started.unit, "peak_bytes": past.peak_bytes,
+        "curve": [{"step": each.step, "loss": finite(each.loss), "learning_rates": each.learning_rates} for each in past.steps],
+        "evaluations": [
+            {"step": each.step, "split": each.split, "num_samples": each.num_samples, "loss": finite(each.loss),
+             "metrics": {name: finite(value) for name, value in each.metrics.items()}, "best": each is best}
+            for each in past.evaluations
+        ],
+        "faults": [{"step": each.step, "fault": each.fault, "detail": each.detail, "action": each.action} for each in past.faults],
+        "weights": past.weights(),
+    }  # fmt: skip
