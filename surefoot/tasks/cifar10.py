@@ -103,15 +103,17 @@ class Cifar10:
         return mirror(images, ((first + keys.epoch) % 2 == 1).to(images.device)), labels
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Class scores (B, 10); outside training the mean over the views: as it is counts twice each of the two shifts."""
+        """Class scores (B, 10); outside training the mean over the views, those that are shifted together weighing a half."""
         images = batch[0]
         if model.training or self.views == 1:
-            return _scores(model, images)
+            return _mean_scores(model, images)
+        here = _mean_scores(model, images, images.flip(2))
         if self.views == 2:
-            return _both_sides(model, images)
+            return here
         padded = reflect_pad(images, 1)
         up_left, down_right = padded[:, :SIZE, :SIZE], padded[:, 2:, 2:]
-        return 0.5 * _both_sides(model, images) + 0.25 * (_both_sides(model, up_left) + _both_sides(model, down_right))
+        shifted = _mean_scores(model, up_left, up_left.flip(2), down_right, down_right.flip(2))
+        return torch.lerp(here, shifted, 0.5)
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Loss:
         """Cross-entropy with label smoothing, the same in tests: its least value is above 0."""
@@ -130,20 +132,16 @@ def _decode_shard(shard: Path) -> dict[str, np.ndarray]:
     return {"images": np.stack(images), "labels": np.array(labels, dtype=np.uint8)}
 
 
-def _scores(model: nn.Module, images: Tensor) -> Tensor:
-    scores: Tensor = model(images)
-    return scores
-
-
-def _both_sides(model: nn.Module, images: Tensor) -> Tensor:
-    return 0.5 * (_scores(model, images) + _scores(model, images.flip(2)))
+def _mean_scores(model: nn.Module, *views: Tensor) -> Tensor:
+    return torch.stack([model(view) for view in views]).mean(0)
 
 
 def find_whitening_filters(images_BCHW: Tensor) -> Tensor:
     """Filters (12, 3, 2, 2) whose outputs over 2 x 2 patches are uncorrelated and of unit variance: the patches' principal axes."""
     patches_PN = images_BCHW.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
     variances_N, axes_NN = torch.linalg.eigh((patches_PN.T @ patches_PN / len(patches_PN)).double())
-    return (axes_NN.T / (variances_N[:, None] + WHITENING_FLOOR).sqrt()).reshape(12, 3, 2, 2).float()
+    filters: Tensor = axes_NN.T / (variances_N[:, None] + WHITENING_FLOOR).sqrt()
+    return filters.reshape(12, 3, 2, 2).float()
 
 
 class Normalise(nn.Module):
