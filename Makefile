@@ -37,4 +37,7 @@ lint:
 
 bench:
 	@.ci/setup bench
-	@set -e; for script in benchmarks/$(BENCH)/run.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(PY) "$$script"; done
+	@set -e; for script in benchmarks/$(BENCH)/run.py; do \
+	  [ -f "$$script" ] || { echo "there is no $$script" >&2; exit 2; }; \
+	  echo "== $$script"; OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) "$$script"; \
+	done

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -50,34 +51,53 @@ def wikitext2_folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """A test that leaves a thread, a process group, a variable or another working folder fails: the next one would inherit it."""
-    variables, folder, threads = dict(os.environ), Path.cwd(), set(threading.enumerate())
+    """A test fails that leaves a thread, a process group, a variable, a folder or a setting of torch changed; the next starts clean."""
+    variables, folder, threads, settings_before = dict(os.environ), Path.cwd(), set(threading.enumerate()), _torch_settings()
     yield
-    left = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon and thread.is_alive()]
-    changed = sorted(name for name in variables.keys() | os.environ.keys() if variables.get(name) != os.environ.get(name))
-    changed = [name for name in changed if name != "PYTEST_CURRENT_TEST" and name not in SET_BY_OTHERS]
-    moved = Path.cwd() != folder
-    for name in changed:
-        os.environ.pop(name, None)
-        if name in variables:
-            os.environ[name] = variables[name]
-    os.chdir(folder)
+    found = [f"thread {one.name}" for one in threading.enumerate() if one not in threads and not one.daemon and one.is_alive()]
+    for name in sorted(variables.keys() | os.environ.keys()):
+        if variables.get(name) != os.environ.get(name) and name not in SET_BY_OTHERS:
+            found.append(f"variable {name}")
+            os.environ.pop(name, None)
+            if name in variables:
+                os.environ[name] = variables[name]
+    if Path.cwd() != folder:
+        found.append("working folder (use monkeypatch.chdir)")
+        os.chdir(folder)
     torch = sys.modules.get("torch")
-    distributed = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch is not None:
+    for name, value in _torch_settings().items():
+        if torch is not None and settings_before.get(name, value) != value:
+            found.append(f"torch's {name}")
+            getattr(torch, SETTERS[name])(settings_before[name])
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        found.append("process group")
         torch.distributed.destroy_process_group()
-    assert not left, f"the test left threads behind: {left}"
-    assert not changed, f"the test changed variables: {changed}"
-    assert not moved, "the test changed the working folder; use monkeypatch.chdir"
-    assert not distributed, "the test left a process group behind"
+    assert not found, f"the test left behind: {', '.join(found)}"
 
 
-# packages that set variables when first imported or used: not the test's doing
-SET_BY_OTHERS = {
-    "KMP_DUPLICATE_LIB_OK",
-    "KMP_INIT_AT_FORK",
-    "TF2_BEHAVIOR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "CUBLAS_WORKSPACE_CONFIG",
+SETTERS = {
+    "default dtype": "set_default_dtype",
+    "determinism": "use_deterministic_algorithms",
+    "gradients": "set_grad_enabled",
+    "threads": "set_num_threads",
 }
+
+
+def _torch_settings() -> dict[str, Any]:
+    """What torch holds for the whole process; nothing while it is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+# pytest's own, and those of packages that set variables when first imported or used: not the test's doing
+SET_BY_OTHERS = {
+    "PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TF2_BEHAVIOR", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG",
+}  # fmt: skip

@@ -11,15 +11,18 @@ from pathlib import Path
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
 LEAVING = """
-import os, threading
+import os, threading, torch
 DONE = threading.Event()
 def test_variable():
     os.environ["LEFT"] = "1"
 def test_folder(tmp_path):
     os.chdir(tmp_path)
 def test_thread():
-    threading.Thread(target=DONE.wait).start()
+    threading.Thread(target=DONE.wait, name="waiting").start()
+def test_setting():
+    torch.set_default_dtype(torch.float64)
 def test_clean(monkeypatch, tmp_path):
+    assert torch.get_default_dtype() == torch.float32 and "LEFT" not in os.environ
     monkeypatch.setenv("LEFT", "1")
     monkeypatch.chdir(tmp_path)
     DONE.set()
@@ -33,5 +36,11 @@ def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)],
         capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTEST_ADDOPTS": ""},
     )  # fmt: skip
-    for said in ("changed variables: ['LEFT']", "changed the working folder", "left threads behind", "4 passed, 3 errors"):
+    for said in (
+        "behind: variable LEFT",
+        "behind: working folder",
+        "behind: thread waiting",
+        "behind: torch's default dtype",
+        "5 passed, 4 errors",
+    ):
         assert said in done.stdout, done.stdout
