@@ -6,32 +6,33 @@ import sys
 
 import typer
 
+from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, runs, show, spec
 from surefoot.cli.train import evaluate, init, predict, train
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, SurefootError
 
 app = typer.Typer(
-    name="surefoot", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Train any PyTorch model, and prove what it claims.",
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
     "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted.",
 )  # fmt: skip
 
 TRAIN, LOOK = "Train", "Look"
-app.command(rich_help_panel=TRAIN)(init.init)
-app.command(rich_help_panel=TRAIN)(train.train)
-app.command(rich_help_panel=TRAIN)(evaluate.evaluate)
-app.command(rich_help_panel=TRAIN)(predict.predict)
-app.command(rich_help_panel=LOOK)(runs.runs)
-app.command(rich_help_panel=LOOK)(show.show)
-app.command(rich_help_panel=LOOK)(compare.compare)
+app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
+app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
+app.command(cls=Verb, rich_help_panel=TRAIN)(evaluate.evaluate)
+app.command(cls=Verb, rich_help_panel=TRAIN)(predict.predict)
+app.command(cls=Verb, rich_help_panel=LOOK)(runs.runs)
+app.command(cls=Verb, rich_help_panel=LOOK)(show.show)
+app.command(cls=Verb, rich_help_panel=LOOK)(compare.compare)
 app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
 
 
 def main() -> None:
     """Run a verb; an error is told in words, with its exit code, and shows a traceback only on `--traceback`."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
         _tell(error)
         code = error.exit_code

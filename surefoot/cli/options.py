@@ -9,18 +9,20 @@ import typer
 
 SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
-RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="the run folder  [default: a new one below runs/]")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="change one value of the spec; repeatable")
+RunOption = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="the run folder", show_default="a new one below runs/")
 ]
-StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="train.length in steps")]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a value, as in optim.lr=0.01; repeatable")
+]
+StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation")]
 DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
 TracebackOption = Annotated[bool, typer.Option("--traceback", help="show where an error was raised")]
 StepOption = Annotated[str, typer.Option("--step", metavar="STEP", help="best, last, or a number")]
-SplitOption = Annotated[str | None, typer.Option("--split", metavar="NAME", help="the split  [default: evaluate.split]")]
+SplitOption = Annotated[str | None, typer.Option("--split", metavar="NAME", help="the split", show_default="evaluate.split")]
 
 
 def overrides(

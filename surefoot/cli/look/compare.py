@@ -12,11 +12,14 @@ from surefoot.cli.options import JsonOption, TracebackOption
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="two run folders or more")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="two run folders or more")],
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Lay runs side by side: what differed in spec and versions, score, loss at equal steps, speed. It gives no verdict."""
+    """Lay runs side by side.
+
+    What differs in spec, versions and machine; score, loss at equal steps, speed. It claims nothing: one run each is no proof.
+    """
     from surefoot.cli.look import past, side_by_side
     from surefoot.core.errors import InputError
 

@@ -23,7 +23,10 @@ def runs(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """List the runs below a folder: how far each got, its score, how it ended."""
+    """List the runs below a folder.
+
+    A line for each: its task, whether it finished, how far it got, its score.
+    """
     from surefoot.cli.look import past
     from surefoot.cli.table import print_table
     from surefoot.core.errors import RunFolderError

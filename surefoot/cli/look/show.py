@@ -7,7 +7,10 @@ from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 
 def show(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
-    """Tell how a run went: where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat it."""
+    """Tell how a run went.
+
+    Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat it.
+    """
     from surefoot.cli.look import past, story
 
     found = past.read(run)

@@ -1,8 +1,104 @@
+"""`surefoot spec show`, `surefoot spec schema`, `surefoot spec check`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
 import typer
 
-app = typer.Typer()
+from surefoot.cli import options
+from surefoot.cli.help import Verb, Verbs
+from surefoot.cli.options import DataOption, JsonOption, SeedOption, SetOption, SpecArgument, StepsOption, TracebackOption
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show, check or describe specs.")
 
 
-@app.command()
-def show() -> None:
-    "x"
+@app.command(cls=Verb)
+def show(
+    spec: SpecArgument, set_: SetOption = None, steps: StepsOption = None, seed: SeedOption = None, data: DataOption = None,
+    plot: Annotated[bool, typer.Option("--plot", help="draw the schedule of the learning rate instead")] = False,
+    compare: Annotated[str | None, typer.Option("--compare", metavar="NAMES", help="draw these beside it, as in step,cosine")] = None,
+    steps_per_epoch: Annotated[
+        int, typer.Option("--steps-per-epoch", metavar="N", help="what --plot draws an epoch as", min=1)
+    ] = 100,
+    json: JsonOption = False, traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Show every value of a spec and where it came from.
+
+    With --plot its schedule instead, as a table and a drawing.
+    """
+    from surefoot.cli.table import print_table
+    from surefoot.contract import spec_file
+
+    origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
+    if plot or compare is not None:
+        from surefoot.cli.look import preview
+
+        made = preview.make(origin.spec, preview.names(compare), steps_per_epoch)
+        if json:
+            options.print_json(made.as_row())
+        else:
+            preview.draw(made)
+        return
+    rows = spec_file.rows(origin)
+    if json:
+        values = [{"key": key, "value": value, "origin": place} for key, value, place in rows]
+        options.print_json({"id": origin.spec.id, "values": values})
+        return
+    print_table(("key", "value", "from"), [(key, as_toml(value), place) for key, value, place in rows])
+
+
+@app.command(cls=Verb)
+def schema() -> None:
+    """Print the JSON Schema of specs, for editors."""
+    import json
+
+    from surefoot.contract.spec import RunSpec
+
+    made = RunSpec.model_json_schema()
+    base = {
+        "type": "string",
+        "description": "another spec, beside this one or built in; what it says holds where this one is silent",
+    }
+    made["properties"] = {"base": base, **made["properties"]}
+    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **made}, indent=1))
+
+
+@app.command(cls=Verb)
+def check(
+    spec: SpecArgument, set_: SetOption = None, steps: StepsOption = None, seed: SeedOption = None, data: DataOption = None,
+    json: JsonOption = False, traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Check a spec without running anything, and print its id.
+
+    The task's parameters are read from its source. Ends with 2 where something is wrong.
+    """
+    from surefoot.cli.look import preview
+    from surefoot.contract import spec_file
+    from surefoot.core.errors import InputError
+
+    try:
+        origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
+        preview.check(origin)
+    except InputError as error:
+        if json:
+            place = getattr(error, "where", None)
+            options.print_json({"ok": False, "id": None, "error": error.message, "hint": error.hint, "where": place})
+        raise
+    if json:
+        options.print_json({"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None})
+    else:
+        print(f"{origin.spec.id}  ok")
+
+
+def as_toml(value: Any) -> str:
+    """A value as a spec would hold it; what is not set is a dash."""
+    import json
+
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False, default=str)

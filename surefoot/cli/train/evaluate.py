@@ -10,7 +10,7 @@ def evaluate(
     run: RunArgument, split: SplitOption = None, step: StepOption = "best", data: DataOption = None, json: JsonOption = False,
     quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
-    """Evaluate a run's saved weights on a split."""
+    """Evaluate the saved weights of a run on a split."""
     from surefoot.components.observe.console import format_score
     from surefoot.train.look_back import evaluate_run
 

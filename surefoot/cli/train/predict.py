@@ -14,11 +14,14 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgumen
 def predict(
     run: RunArgument, split: SplitOption = None, step: StepOption = "best",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help=".safetensors or .npz  [default: RUN/predictions-SPLIT.safetensors]")
+        Path | None, typer.Option("--output", metavar="FILE", help=".safetensors or .npz", show_default="RUN/predictions-SPLIT.safetensors")
     ] = None,
     data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
-    """Write the task's outputs for every sample of a split, in order, to a file."""
+    """Write the model's outputs for a split to a file.
+
+    One row for each sample, in order; an array for each tensor that the task's forward gives.
+    """
     from surefoot.train.look_back import predict_run
 
     path, shapes, used = predict_run(run, step, split, data, output)

@@ -27,7 +27,10 @@ def train(
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
-    """Train a task and print how it ended."""
+    """Train a task and print how it ended.
+
+    The folder of the run holds its spec, its events and its weights; train the same --run again to go on.
+    """
     from surefoot.contract import spec_file
 
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))

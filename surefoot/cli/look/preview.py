@@ -1,0 +1,190 @@
+"""The schedule of a run before it runs: the multiplier of the rate at points of the run, without torch and without the data."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
+
+from surefoot.cli.table import print_table
+from surefoot.contract.spec import RunSpec, find_place
+from surefoot.contract.spec_file import Origin
+from surefoot.core import schedule_plan
+from surefoot.core.errors import SpecError
+from surefoot.core.schedule_settings import USES, Name, ScheduleSettings
+from surefoot.core.units import Duration, format_number
+
+NUM_POINTS, NUM_ROWS = 241, 11
+UNKNOWN_LENGTH = 1000  # steps that a run is drawn as whose length in steps only its data or its clock knows
+FINE = 27_720  # steps of an epoch when only ratios matter: divisible by 1 to 12
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a spec's durations become steps while nothing of the data is known; `assumed` says in words what was assumed."""
+
+    total_steps: int
+    steps_per_epoch: int
+    batch: int
+    tokens_per_step: float | None
+    assumed: tuple[str, ...]
+
+    def to_steps(self, text: str) -> int:
+        return Duration.parse(text).to_steps(self.steps_per_epoch, self.batch, self.tokens_per_step)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Multipliers of the base rate `lr` at `steps`, one list for each curve; `told` says what each curve is."""
+
+    lr: float
+    scale: Scale
+    steps: tuple[int, ...]
+    curves: dict[str, list[float]]
+    told: dict[str, str]
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "lr": self.lr, "total_steps": self.scale.total_steps, "assumed": list(self.scale.assumed), "steps": list(self.steps),
+            "curves": [{"name": name, "what": self.told[name], "multipliers": values} for name, values in self.curves.items()],
+        }  # fmt: skip
+
+
+def names(text: str | None) -> list[str]:
+    """The names of `--compare a,b,c`; raises SpecError for one that is no schedule."""
+    found = [part.strip() for part in (text or "").split(",") if part.strip()]
+    known = get_args(Name)
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise SpecError(f"--compare {name!r} is no schedule", hint=f"{hint}there are {', '.join(known)}")
+    return found
+
+
+def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
+    """The schedule of `spec` and those named in `beside`. Raises SpecError for a schedule that contradicts its run."""
+    scale = _scale(spec, steps_per_epoch)
+    check_every, scale = _check_every(spec, scale)
+    own = spec.schedule
+    chosen = {"sequence" if own.sequence else own.name: own}
+    for name in beside:
+        chosen.setdefault(name, _like(own, cast("Name", name), scale, check_every))
+    last = scale.total_steps - 1
+    steps = tuple(sorted({round(index * last / (NUM_POINTS - 1)) for index in range(NUM_POINTS)}))
+    total = None if Duration.parse(spec.train.length).unit == "s" else scale.total_steps
+    curves = {
+        name: schedule_plan.preview(schedule_plan.build(settings, total, scale.to_steps), steps, check_every)
+        for name, settings in chosen.items()
+    }
+    return Preview(spec.optim.lr, scale, steps, curves, {name: _in_words(settings) for name, settings in chosen.items()})
+
+
+def draw(made: Preview) -> None:
+    """Print the table, then the drawing; what was assumed goes to standard error."""
+    for text in made.scale.assumed:
+        print(text, file=sys.stderr)
+    print(f"Multiplier of optim.lr = {format_number(made.lr)}")
+    last = len(made.steps) - 1
+    rows = []
+    for index in sorted({round(part * last / (NUM_ROWS - 1)) for part in range(NUM_ROWS)}):
+        step = made.steps[index]
+        row = [f"{step + 1:,}", format_number((step + 1) / made.scale.steps_per_epoch)]
+        row += [format_number(values[index]) for values in made.curves.values()]
+        rows.append(
+            [*row, *([f"{made.lr * values[index]:.3g}" for values in made.curves.values()] if len(made.curves) == 1 else [])]
+        )
+    headers = ["step", "epoch", *made.curves, *(["rate"] if len(made.curves) == 1 else [])]
+    print_table(headers, rows, right=headers, indent=2)
+    print()
+    for name, told in made.told.items():
+        print(f"  {name}: {told}")
+
+
+def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
+    length, assumed = Duration.parse(spec.train.length), []
+    tokens_per_step: float | None = None
+    if length.unit == "tokens":
+        tokens_per_step = length.value / UNKNOWN_LENGTH
+        assumed.append(f"{length} are drawn as {UNKNOWN_LENGTH:,} steps: only the data knows how many they are")
+    if length.unit == "s":
+        total = UNKNOWN_LENGTH
+        assumed.append(f"{length} are drawn as {total:,} steps: only the run will know how many they are")
+    else:
+        total = length.to_steps(steps_per_epoch, spec.train.batch, tokens_per_step)
+    if "epochs" in _units(spec):
+        assumed.append(f"an epoch is drawn as {steps_per_epoch:,} steps; --steps-per-epoch says how many it has")
+    return Scale(total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed))
+
+
+def _units(spec: RunSpec) -> set[str]:
+    """The units in which the run and its schedule are said."""
+    return {Duration.parse(text).unit for text in (spec.train.length, *_durations(spec.schedule))}
+
+
+def _durations(settings: ScheduleSettings) -> list[str]:
+    if settings.sequence:
+        return [text for piece in settings.sequence for text in _durations(piece)]
+    stated = settings.effective()
+    single = [stated.get(key) for key in ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")]
+    texts = [text for text in (*single, *(stated.get("milestones") or ())) if text is not None]
+    return [text for text in texts if Duration.parse(text).value]
+
+
+def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
+    """Steps from one evaluation to the next, which a plateau listens to."""
+    if Duration.parse(spec.evaluate.every).unit != "s":
+        return max(1, scale.to_steps(spec.evaluate.every)), scale
+    every = max(1, scale.total_steps // 20)
+    return every, replace(scale, assumed=(*scale.assumed, f"evaluations are drawn {every:,} steps apart: they go by the clock"))
+
+
+def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> ScheduleSettings:
+    """A schedule of another name with the warm-up of `own` and settings that suit the length of the run."""
+    warm = {} if own.sequence or name == "warmup" or "warmup" not in USES[name] else {"warmup": own.warmup}
+    room = max(1, scale.total_steps - scale.to_steps(own.warmup))
+
+    def share(part: float) -> str:
+        return f"{max(1, math.ceil(room * part))} steps"
+
+    made = ScheduleSettings(
+        name=name,
+        every=share(1 / 3) if name == "step" else share(1 / 50) if name == "exponential" else None,
+        milestones=(share(1 / 2), share(3 / 4)) if name == "multi_step" and room > 3 else (share(1),) if name == "multi_step" else None,
+        cycle=share(1 / 4) if name == "cosine_restarts" else None,
+        timescale=share(1 / 10) if name == "inverse_square_root" else None,
+        patience=max(1, room // check_every // 8) if name == "plateau" else None,
+    )  # fmt: skip
+    return replace(made, **warm)
+
+
+def _in_words(settings: ScheduleSettings) -> str:
+    """The settings that say something, as `every 100 steps, factor 0.1`."""
+    if settings.sequence:
+        return "; then ".join(f"{piece.name} ({_in_words(piece)})" for piece in settings.sequence)
+    stated = {key: value for key, value in settings.effective().items() if key != "name" and value not in (None, "0 steps")}
+    idle = ("warmup_shape", "warmup_start") if settings.warmup == "0 steps" and settings.name != "warmup" else ("warmup_start",)
+    if settings.warmup_shape != "exponential" or len(idle) > 1:
+        stated = {key: value for key, value in stated.items() if key not in idle}
+    parts = [f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in stated.items()]
+    if settings.name == "plateau":
+        parts.append("drawn as if no evaluation were better than the one before")
+    return ", ".join(parts) or "no settings"
+
+
+def check(origin: Origin) -> None:
+    """Hold the schedule against the length of the run where units allow it. Raises SpecError with its place."""
+    spec, units = origin.spec, _units(origin.spec)
+    if units - {"steps", "samples"} and units != {"epochs"}:
+        return  # only the data can tell; the run checks it before it begins
+    scale = _scale(spec, FINE)
+    try:
+        schedule_plan.build(spec.schedule, scale.total_steps, scale.to_steps)
+    except SpecError as error:
+        named = re.search(r"schedule\.(\w+)", error.message)
+        where = find_place(("schedule", named.group(1)) if named else ("schedule",), origin.places)
+        raise SpecError(error.message, hint=error.hint, where=where) from None
