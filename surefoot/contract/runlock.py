@@ -6,13 +6,15 @@ the file is created exclusively and must be removed by hand after a crash.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from surefoot.core.errors import RunFolderError, StorageError
+from surefoot.core.errors import RunFolderError
 
 try:
     import fcntl
@@ -20,29 +22,46 @@ except ImportError:  # pragma: no cover - not on Linux
     fcntl = None  # type: ignore[assignment]
 
 FILE = "run.lock"
+WIDTH_BYTES = 64
 
 
 class RunLock:
     """Held by the one process that may write a run folder; `generation` counts the attempts from 1."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after: int = 0) -> None:
+        """Take the lock of `folder`; the generation rises above the file's and above `after`.
+
+        Raises RunFolderError, naming the owner, when another process holds it, or when the file cannot be written.
+        """
         self._path = folder / FILE
+        self._descriptor = -1
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._open(folder)
+            self.generation = max(self._previous(), after) + 1
+            self._write()
         except OSError as error:
-            raise RunFolderError(f"{folder} cannot be written: {error.strerror}", hint="give another --run folder") from error
-        self._lock(folder)
-        self.generation = self._previous() + 1
-        self._write()
+            self.release()
+            raise RunFolderError(
+                f"{folder} cannot be written: {error.strerror}", hint="free some space, or give another --run"
+            ) from error
+
+    def _open(self, folder: Path) -> None:
+        while True:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock(folder)
+            with contextlib.suppress(FileNotFoundError):  # a launcher that gave the folder back removed the file we locked
+                if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                    return
+            self.release()
 
     def _lock(self, folder: Path) -> None:
         if fcntl is None:
             return
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             owner = _read(self._descriptor).get("process", "unknown")
-            os.close(self._descriptor)
+            self.release()
             raise RunFolderError(
                 f"{folder} is being written by process {owner}", hint="wait for it, or give another --run folder"
             ) from None
@@ -52,19 +71,23 @@ class RunLock:
         return generation if isinstance(generation, int) else 0
 
     def _write(self) -> None:
-        text = json.dumps({"generation": self.generation, "process": os.getpid()})
+        """In place and padded: a full disk cannot lose the generation that was there."""
+        text = json.dumps({"generation": self.generation, "process": os.getpid()}).encode().ljust(WIDTH_BYTES)
+        was_new = not os.fstat(self._descriptor).st_size
         try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, text.encode(), 0)
+            if os.pwrite(self._descriptor, text, 0) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._descriptor)
-        except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+        except OSError:
+            if was_new:
+                self._path.unlink(missing_ok=True)
+            raise
 
     def still_ours(self) -> bool:
         """Whether no later attempt took the folder; asked again before every commit."""
         try:
             return int(json.loads(self._path.read_text())["generation"]) == self.generation
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def release(self) -> None:
@@ -82,6 +105,6 @@ class RunLock:
 def _read(descriptor: int) -> dict[str, object]:
     try:
         row = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}

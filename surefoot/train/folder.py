@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from surefoot.contract import events, signature, spec_file
 from surefoot.contract.events import Ended, Started
+from surefoot.contract.runlock import FILE as LOCK_FILE
+from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import find_use
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, StorageError
 
 SPEC_FILE = "spec.toml"
 FINISHED = ("finished", "stopped")
+DRAFT_FILE = ".spec.toml.draft"
 LEAST_FREE_BYTES = 1 << 20
+MAX_TRIES = 100  # launchers that take the same new name at the same moment
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice."""
+    """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice.
+
+    `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
+    of the newest attempt.
+    """
 
     folder: Path
     is_again: bool
     notes: tuple[str, ...] = ()
+    is_numbered: bool = False
+    generation: int = 0
 
 
 def code_digest(use: str | None, task: object) -> str:
@@ -39,42 +52,44 @@ def code_digest(use: str | None, task: object) -> str:
 def choose(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
     """Choose the folder; nothing is written.
 
-    Raises RunFolderError for a folder that is something else, holds another spec, or a run of changed code.
+    Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
+    chosen = _chosen(wanted, spec, name, digest, fresh=fresh, accept_code_change=accept_code_change)
+    _check_writable(chosen.folder)
+    return chosen
+
+
+def _chosen(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
     if wanted is None:
-        return Chosen(_next_free(Path("runs") / name), False)
+        return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
     if not wanted.exists():
         return Chosen(wanted, False)
     if not wanted.is_dir():
         raise RunFolderError(f"{wanted} is a file, not a folder", hint="give another --run folder")
     if not (wanted / events.FILE).is_file():
-        known = {SPEC_FILE, "run.lock"}
-        if any(path.name not in known for path in wanted.iterdir()):
+        if any(path.name not in (SPEC_FILE, DRAFT_FILE, LOCK_FILE) for path in wanted.iterdir()):
             raise RunFolderError(f"{wanted} is not empty and holds no run", hint="give a new or an empty folder with --run")
         return Chosen(wanted, False)
     if fresh:
-        return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",))
+        return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
     past = list(events.read(wanted))
     started = [event for event in past if isinstance(event, Started)]
-    if not started:
-        return Chosen(wanted, True)
-    if started[-1].spec_id != spec.id:
+    if started and started[-1].spec_id != spec.id:
         raise RunFolderError(
             f"{wanted} is the run of another spec ({started[-1].spec_id}, now {spec.id})",
             hint="give another --run folder, or --fresh",
         )
-    ended = past[-1] if isinstance(past[-1], Ended) else None
+    ended = past[-1] if past and isinstance(past[-1], Ended) else None
     if ended is not None and ended.outcome in FINISHED:
         new = _next_free(wanted)
-        return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",))
-    if started[-1].code_digest != digest and not accept_code_change:
+        return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",), is_numbered=True)
+    if started and started[-1].code_digest != digest and not accept_code_change:
         raise RunFolderError(
             f"the task's code has changed since {wanted} was begun",
             hint="go on with --accept-code-change, or begin anew with --fresh",
         )
-    return Chosen(
-        wanted, True, (f"{wanted} is unfinished: going on in it, from the start, since no state to resume from is saved yet",)
-    )
+    note = f"{wanted} is unfinished: going on in it, from the start, since no state to resume from is saved yet"
+    return Chosen(wanted, True, (note,), generation=started[-1].generation if started else 0)
 
 
 def _next_free(wanted: Path) -> Path:
@@ -84,14 +99,97 @@ def _next_free(wanted: Path) -> Path:
     return candidate
 
 
-def open_folder(chosen: Chosen, spec: RunSpec) -> None:
-    """Create the folder and write `spec.toml`; raises RunFolderError when it cannot be written or the disk is full."""
-    folder = chosen.folder
+def _check_writable(folder: Path) -> None:
+    """Raise RunFolderError when `folder` could not be created or written, or its disk is full; nothing is tried."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if not there.is_dir():
+        raise RunFolderError(f"{there} is a file, not a folder", hint="give another --run folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{folder} cannot be written: {there} is read-only", hint="give another --run folder")
+    free = shutil.disk_usage(there).free
+    if free < LEAST_FREE_BYTES:
+        raise RunFolderError(
+            f"{folder} cannot be written: {there} has {free} bytes of free space",
+            hint="free some space, or give another --run folder",
+        )
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A locked folder, with what was in it before and which folders had to be created, innermost first."""
+
+    chosen: Chosen
+    lock: RunLock
+    there: frozenset[str]
+    created: tuple[Path, ...]
+
+    def give_back(self) -> None:
+        """Remove what opening the folder made."""
+        with contextlib.suppress(OSError):
+            for name in {events.FILE, SPEC_FILE, DRAFT_FILE, LOCK_FILE} - self.there:
+                (self.chosen.folder / name).unlink(missing_ok=True)
+            _remove_empty(self.created)
+        self.lock.release()
+
+
+@contextlib.contextmanager
+def taken(choice: Callable[[], Chosen], spec: RunSpec) -> Iterator[tuple[Chosen, RunLock]]:
+    """Create and lock the folder that `choice` names and write `spec.toml`; what fails inside the block leaves nothing behind.
+
+    Raises RunFolderError when it cannot be written or another process writes it.
+    """
+    mine = _take(choice)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if free < LEAST_FREE_BYTES:
-            raise RunFolderError(f"{folder} has {free} bytes of free space", hint="free some space, or give another --run folder")
-        (folder / SPEC_FILE).write_text(spec_file.write(spec), encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(f"{folder} cannot be written: {error.strerror}", hint="give another --run folder") from error
+        _write_spec(mine.chosen.folder, spec)
+        yield mine.chosen, mine.lock
+    except (OSError, StorageError) as error:
+        mine.give_back()
+        text = f"{mine.chosen.folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error.message
+        raise RunFolderError(text, hint="free some space, or give another --run folder") from error
+    except BaseException:
+        mine.give_back()
+        raise
+
+
+def _take(choice: Callable[[], Chosen]) -> _Taken:
+    for _ in range(MAX_TRIES):
+        chosen = choice()
+        folder = chosen.folder
+        there = frozenset(path.name for path in folder.iterdir()) if folder.is_dir() else frozenset()
+        missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
+        try:
+            folder.mkdir(parents=True, exist_ok=not chosen.is_numbered)
+            lock = RunLock(folder, after=chosen.generation)
+        except FileExistsError:  # another launcher took the number
+            continue
+        except (OSError, RunFolderError) as error:
+            _remove_empty(missing)
+            if isinstance(error, RunFolderError):
+                raise
+            raise RunFolderError(f"{folder} cannot be written: {error.strerror}", hint="give another --run folder") from error
+        mine = _Taken(chosen, lock, there, missing)
+        try:
+            if _still_holds(chosen, choice):
+                return mine
+        except BaseException:
+            mine.give_back()
+            raise
+        lock.release()  # another launcher was here between the choice and the lock
+    raise RunFolderError("no free name for the run folder was found", hint="give one with --run")
+
+
+def _remove_empty(folders: tuple[Path, ...]) -> None:
+    with contextlib.suppress(OSError):
+        for path in folders:
+            path.rmdir()
+
+
+def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
+    return not (chosen.folder / events.FILE).exists() if chosen.is_numbered else choice() == chosen
+
+
+def _write_spec(folder: Path, spec: RunSpec) -> None:
+    """Aside and renamed, so that a full disk cannot empty the spec of an earlier attempt."""
+    draft = folder / DRAFT_FILE
+    draft.write_text(spec_file.write(spec), encoding="utf-8")
+    draft.replace(folder / SPEC_FILE)

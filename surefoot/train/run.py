@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
@@ -16,12 +17,11 @@ from surefoot.components import checkpoint
 from surefoot.components.observe import Console, Journal, Meter, Summary, TensorBoard, peak_resident_bytes
 from surefoot.components.stability import Guard
 from surefoot.contract import events
-from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, RunFolderError, StorageError, SurefootError
 from surefoot.train import blame, environment, folder, preflight
-from surefoot.train.assemble import Assembly, assemble
+from surefoot.train.assemble import Assembly, assemble, set_seeds, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.scores import Scores
 
@@ -67,30 +67,36 @@ class Run:
         return self
 
     def _begin(self) -> None:
-        self.assembly: Assembly = assemble(self.spec, self._given_task)
-        self.spec, self.model, self.task = self.assembly.spec, self.assembly.model, self.assembly.task
-        notes = [*self.assembly.notes, *preflight.check(self.assembly)]
-        digest = folder.code_digest(self.task.importable, self.task.task)
-        chosen = folder.choose(
-            self._wanted, self.spec, self.task.name, digest, fresh=self._fresh, accept_code_change=self._accept
+        set_seeds(self.spec.train.seed)
+        task, self.spec = take_task(self.spec, self._given_task)
+        digest = folder.code_digest(task.importable, task.task)
+        choice = functools.partial(
+            folder.choose, self._wanted, self.spec, task.name, digest, fresh=self._fresh, accept_code_change=self._accept
         )
-        folder.open_folder(chosen, environment.as_run(self.spec))
-        self.folder = chosen.folder
-        self._lock = RunLock(self.folder)
-        self.generation = self._lock.generation
-        self._journal = Journal(self.folder)
+        choice()  # a folder that cannot be used is told before the data are read
+        self.assembly: Assembly = assemble(self.spec, task)
+        self.model, self.task = self.assembly.model, task
+        notes = [*self.assembly.notes, *preflight.check(self.assembly)]
+        with folder.taken(choice, environment.as_run(self.spec)) as (chosen, self._lock):
+            self._open(chosen, digest, notes)
+        self._listen()
+
+    def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
+        """Open what is written to and write the first record."""
+        self.folder, self.generation = chosen.folder, self._lock.generation
+        course = self.assembly.course
         self._tensorboard = TensorBoard(
             self.folder / "tensorboard", wanted=self.spec.observe.tensorboard, purge_step=0 if chosen.is_again else None
         )
-        self._console = Console(total_steps=self.assembly.course.total_steps, unit=self.task.unit, quiet=self._quiet)
+        self._journal = Journal(self.folder)
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability)
-        self._window = max(1, self.assembly.course.to_steps(self.spec.observe.every) or 1)
+        self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
         self.started_s = time.perf_counter()
+        self._write(environment.started(self.assembly, self.generation, digest, (*chosen.notes, *notes)))
+        self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet)
         for note in (*chosen.notes, f"run folder {self.folder}"):
             self._console.say(note)
-        self._write(environment.started(self.assembly, self.generation, digest, (*chosen.notes, *notes)))
-        self._listen()
 
     def _listen(self) -> None:
         """The first Ctrl-C ends the run after the step; the second is an ordinary KeyboardInterrupt."""

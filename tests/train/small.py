@@ -1,0 +1,165 @@
+"""Small real tasks, a way to run them through the command line, and disks that are full or read-only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surefoot.cli.main import main
+from surefoot.components.data import Arrays
+from surefoot.components.metrics import Mean, accuracy
+from surefoot.contract import events
+from surefoot.contract.events import Ended, Event
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss
+
+SAMPLES, BATCH = 24, 4
+
+# a whole task as a user writes one; a test changes one thing of it
+TEXT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from surefoot import Loss
+from surefoot.components.data import Arrays
+
+STEP = 0
+
+class Mine:
+    def __init__(self, width: int = 4):
+        self.width = width
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.ReLU(), nn.Linear(self.width, 3))
+
+    def data(self, split):
+        generator = torch.Generator().manual_seed(int(split == "train"))
+        return Arrays(torch.randn(24, 4, generator=generator), torch.arange(24) % 3)
+
+    def forward(self, model, batch):
+        if model.training:
+            global STEP
+            STEP += 1
+        # FORWARD
+        return model(batch[0])
+
+    def loss(self, output, batch):
+        # LOSS
+        return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+"""
+
+
+class Small:
+    """A network with dropout and BatchNorm as asked, on 24 samples; `poison` holds the ids of samples that are not a number."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False, poison: tuple[int, ...] = ()) -> None:
+        self.dropout, self.norm, self.poison = dropout, norm, poison
+
+    def model(self) -> nn.Module:
+        norm: nn.Module = nn.BatchNorm1d(8) if self.norm else nn.Identity()
+        return nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(8, 3))
+
+    def data(self, split: str) -> Arrays:
+        generator = torch.Generator().manual_seed(int(split == "train"))
+        x, y = torch.randn(SAMPLES, 4, generator=generator), torch.arange(SAMPLES) % 3
+        if split == "train":
+            x[list(self.poison)] = torch.nan
+        return Arrays(x, y)
+
+    def augment(self, batch: Any, keys: Any) -> Any:
+        return batch[0] + 0.1 * keys.uniform(4), batch[1]
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        output: Tensor = model(batch[0])
+        return output
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
+        return {"accuracy": accuracy(output, batch[1])}
+
+
+def spec(steps: int = 12, **tables: dict[str, Any]) -> RunSpec:
+    """A run of some steps, four samples each, evaluated once."""
+    train = {"length": f"{steps} steps", "batch": BATCH, **tables.pop("train", {})}
+    evaluate = {"every": "1000 steps", **tables.pop("evaluate", {})}
+    observe = {"tensorboard": False, **tables.pop("observe", {})}
+    return RunSpec(train=train, evaluate=evaluate, observe=observe, **tables)
+
+
+def write_task(folder: Path, *, change: tuple[str, str] = ("", ""), name: str = "mine.py") -> str:
+    """The task above in a file of its own, one piece of its text changed; gives `file.py:Mine`."""
+    old, new = change
+    assert old in TEXT
+    path = folder / name
+    path.write_text(TEXT.replace(old, new, 1) if old else TEXT)
+    return f"{path}:Mine"
+
+
+FEW = ("--steps", "8", "--set", "train.batch=4", "--set", "observe.tensorboard=false")
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Run `surefoot words...` in this process; gives the exit code."""
+    monkeypatch.setattr(sys, "argv", ["surefoot", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def entries(folder: Path) -> list[str]:
+    """Everything below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+def records(folder: Path) -> list[Event]:
+    return list(events.read(folder))
+
+
+def end_of(folder: Path) -> Ended:
+    last = records(folder)[-1]
+    assert isinstance(last, Ended)
+    return last
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """A file system of its own on `folder`; the test is skipped, visibly, where mounting is not permitted."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a small file system is not permitted here: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path, *, leaving: int = 0) -> Path:
+    """Fill the disk below `folder` but for some bytes; gives the file that takes the space."""
+    path = folder / ".ballast"
+    with path.open("wb", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                if file.write(b"\0" * size) < size:
+                    raise OSError
+            except OSError:
+                size >>= 4
+    with path.open("r+b") as file:
+        file.truncate(max(0, path.stat().st_size - leaving))
+    return path

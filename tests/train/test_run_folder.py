@@ -1,0 +1,387 @@
+"""Run folders: which one is chosen, what is refused, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.components import checkpoint
+from surefoot.contract import manifest
+from surefoot.contract.events import Committed, Ended, Fault, Started
+from surefoot.contract.runlock import RunLock
+from surefoot.core.errors import RunFolderError, StorageError
+from surefoot.core.place import child_environment
+from surefoot.train.run import Run
+from tests.train.small import FEW, Small, call, end_of, entries, fill, mounted, records, spec, write_task
+
+
+def train(folder: Path | None, steps: int = 6, **tables: dict[str, object]) -> Run:
+    """A whole small run."""
+    with Run(spec(steps, **tables), Small(), folder=folder, quiet=True) as run:
+        for _ in run.steps():
+            pass
+    return run
+
+
+def leave_unfinished(folder: Path, steps: int = 6) -> None:
+    """A run that a kill cut short: its end and half of its last record are missing."""
+    train(folder, steps)
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    (folder / "events.jsonl").write_text("".join(lines[:-1]) + lines[-1][:40])
+
+
+# ---- which folder
+
+
+def test_without_a_folder_every_run_gets_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [train(None, 2).folder for _ in range(3)] == [Path("runs") / f"small-{number}" for number in (1, 2, 3)]
+
+
+def test_a_finished_folder_is_left_alone_and_the_run_goes_to_a_new_one(tmp_path: Path) -> None:
+    train(tmp_path / "a")
+    before = (tmp_path / "a" / "events.jsonl").read_bytes()
+    again = train(tmp_path / "a")
+    assert again.folder == tmp_path / "a-1"
+    assert (tmp_path / "a" / "events.jsonl").read_bytes() == before
+    started = records(again.folder)[0]
+    assert isinstance(started, Started)
+    assert any("is finished" in note for note in started.notes)
+
+
+def test_an_unfinished_folder_is_gone_on_in_from_the_start_and_that_is_said_loudly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path)
+    words = ("train", task, *FEW, "--run", str(tmp_path / "a"))
+    assert call(monkeypatch, *words) == 0
+    lines = (tmp_path / "a" / "events.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a" / "events.jsonl").write_text("".join(lines[:-1]) + '{"v": 1, "kind": "en')
+    capsys.readouterr()
+    assert call(monkeypatch, *words) == 0
+    assert "is unfinished: going on in it, from the start" in capsys.readouterr().err
+    starts = [event for event in records(tmp_path / "a") if isinstance(event, Started)]
+    assert [start.generation for start in starts] == [1, 2]
+    assert any("from the start" in note for note in starts[1].notes)
+    assert end_of(tmp_path / "a").generation == 2
+
+
+def test_a_run_that_goes_on_replaces_the_weights_of_the_attempt_before(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    leave_unfinished(folder, steps=12)
+    stale = manifest.step_folder(folder, 12)
+    (stale / "model.safetensors").write_bytes(b"of another attempt")
+    with Run(spec(12), Small(), folder=folder, quiet=True) as run:
+        for report in run.steps():
+            if report.step == 6:
+                run.evaluate()
+                assert manifest.steps(folder) == [6]  # what the new attempt overrules is gone, what it made is there
+    assert [manifest.read(manifest.step_folder(folder, step)).generation for step in manifest.steps(folder)] == [2, 2]
+    surefoot.load(folder, step=12)  # every digest holds
+
+
+def test_drafts_of_a_killed_attempt_are_cleared_away(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    leave_unfinished(folder)
+    (folder / "checkpoints" / ".draft-step-000000000003").mkdir()
+    (folder / "checkpoints" / ".draft-step-000000000003" / "model.safetensors").write_bytes(b"half")
+    (folder / "checkpoints" / ".gone-step-000000000002").mkdir()
+    (folder / "checkpoints" / "mine").mkdir()
+    train(folder)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["mine", "step-000000000006"]
+
+
+@pytest.mark.parametrize("word", ["--accept-code-change", "--fresh", None])
+def test_changed_task_code_is_refused_unless_it_is_accepted_or_the_run_begins_anew(
+    word: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, change=("# FORWARD", "if STEP == 3: raise ValueError('not now')"))
+    words = ["train", task, *FEW, "--run", str(tmp_path / "a")]
+    assert call(monkeypatch, *words) == 3
+    write_task(tmp_path)
+    before = entries(tmp_path)
+    capsys.readouterr()
+    code = call(monkeypatch, *words, *([word] if word else []))
+    if word is None:
+        assert code == 2
+        assert entries(tmp_path) == before
+        said = capsys.readouterr().err
+        assert "code has changed" in said
+        assert "--accept-code-change" in said
+        assert "--fresh" in said
+        return
+    assert code == 0
+    assert end_of(tmp_path / ("a" if word == "--accept-code-change" else "a-1")).outcome == "finished"
+    assert end_of(tmp_path / "a").outcome == ("finished" if word == "--accept-code-change" else "failed")  # nothing is deleted
+
+
+# ---- what is refused, leaving nothing
+
+
+def test_the_run_of_another_spec_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, folder = write_task(tmp_path), tmp_path / "a"
+    assert call(monkeypatch, "train", task, *FEW, "--run", str(folder)) == 0
+    before = {name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()}
+    assert call(monkeypatch, "train", task, *FEW, "--run", str(folder), "--set", "optim.lr=0.5") == 2
+    assert "is the run of another spec" in capsys.readouterr().err
+    assert {name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()} == before
+
+
+@pytest.mark.parametrize("what", ["a file", "a file in the way", "foreign files"])
+def test_a_path_that_can_be_no_run_folder_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, wanted = write_task(tmp_path), tmp_path / "a"
+    if what == "foreign files":
+        wanted.mkdir()
+        (wanted / "thesis.tex").write_text("years of work")
+    else:
+        wanted.write_text("a file")
+    before = entries(tmp_path)
+    folder = wanted / "b" if what == "a file in the way" else wanted
+    assert call(monkeypatch, "train", task, *FEW, "--run", str(folder)) == 2
+    said = capsys.readouterr().err
+    assert "--run" in said
+    assert str(wanted) in said
+    assert "Traceback" not in said
+    assert entries(tmp_path) == before
+
+
+def test_a_read_only_disk_is_refused_before_the_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, change=("generator = torch.Generator()", "print('data was read'); generator = torch.Generator()"))
+    with mounted(tmp_path / "disk", "size=4M,ro"):
+        assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "disk" / "deep" / "a")) == 2
+        said = capsys.readouterr()
+        assert "cannot be written" in said.err
+        assert "data was read" not in said.out
+        assert entries(tmp_path / "disk") == []
+
+
+@pytest.mark.parametrize("leaving", [0, 8 << 10])
+def test_a_full_disk_is_refused_at_the_start_and_nothing_is_left(
+    leaving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(tmp_path / "disk", "size=2M") as disk:
+        task = write_task(tmp_path)
+        fill(disk, leaving=leaving)
+        assert call(monkeypatch, "train", task, *FEW, "--run", str(disk / "deep" / "a")) == 2
+        said = capsys.readouterr().err
+        assert "free" in said
+        assert "Traceback" not in said
+        assert entries(disk) == [".ballast"]
+
+
+def test_a_disk_that_fills_up_while_the_folder_is_opened_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.train.folder.LEAST_FREE_BYTES", 0)  # so that the disk itself refuses
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        for leaving in (0, 4 << 10, 8 << 10):  # a page each for the lock, the spec and the log
+            ballast = fill(disk, leaving=leaving)
+            with pytest.raises(RunFolderError):
+                train(disk / "a")
+            assert entries(disk) == [".ballast"]
+            ballast.unlink()
+
+
+def test_a_disk_without_free_files_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=4M", "nr_inodes=3") as disk:
+        with pytest.raises(RunFolderError):
+            train(disk / "a")
+        assert entries(disk) == []
+
+
+def test_two_launchers_in_one_folder_one_trains_and_the_other_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a"
+    with Run(spec(6), Small(), folder=folder, quiet=True) as first:
+        for report in first.steps():
+            if report.step == 2:
+                before = {name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()}
+                with pytest.raises(RunFolderError, match=f"process {os.getpid()}"):
+                    train(folder)
+                assert {name: (folder / name).read_bytes() for name in before} == before
+                assert entries(folder) == sorted({*before, *entries(folder)})
+    assert end_of(folder).outcome == "finished"
+    assert len([event for event in records(folder) if isinstance(event, Started)]) == 1
+
+
+def test_launchers_without_a_folder_never_share_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Run(spec(2), Small(), quiet=True) as one, Run(spec(2), Small(), quiet=True) as two:
+        assert one.folder != two.folder
+        for run in (one, two):
+            for _ in run.steps():
+                pass
+    assert end_of(one.folder).outcome == end_of(two.folder).outcome == "finished"
+
+
+def test_a_folder_that_another_launcher_finished_meanwhile_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lock = tmp_path / "a", RunLock.__init__
+
+    def be_late(self: RunLock, where: Path, *, after: int = 0) -> None:
+        monkeypatch.setattr(RunLock, "__init__", lock)
+        train(folder)  # another launcher begins and finishes between our choice and our lock
+        lock(self, where, after=after)
+
+    monkeypatch.setattr(RunLock, "__init__", be_late)
+    late = train(folder)
+    assert late.folder == tmp_path / "a-1"
+    assert [type(event) for event in records(folder)].count(Started) == 1
+
+
+# ---- the disk fills up while the run goes on
+
+
+def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=4M") as disk:
+        with Run(spec(12, checkpoint={"every": "4 steps"}), Small(), folder=disk / "a", quiet=True) as run:
+            for report in run.steps():
+                if report.step == 4:
+                    ballast = fill(disk, leaving=6 << 10)  # room for a line of the log, none for a file
+                if report.step == 9:
+                    ballast.unlink()
+        past = records(disk / "a")
+        assert [event.step for event in past if isinstance(event, Committed)] == [12]
+        faults = [event for event in past if isinstance(event, Fault)]
+        assert [(fault.step, fault.fault) for fault in faults] == [(4, "storage"), (8, "storage")]
+        assert "the run goes on" in faults[0].action
+        assert not list((disk / "a" / "checkpoints").glob(".*"))
+        assert end_of(disk / "a").outcome == "finished"
+        surefoot.load(disk / "a")
+
+
+def test_a_disk_that_is_full_under_the_log_ends_the_run_with_whole_lines_and_whole_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, change=("# FORWARD", "fill(STEP)"))
+    path = tmp_path / "mine.py"
+    with mounted(tmp_path / "disk", "size=4M") as disk:
+        lines = "from pathlib import Path\nfrom tests.train.small import fill as fill_disk\n"
+        lines += f"def fill(step):\n    if step == 5: fill_disk(Path({str(disk)!r}))\n"
+        path.write_text(lines + path.read_text())
+        words = ("--set", "checkpoint.every='2 steps'", "--set", "observe.every='1 step'", "--steps", "200")
+        assert call(monkeypatch, "train", task, *FEW, *words, "--run", str(disk / "a")) == 5
+        said = capsys.readouterr().err
+        assert "cannot be written" in said
+        assert "step" in said
+        assert "Traceback" not in said
+        text = (disk / "a" / "events.jsonl").read_text()
+        assert text.endswith("\n")
+        assert all(json.loads(line)["v"] == 1 for line in text.splitlines())
+        assert manifest.steps(disk / "a")[0] in (2, 4)
+        for step in manifest.steps(disk / "a"):
+            manifest.check(manifest.step_folder(disk / "a", step))
+        (disk / ".ballast").unlink()
+
+
+def test_a_line_that_only_fits_by_half_is_taken_back(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=4M") as disk:
+        with (
+            pytest.raises(StorageError),
+            Run(spec(4000, observe={"every": "1 step"}), Small(), folder=disk / "a", quiet=True) as run,
+        ):
+            for report in run.steps():
+                if report.step == 2:
+                    fill(disk, leaving=4 << 10)
+        text = (disk / "a" / "events.jsonl").read_text()
+        assert text.endswith("}\n")
+        (disk / ".ballast").unlink()
+        assert run.exit_code == 5
+
+
+def test_tensorboard_on_a_full_disk_is_given_up_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr("surefoot.components.observe.tensorboard.FIRST_WRITE_S", -1.0)
+    (tmp_path / "a").mkdir()
+    with Run(spec(4, observe={"every": "1 step", "tensorboard": True}), Small(), folder=tmp_path / "a", quiet=True) as run:
+        (tmp_path / "a" / "tensorboard").write_text("a file where the folder should be")
+        for _ in run.steps():
+            pass
+    end = end_of(tmp_path / "a")
+    assert end.outcome == "finished"
+    assert ["TensorBoard" in event.detail for event in records(tmp_path / "a") if isinstance(event, Fault)] == [True]
+
+
+# ---- a kill
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from surefoot.contract import events
+from surefoot.train.run import Run
+from tests.train.small import Small, spec
+with Run(spec(40, observe={"every": "1 step"}), Small(), folder=Path("a"), quiet=True) as run:
+    for report in run.steps():
+        if report.step == 6:
+            run.evaluate()
+        if report.step == 9:
+            os.write(run._journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_leaves_a_log_that_readers_accept_and_the_next_attempt_mends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    environment = {**child_environment(threads=1), "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL
+    folder = tmp_path / "a"
+    assert records(folder)[-1].kind == "step"
+    assert not (folder / "events.jsonl").read_bytes().endswith(b"\n")
+    surefoot.load(folder)
+    with Run(spec(40, observe={"every": "1 step"}), Small(), folder=folder, quiet=True) as run:
+        for _ in run.steps():
+            pass
+    assert all(json.loads(line)["v"] == 1 for line in (folder / "events.jsonl").read_text().splitlines())
+    assert [event.generation for event in records(folder) if isinstance(event, Started | Ended)] == [1, 2, 2]
+
+
+# ---- weights
+
+
+def test_a_commit_that_falls_together_with_an_evaluation_carries_its_score(tmp_path: Path) -> None:
+    with Run(spec(8, checkpoint={"every": "4 steps", "keep": 5}), Small(), folder=tmp_path / "a", quiet=True) as run:
+        for report in run.steps():
+            if report.step % 4 == 0:
+                run.evaluate()
+    best = checkpoint.find_step(tmp_path / "a", "best")
+    scores = [manifest.read(manifest.step_folder(tmp_path / "a", step)).score for step in (4, 8)]
+    assert all(score is not None and score["name"] == "accuracy" for score in scores)
+    assert best == (4 if scores[0]["value"] >= scores[1]["value"] else 8)  # type: ignore[index]
+
+
+def test_weights_that_are_not_finite_are_never_committed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(surefoot.SurefootError),
+        Run(spec(12), Small(poison=tuple(range(24))), folder=tmp_path / "a", quiet=True) as run,
+    ):
+        for _ in run.steps():
+            pass
+    assert manifest.steps(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_never_the_best(value: float, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for step, score in ((1, value), (2, 0.5), (3, 0.4)):
+        row = {"name": "accuracy", "value": score, "better": "higher", "split": "test"}
+        checkpoint.commit(tmp_path, step, model, generation=1, spec_id="x", environment={}, score=row)
+    assert checkpoint.find_step(tmp_path, "best") == 2
+    assert "NaN" not in (manifest.step_folder(tmp_path, 1) / manifest.FILE).read_text()
