@@ -51,7 +51,7 @@ def evaluate(
     started_s = time.perf_counter()
     merged: dict[str, Metric] = {}
     terms: dict[str, tuple[Mean, float]] = {}
-    with untouched(model):
+    with untouched(model, task.state):
         for inputs in batches(source, batch, device):
             with compute():
                 output, loss = _outcome(model, task, inputs)

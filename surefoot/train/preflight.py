@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from surefoot.components.data import to_device
+from surefoot.components.data import Keys, to_device
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
 from surefoot.train.blame import describe
-from surefoot.train.quiet import untouched
-from surefoot.train.step import check_splittable
+from surefoot.train.quiet import can_be_kept, untouched
+from surefoot.train.step import LiveUpdate, check_splittable
 
 NUM_SAMPLES = 8
 TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor of two
@@ -22,30 +23,75 @@ TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor 
 def check(assembly: Assembly) -> list[str]:
     """Try every update's loss on a few samples, whole and in halves, in evaluation mode; gives notes on what could not be checked.
 
-    Raises TaskError for a loss that is no Loss, is a mean, counts nothing, or may not be split as the spec splits it.
+    Raises TaskError for a loss that is no Loss, is a mean, counts nothing or otherwise than `counts`, or may not be split as the
+    spec splits it; and for a `state()` that cannot be put back.
     """
     notes: list[str] = []
+    state = assembly.task.state
+    _check_state(state)
     window = assembly.feed.window(0)
     ids = window.ids[: min(NUM_SAMPLES, len(window.ids))]
-    source, device = assembly.feed.source, assembly.engine.device
+    source = assembly.feed.source
+
+    def read(part: np.ndarray) -> Batch:
+        batch = to_device(source.read(part), assembly.engine.device)
+        augment = assembly.task.augment
+        return batch if augment is None else augment(batch, Keys(assembly.spec.train.seed, window.epoch, part))
+
+    def attempt(update: LiveUpdate, batch: Batch) -> Loss:
+        with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
+            return _try(update.name, update.loss, assembly.model, batch)
+
     splits = assembly.spec.train.microbatch is not None and assembly.spec.train.microbatch < assembly.spec.train.batch
-    with untouched(assembly.model):
-        batch = to_device(source.read(ids), device)
+    with untouched(assembly.model, state):
+        batch = _first(read, ids)
         for update in assembly.updates:
-            whole = _try(update.name, update.loss, assembly.model, batch)
+            whole = attempt(update, batch)
             _check_kind(update.name, whole)
+            _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
                 check_splittable(update.name, whole, assembly.task.counts is not None)
             if len(ids) < 2 or not whole.additive or source.guarantee != "proven":
                 notes.append(f"whether the loss of update {update.name} is a sum could not be checked")
                 continue
             middle = len(ids) // 2
-            halves = [
-                _try(update.name, update.loss, assembly.model, to_device(source.read(part), device))
-                for part in (ids[:middle], ids[middle:])
-            ]
+            halves = [attempt(update, read(part)) for part in (ids[:middle], ids[middle:])]
             notes += _check_sums(update.name, whole, halves)
     return notes
+
+
+def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
+    try:
+        return read(ids)
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise TaskError(f"reading the first batch failed: {describe(error)}", hint="run with --traceback to see where") from error
+
+
+def _check_state(state: Callable[[], Mapping[str, Any]] | None) -> None:
+    for name, value in (state() if state is not None else {}).items():
+        if not can_be_kept(value):
+            raise TaskError(
+                f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
+                hint="give a tensor or array that is changed in place, or an object with state_dict and load_state_dict",
+            )
+
+
+def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, batch: Batch) -> None:
+    """With microbatches the gradient is divided by what `counts` says, without them by what the loss says: they must agree."""
+    if counts is None:
+        return
+    told = counts(batch)
+    for term in loss.terms:
+        said = told.get(term.name) if isinstance(told, Mapping) else told
+        if said is None:
+            raise TaskError(f"counts(batch) names no {term.name!r}, a term of update {name}", hint=f"it names {', '.join(told)}")
+        if float(said) != float(term.count):
+            raise TaskError(
+                f"counts(batch) says {float(said):g} for the term {term.name} of update {name}, its loss counts {float(term.count):g}",
+                hint="count the same items in both; several terms need counts by name: {term: count}",
+            )
 
 
 def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
@@ -78,6 +124,15 @@ def _check_kind(name: str, loss: Loss) -> None:
             raise TaskError(
                 f"the total of term {term.name} has shape {tuple(term.total.shape)}", hint="make it a scalar with .sum()"
             )
+        if not isinstance(term.weight, int | float):
+            raise TaskError(
+                f"the weight of term {term.name} is a {type(term.weight).__name__}, not a number",
+                hint="multiply what is learned into the total",
+            )
+        if isinstance(term.count, torch.Tensor) and term.count.ndim:
+            raise TaskError(
+                f"the count of term {term.name} has shape {tuple(term.count.shape)}", hint="make it a scalar with .sum()"
+            )
         if float(term.count) < 0:
             raise TaskError(
                 f"the count of term {term.name} is {float(term.count):g}", hint="count the items that the total sums over"
@@ -106,7 +161,7 @@ def _check_sums(name: str, whole: Loss, halves: list[Loss]) -> list[str]:
 
 
 def _is_sum(whole: Term, parts: list[Term]) -> bool | None:
-    total, halves = float(whole.total), [float(part.total) for part in parts]
+    total, halves = float(whole.total.detach()), [float(part.total.detach()) for part in parts]
     if not np.isfinite([total, *halves]).all() or total == 0.0:
         return None
     if abs(total - sum(halves)) <= TOLERANCE * max(abs(total), *map(abs, halves)):

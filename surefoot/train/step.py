@@ -95,9 +95,8 @@ class Stepper:
         guarded.clear_gradients()
         counts = self._known_counts(batches)
         scale = 2.0 ** -round(math.log2(max(1, sum(map(_size, batches))))) if len(batches) > 1 and counts is None else None
-        inputs = (
-            guarded.parameters if len(self._updates) > 1 else None
-        )  # a GAN's generator must not leave gradients in the critic
+        # a GAN's generator must not leave gradients in the critic
+        inputs = [each for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
         for position, batch in enumerate(batches):
             self._seed_draws(number, position, index)
@@ -145,7 +144,8 @@ class Stepper:
             return self._constant(term.weight * scale, total)
         count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
         if isinstance(count, Tensor):
-            return (term.weight / count.clamp(min=1)).to(total)
+            count = count.to(torch.promote_types(total.dtype, torch.float32))  # 16 bits would round the count
+            return torch.where(count > 0, term.weight / count, 0.0).to(total)
         return self._constant(term.weight / count if count else 0.0, total)  # a term without items adds nothing
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
