@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 
 from surefoot.contract import events
 from surefoot.core.errors import StorageError
+
+BLOCK_BYTES = 1 << 16
 
 
 class Journal:
@@ -15,38 +19,50 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._path = folder / events.FILE
         try:
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._end_torn_line()
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+            raise self._refused(error) from error
+        try:
+            self._take_back_torn_line()
+        except OSError as error:
+            os.close(self._descriptor)
+            raise self._refused(error) from error
 
-    def _end_torn_line(self) -> None:
-        """A killed attempt may have left half a line: close it off, so that the next record starts on its own."""
-        size = os.fstat(self._descriptor).st_size
-        if not size:
-            return
-        with self._path.open("rb") as file:
-            file.seek(max(0, size - (1 << 20)))
-            tail = file.read()
-        if tail.endswith(b"\n"):
-            return
-        os.truncate(self._path, size - len(tail) + tail.rfind(b"\n") + 1)
+    def _refused(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space")
+
+    def _take_back_torn_line(self) -> None:
+        """A killed attempt may have left half a line: the next record starts on its own."""
+        end = size = os.fstat(self._descriptor).st_size
+        while end:
+            start = max(0, end - BLOCK_BYTES)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end != size:
+            os.ftruncate(self._descriptor, end)
 
     def write(self, event: events.Event) -> None:
         line = event.as_line().encode()
         try:
             written = os.write(self._descriptor, line)
-            if written != len(line):
-                raise OSError(28, "No space left on device")
+            if written != len(line):  # half a line fitted: take it back, so that whatever comes next stands on a line of its own
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+            raise self._refused(error) from error
 
     def close(self) -> None:
-        """Sync and close; an error is one of closing, the lines are already with the system."""
+        """Sync and close. Raises StorageError when the lines do not reach the disk."""
         if self._descriptor < 0:
             return
         try:
             os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._refused(error) from error
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
