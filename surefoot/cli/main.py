@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, runs, show, spec
 from surefoot.cli.train import evaluate, init, predict, train
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -41,12 +42,22 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
+    except SystemExit as leave:
+        if not isinstance(leave.__context__, BrokenPipeError):
+            raise
+        code = EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
     except Exception as error:  # noqa: BLE001 - the last place that can put it into words
         code = _tell_other(error)
-    sys.exit(code if isinstance(code, int) else 0)
+    _flush()
+    sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _flush() -> None:
+    """Write what is still held back; a reader who left early, as `head` does, is no failure."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter would try again at its end, and complain
 
 
 def _wants_traceback() -> bool:
