@@ -1,0 +1,195 @@
+"""Medians, intervals, paired ratios and robust z-scores: the one place. Numbers in, records out; every draw is seeded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from surefoot.core.errors import InputError
+from surefoot.core.units import format_number
+
+CONFIDENCE = 0.95
+RESAMPLES = 4000
+MAD_TO_SD = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
+_BLOCK = 1 << 22  # resampled values held at once
+
+Verdict = Literal["no effect", "higher", "lower", "too few"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A median with its 95 % interval; `neutral` is the value that means no effect. No interval for fewer than 6 values."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+    count: int
+    neutral: float
+
+    @property
+    def verdict(self) -> Verdict:
+        """An interval that includes the neutral value is no effect, whatever the estimate says."""
+        if self.low is None or self.high is None:
+            return "too few"
+        if self.low <= self.neutral <= self.high:
+            return "no effect"
+        return "higher" if self.low > self.neutral else "lower"
+
+    def __str__(self) -> str:
+        bounds = f"{format_number(self.low)} to {format_number(self.high)}" if self.low is not None else format_number(None)
+        return f"{format_number(self.estimate)} ({bounds}, n = {self.count})"
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean. Raises InputError for no values, as everything here does, and for what is not finite."""
+    return float(_checked(values).mean())
+
+
+def standard_deviation(values: Sequence[float]) -> float | None:
+    """Of the population the values are drawn from (n - 1); None for a single value.
+
+    >>> standard_deviation([2, 4, 4, 4, 5, 5, 7, 9]), standard_deviation([1])
+    (2.138089935299395, None)
+    """
+    checked = _checked(values)
+    return float(checked.std(ddof=1)) if len(checked) > 1 else None
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones.
+
+    >>> median([3, 1, 2]), median([4, 1, 2, 3])
+    (2.0, 2.5)
+    """
+    return float(np.median(_checked(values)))
+
+
+def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """The values below which each of `shares` (0 to 1) lies; linear between neighbours (Hyndman and Fan 1996, type 7).
+
+    >>> quantiles([1, 2, 3, 4, 5], [0, 0.5, 0.9, 1])
+    [1.0, 3.0, 4.6, 5.0]
+    """
+    if not all(0 <= share <= 1 for share in shares):
+        raise InputError(f"the shares {list(shares)} are not all from 0 to 1", hint="0.5 is the median")
+    return [float(value) for value in np.quantile(_checked(values), shares)]
+
+
+def robust_z(value: float, among: Sequence[float]) -> float:
+    """How many robust standard deviations `value` lies above the median of `among`: (x - median) / (1.4826 MAD).
+
+    Infinite where the others are all alike and it is not. Iglewicz and Hoaglin 1993, "How to detect and handle outliers".
+
+    >>> robust_z(10, [1, 2, 3, 4, 5]) > 4, robust_z(3, [3, 3, 3]), robust_z(4, [3, 3, 3])
+    (True, 0.0, inf)
+    """
+    checked = _checked(among)
+    middle = float(np.median(checked))
+    spread = MAD_TO_SD * float(np.median(np.abs(checked - middle)))
+    if value == middle:
+        return 0.0
+    return (value - middle) / spread if spread else math.copysign(math.inf, value - middle)
+
+
+def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
+    """The bounds between which 95 % of the medians of 4,000 seeded resamples lie (Efron 1979; percentile method).
+
+    >>> bootstrap_median([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    (2.0, 8.0)
+    """
+    checked = np.sort(_checked(values))  # the order in which the values came must not matter
+    generator = np.random.default_rng(seed)
+    rows = max(1, _BLOCK // len(checked))
+    sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
+    medians = [np.median(checked[generator.integers(0, len(checked), (size, len(checked)))], axis=1) for size in sizes]
+    low, high = np.quantile(np.concatenate(medians), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def sign_test_rank(count: int) -> int | None:
+    """The greatest k, counted from 0, for which the k-th least and k-th greatest of `count` values hold the median in 95 % of samples.
+
+    k or fewer values lie below the median as often as k or fewer of n coins fall heads. None for fewer than six values.
+
+    >>> [sign_test_rank(count) for count in (5, 6, 9, 15)]
+    [None, 0, 1, 3]
+    """
+    if count >= 1000:  # the normal approximation, one rank wider; 0.5^n leaves float64's range from n = 1075 on
+        return math.floor(count / 2 - 1.96 * math.sqrt(count) / 2) - 1
+    term, tail, rank = 0.5**count, 0.0, None
+    for k in range(count // 2):
+        tail += term
+        if 2 * tail > 1 - CONFIDENCE:
+            break
+        rank = k
+        term *= (count - k) / (k + 1)
+    return rank
+
+
+def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int = 0) -> Interval:
+    """The median with a 95 % interval that keeps its word at every n.
+
+    It is the percentile bootstrap, widened to the exact interval of the sign test where that is wider: alone, the bootstrap of
+    a median covers 87 % at n = 7 and 93 % at n = 15. Of five values even the least and the greatest hold the median between
+    them only 93.75 % of the time, so fewer than six have no interval.
+
+    >>> print(median_interval([0.97, 0.99, 0.98, 0.96, 0.97, 0.98, 0.99, 0.97], neutral=1.0))
+    0.975 (0.96 to 0.99, n = 8)
+    """
+    checked = np.sort(_checked(values))
+    count, estimate = len(checked), float(np.median(checked))
+    rank = sign_test_rank(count)
+    if rank is None:
+        return Interval(estimate=estimate, low=None, high=None, count=count, neutral=neutral)
+    low, high = bootstrap_median(values, seed=seed)
+    low, high = min(low, float(checked[rank])), max(high, float(checked[count - 1 - rank]))
+    return Interval(estimate=estimate, low=low, high=high, count=count, neutral=neutral)
+
+
+def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Interval:
+    """The median of candidate/baseline over pairs measured side by side; 1 is no effect, below 1 the candidate is less.
+
+    Pairing takes away what both arms share, such as a machine that slows down. Raises InputError for arms of unequal length,
+    or for values that are not above 0.
+
+    >>> paired_ratio([5, 10, 20, 40, 5, 10], [10, 20, 40, 80, 10, 20]).estimate
+    0.5
+    """
+    above, below = _pairs(candidate, baseline)
+    if above.min() <= 0 or below.min() <= 0:
+        raise InputError("a ratio needs values above 0", hint="measure for longer, or compare differences")
+    return median_interval((above / below).tolist(), neutral=1.0, seed=seed)
+
+
+def paired_difference(candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Interval:
+    """The median of candidate - baseline over pairs, for example one seed's score each; 0 is no effect.
+
+    >>> paired_difference([3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]).verdict
+    'higher'
+    """
+    first, second = _pairs(candidate, baseline)
+    return median_interval((first - second).tolist(), neutral=0.0, seed=seed)
+
+
+def _pairs(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    if len(candidate) != len(baseline):
+        raise InputError(
+            f"{len(candidate)} values cannot be paired with {len(baseline)}", hint="drop the pairs of which one is missing"
+        )
+    return _checked(candidate), _checked(baseline)
+
+
+def _checked(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise InputError(f"values of shape {array.shape} have no statistics", hint="give one row of at least one number")
+    if not np.isfinite(array).all():
+        raise InputError(
+            f"{int((~np.isfinite(array)).sum())} of {array.size} values are not finite", hint="leave those runs out, and say so"
+        )
+    return array
