@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from surefoot.components import optim
-from surefoot.components.data import Feed, Order, as_source
+from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.precision import compute_context
-from surefoot.contract import signature
-from surefoot.contract.spec import RunSpec
+from surefoot.contract import events, signature
+from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.schedule_plan import Curve
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
+from surefoot.train.environment import circumstances, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
 from surefoot.train.step import LiveUpdate, Stepper
 
@@ -68,6 +68,16 @@ class Assembly:
     @property
     def feed(self) -> Feed:
         return self.course.feed
+
+    def started(self, generation: int, code_digest: str, notes: tuple[str, ...]) -> events.Started:
+        """The record that opens an attempt."""
+        spec, source = self.spec, self.feed.source
+        return events.Started(
+            generation=generation, spec_id=spec.id, spec=spec.as_tables(), task=self.task.name, code_digest=code_digest,
+            data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
+            total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, **circumstances(str(self.engine.device)),
+        )  # fmt: skip
 
 
 def assemble(spec: RunSpec, task: Any = None) -> Assembly:
@@ -150,20 +160,6 @@ def load_task(spec: RunSpec) -> Resolved:
     return load(spec.task.use, parameters)
 
 
-def find_device(name: str) -> torch.device:
-    """The device that `train.device` names; "auto" is the GPU where there is one. Raises SpecError for one that is not here."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SpecError("train.device is 'cuda', and torch sees no GPU", hint='use "auto" or "cpu"')
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def set_seeds(seed: int) -> None:
-    """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - a task may draw from the global stream
-    random.seed(seed)
-
-
 def _source(task: Resolved, split: str) -> Source:
     try:
         return as_source(task.task.data(split))
@@ -186,13 +182,17 @@ def _model(task: Resolved, device: torch.device) -> nn.Module:
 
 
 def _feed(spec: RunSpec, source: Source) -> Feed:
-    train = spec.train
-    if source.guarantee != "proven" and train.batch != 1 and type(source).__name__ == "Iterated":
-        raise SpecError(
-            f"train.batch is {train.batch}, and the source gives whole batches: {source.describe()}", hint="set train.batch = 1"
-        )
+    """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
+    train, batch = spec.train, spec.train.batch
+    if isinstance(source, Iterated):
+        batch = batch if "batch" in train.model_fields_set else 1
+        if (train.microbatch or batch) != 1:
+            raise SpecError(
+                f"train.batch is {batch}, and the source gives whole batches: {source.describe()}",
+                hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1",
+            )
     order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
-    return Feed(source, order, batch=train.batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop")
+    return Feed(source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop")
 
 
 def _tokens_per_sample(source: Source) -> float | None:
@@ -203,6 +203,8 @@ def _tokens_per_sample(source: Source) -> float | None:
 def _to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
     if duration.unit == "s":
         return None
+    if duration.unit == "samples" and isinstance(feed.source, Iterated):
+        raise SpecError(f"{duration} cannot be counted: the source gives whole batches", hint="say it in steps or epochs")
     tokens = None if tokens_per_sample is None else tokens_per_sample * feed.batch
     return duration.to_steps(feed.steps_per_epoch, feed.batch, tokens)
 
@@ -220,32 +222,52 @@ def _updates(
     notes: list[str] = []
     curve: Callable[[int], float] = schedule
     if task.schedule is not None and "schedule" not in spec.model_fields_set:
-        own, total = task.schedule, total_steps or 0
-        curve = lambda step: float(own(step, total))  # noqa: E731 - one line says it
+        curve = _own_curve(task.schedule, spec, total_steps)
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
     stated = _stated_updates(task, model)
     many = len(stated) > 1
+    if many:
+        optim.build_groups(
+            optim.find_trained(model), decay=0.0, no_decay=spec.optim.no_decay, rates=spec.optim.rates
+        )  # idle patterns
     made = []
     for update in stated:
         optimizers, summary = _optimizers(spec, task, model, update, many)
         notes += [f"{update.name}: {line}" if many else line for line in summary]
         guarded = optim.GuardedUpdate(
-            optimizers, clip=spec.optim.clip, clip_value=spec.optim.clip_value, curve=curve,
-            momentum_curve=_momentum_of(schedule),
+            optimizers, clip=spec.optim.clip, clip_value=spec.optim.clip_value, curve=_at_run_steps(curve, update.every),
+            momentum_curve=_momentum_of(schedule, update.every),
             total_steps=total_steps if schedule.is_pure else None,
         )  # fmt: skip
         made.append(LiveUpdate(update.name, update.loss, guarded, update.every))
-    if task.updates is None:
-        optim.check_cover(model, _covered(made))
+    _check_cover(task, model, made)
     return made, notes
 
 
-def _momentum_of(schedule: Curve) -> Callable[[int], float] | None:
-    return (lambda step: schedule.momentum(step) or 0.0) if schedule.momentum(0) is not None else None
+def _momentum_of(schedule: Curve, every: int) -> Callable[[int], float] | None:
+    return _at_run_steps(lambda step: schedule.momentum(step) or 0.0, every) if schedule.momentum(0) is not None else None
 
 
-def _covered(updates: Sequence[LiveUpdate]) -> list[dict[str, Any]]:
-    return [{"params": update.guarded.parameters} for update in updates]
+def _own_curve(own: Callable[[int, int], float], spec: RunSpec, total_steps: int | None) -> Callable[[int], float]:
+    if total_steps is None:
+        raise SpecError(
+            f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) needs the number of steps",
+            hint="say the length in steps or epochs, or name a schedule under [schedule]",
+        )
+    return lambda step: float(own(min(step, total_steps), total_steps))
+
+
+def _at_run_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
+    """An update of every n-th step stands where the run does on its schedule, not where its own count does."""
+    return curve if every == 1 else lambda applied: curve((applied + 1) * every - 1)
+
+
+def _check_cover(task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate]) -> None:
+    """Every trained parameter in one group; with the task's own updates in at least one of them, since two may share some."""
+    groups = [{"params": update.guarded.parameters} for update in updates]
+    if task.updates is not None:
+        groups = [{"params": list({id(each): each for group in groups for each in group["params"]}.values())}]
+    optim.check_cover(model, groups)
 
 
 def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
@@ -265,14 +287,21 @@ def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
 def _optimizers(
     spec: RunSpec, task: Resolved, model: nn.Module, update: Update, many: bool
 ) -> tuple[Sequence[torch.optim.Optimizer], Sequence[str]]:
-    if update.optimizer is not None:
-        return (update.optimizer,), (f"{type(update.optimizer).__name__} of the task",)
     mine = {id(parameter) for parameter in update.parameters}
+    if update.optimizer is not None:
+        held = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
+        if held != mine:
+            raise TaskError(
+                f"update {update.name} names {len(mine)} parameters, its optimiser holds {len(held)}, not the same ones",
+                hint="give both the same parameters",
+            )
+        return (update.optimizer,), (f"{type(update.optimizer).__name__} of the task",)
     trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
     if not trained:
         raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
-    own = task.optimizer if "name" not in spec.optim.model_fields_set or spec.optim.name == "task" else None
-    if spec.optim.name == "task" and own is None:
+    table = _table_of(spec.optim, trained) if many else spec.optim
+    own = task.optimizer if "name" not in table.model_fields_set or table.name == "task" else None
+    if table.name == "task" and own is None:
         raise SpecError(
             f"optim.name is 'task', but task {task.name} has no optimizer(groups)", hint="name sgd, adam, adamw or muon"
         )
@@ -280,10 +309,31 @@ def _optimizers(
     if task.parameter_groups is not None and not many:
         groups = [dict(group) for group in task.parameter_groups(model)]
         optim.check_cover(model, groups)
-    if own is not None:
-        if groups is None:
-            groups = optim.build_groups(trained, decay=spec.optim.decay, no_decay=spec.optim.no_decay, rates=spec.optim.rates)
-        made = own(groups)
-        return (made,), (f"{type(made).__name__} of the task's optimizer(groups)",)
-    built = optim.build(spec.optim, trained, groups)
-    return built.optimizers, built.summary
+    if own is None:
+        built = optim.build(table, trained, groups)
+        return built.optimizers, built.summary
+    if groups is None:
+        groups = optim.build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
+    made = own(_with_stated_rate(groups, table))
+    return (made,), (f"{type(made).__name__} of the task's optimizer(groups)",)
+
+
+def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
+    """What [optim] says of `trained`: with several updates a pattern may mean parameters of another."""
+
+    def speaks(pattern: str) -> bool:
+        return any(fnmatchcase(each.name, pattern) for each in trained)
+
+    rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
+    return table.model_copy(update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates})
+
+
+def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
+    """A rate that the spec states overrules that of the task's own optimiser; what only surefoot's optimisers have is refused."""
+    idle = sorted(table.model_fields_set & {"betas", "eps", "momentum", "nesterov"})
+    if idle:
+        raise SpecError(
+            f"optim.{idle[0]} is given, but the optimiser is the task's own",
+            hint='set it in the task\'s optimizer(groups), or name another: optim.name = "adamw"',
+        )
+    return [{**group, "lr": table.lr} for group in groups] if "lr" in table.model_fields_set else groups

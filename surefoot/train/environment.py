@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from surefoot.components.stability import GuardFault
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
+from surefoot.core.errors import SpecError
 from surefoot.core.hardware import find_machine
-from surefoot.train.assemble import Assembly
 
 _DETERMINISM: Any = torch.utils.deterministic
 RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
@@ -42,6 +47,40 @@ def apply(spec: RunSpec) -> Callable[[], None]:
     return put_back
 
 
+def listen(on_interrupt: Callable[[], None]) -> Callable[[], None]:
+    """The first Ctrl-C calls `on_interrupt`, the second does what it did before; gives the function that puts that back.
+
+    Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        return lambda: None
+
+    def put_back() -> None:
+        signal.signal(signal.SIGINT, before)
+
+    def first(number: int, frame: FrameType | None) -> None:
+        put_back()
+        on_interrupt()
+
+    signal.signal(signal.SIGINT, first)
+    return put_back
+
+
+def find_device(name: str) -> torch.device:
+    """The device that `train.device` names; "auto" is the GPU where there is one. Raises SpecError for one that is not here."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SpecError("train.device is 'cuda', and torch sees no GPU", hint='use "auto" or "cpu"')
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def set_seeds(seed: int) -> None:
+    """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a task may draw from the global stream
+    random.seed(seed)
+
+
 def as_run(spec: RunSpec) -> RunSpec:
     """The spec with what the machine decided filled in, so that it repeats the run: the number of threads."""
     return spec.replace(train={"threads": torch.get_num_threads()})
@@ -58,19 +97,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def started(assembly: Assembly, generation: int, code_digest: str, notes: tuple[str, ...]) -> events.Started:
-    """The record that opens an attempt."""
-    spec, here = assembly.spec, place.here()
-    source = assembly.feed.source
-    return events.Started(
-        generation=generation, time_s=time.time(), spec_id=spec.id, spec=spec.as_tables(), task=assembly.task.name,
-        code_digest=code_digest, data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee},
-        versions=versions(), machine={**find_machine().as_row(), "device": str(assembly.engine.device), "threads": torch.get_num_threads()},
-        place={"rank": here.rank, "world_size": here.world_size, "host": here.host}, variables=place.recorded_variables(),
-        command=tuple(sys.argv), commit=_commit(), seed=spec.train.seed,
-        num_parameters=sum(parameter.numel() for parameter in assembly.model.parameters()), total_steps=assembly.course.total_steps,
-        steps_per_epoch=assembly.feed.steps_per_epoch, notes=notes, unit=assembly.task.unit,
-    )  # fmt: skip
+def circumstances(device: str) -> dict[str, Any]:
+    """What a Started record says of where and how the process runs, whatever it trains."""
+    here = place.here()
+    return {
+        "time_s": time.time(),
+        "versions": versions(),
+        "machine": {**find_machine().as_row(), "device": device, "threads": torch.get_num_threads()},
+        "place": {"rank": here.rank, "world_size": here.world_size, "host": here.host},
+        "variables": place.recorded_variables(),
+        "command": tuple(sys.argv),
+        "commit": _commit(),
+    }
 
 
 def _commit() -> str | None:
