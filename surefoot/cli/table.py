@@ -9,15 +9,24 @@ from collections.abc import Container, Sequence
 from surefoot.core.units import UNKNOWN
 
 Rows = Sequence[Sequence[str]]
-WIDE = 1 << 16  # characters; a pipe has no edge to wrap at
 
 
 def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> None:
     """Print `rows` under `headers`; the columns named in `right` stand flush right."""
+    harmless = [[without_control(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        _print_rich(headers, rows, right, indent)
+        _print_rich(headers, harmless, right, indent)
     else:
-        print(plain_table(headers, rows, right=right, indent=indent))
+        print(plain_table(headers, harmless, right=right, indent=indent))
+
+
+def without_control(text: str) -> str:
+    """The text on one line, without characters that steer a terminal: a stranger's run may hold them.
+
+    >>> without_control("red \x1b[31m, two\\nlines")
+    'red ?[31m, two lines'
+    """
+    return "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in text)
 
 
 def plain_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> str:
@@ -57,7 +66,7 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Names and what they are, one a line; a name that is empty goes on with the line above."""
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
-        print(f"  {name:<{width}}  {value}")
+        print(f"  {name:<{width}}  {without_control(value)}")
 
 
 def format_time(time_s: float | None) -> str:

@@ -32,6 +32,7 @@ class Scale:
     batch: int
     tokens_per_step: float | None
     assumed: tuple[str, ...]
+    in_epochs: bool
 
     def to_steps(self, text: str) -> int:
         return Duration.parse(text).to_steps(self.steps_per_epoch, self.batch, self.tokens_per_step)
@@ -71,7 +72,7 @@ def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
     scale = _scale(spec, steps_per_epoch)
     check_every, scale = _check_every(spec, scale)
     own = spec.schedule
-    chosen = {"sequence" if own.sequence else own.name: own}
+    chosen: dict[str, ScheduleSettings] = {"sequence" if own.sequence else own.name: own}
     for name in beside:
         chosen.setdefault(name, _like(own, cast("Name", name), scale, check_every))
     last = scale.total_steps - 1
@@ -89,20 +90,23 @@ def draw(made: Preview) -> None:
     for text in made.scale.assumed:
         print(text, file=sys.stderr)
     print(f"Multiplier of optim.lr = {format_number(made.lr)}")
-    last = len(made.steps) - 1
-    rows = []
-    for index in sorted({round(part * last / (NUM_ROWS - 1)) for part in range(NUM_ROWS)}):
-        step = made.steps[index]
-        row = [f"{step + 1:,}", format_number((step + 1) / made.scale.steps_per_epoch)]
-        row += [format_number(values[index]) for values in made.curves.values()]
-        rows.append(
-            [*row, *([f"{made.lr * values[index]:.3g}" for values in made.curves.values()] if len(made.curves) == 1 else [])]
-        )
-    headers = ["step", "epoch", *made.curves, *(["rate"] if len(made.curves) == 1 else [])]
+    headers, rows = _table(made)
     print_table(headers, rows, right=headers, indent=2)
     print()
     for name, told in made.told.items():
         print(f"  {name}: {told}")
+
+
+def _table(made: Preview) -> tuple[list[str], list[list[str]]]:
+    """A few rows of the curves; with the rate itself where there is one curve."""
+    last, single = len(made.steps) - 1, len(made.curves) == 1
+    rows = []
+    for index in sorted({round(part * last / (NUM_ROWS - 1)) for part in range(NUM_ROWS)}):
+        number, values = made.steps[index] + 1, [curve[index] for curve in made.curves.values()]
+        epoch = [format_number(number / made.scale.steps_per_epoch)] if made.scale.in_epochs else []
+        rate = [f"{made.lr * values[0]:.3g}"] if single else []
+        rows.append([f"{number:,}", *epoch, *map(format_number, values), *rate])
+    return ["step", *(["epoch"] if made.scale.in_epochs else []), *made.curves, *(["rate"] if single else [])], rows
 
 
 def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
@@ -116,9 +120,10 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
         assumed.append(f"{length} are drawn as {total:,} steps: only the run will know how many they are")
     else:
         total = length.to_steps(steps_per_epoch, spec.train.batch, tokens_per_step)
-    if "epochs" in _units(spec):
+    in_epochs = "epochs" in _units(spec)
+    if in_epochs:
         assumed.append(f"an epoch is drawn as {steps_per_epoch:,} steps; --steps-per-epoch says how many it has")
-    return Scale(total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed))
+    return Scale(total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed), in_epochs)
 
 
 def _units(spec: RunSpec) -> set[str]:
@@ -145,21 +150,22 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
 
 def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> ScheduleSettings:
     """A schedule of another name with the warm-up of `own` and settings that suit the length of the run."""
-    warm = {} if own.sequence or name == "warmup" or "warmup" not in USES[name] else {"warmup": own.warmup}
+    keeps_warmup = not own.sequence and name != "warmup" and "warmup" in USES[name]
     room = max(1, scale.total_steps - scale.to_steps(own.warmup))
 
     def share(part: float) -> str:
         return f"{max(1, math.ceil(room * part))} steps"
 
-    made = ScheduleSettings(
+    milestones = (share(1 / 2), share(3 / 4)) if room > 3 else (share(1),)
+    return ScheduleSettings(
         name=name,
+        warmup=own.warmup if keeps_warmup else "0 steps",
         every=share(1 / 3) if name == "step" else share(1 / 50) if name == "exponential" else None,
-        milestones=(share(1 / 2), share(3 / 4)) if name == "multi_step" and room > 3 else (share(1),) if name == "multi_step" else None,
+        milestones=milestones if name == "multi_step" else None,
         cycle=share(1 / 4) if name == "cosine_restarts" else None,
         timescale=share(1 / 10) if name == "inverse_square_root" else None,
         patience=max(1, room // check_every // 8) if name == "plateau" else None,
-    )  # fmt: skip
-    return replace(made, **warm)
+    )
 
 
 def _in_words(settings: ScheduleSettings) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
-from surefoot.cli.table import format_time, print_pairs, print_table, shorten
+from surefoot.cli.table import format_time, print_pairs, print_table, shorten, without_control
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
 
 MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
@@ -17,7 +17,11 @@ Pairs = list[tuple[str, str]]
 
 def tell(past: Past) -> None:
     """Print the story of a run."""
-    print(f"{past.folder}: {past.started.task}, {past.state}, {format_score(past)}, began {format_time(past.began_s)}\n")
+    score = format_score(past)
+    print(
+        without_control(f"{past.folder}: {past.started.task}, {past.state}, {score}, began {format_time(past.began_s)}"),
+        end="\n\n",
+    )
     _print_part("Where it ran", _where(past))
     _print_curve(past)
     _print_evaluations(past)

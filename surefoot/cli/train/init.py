@@ -2,6 +2,54 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
 
-def init() -> None:
-    """Write a task file and a spec that run as they are."""
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, TracebackOption
+
+FILES = {"my_task.py": "my_task.py.txt", "my_spec.toml": "my_spec.toml"}  # written name -> name beside this file
+STARTER = Path(__file__).with_name("starter")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to write them")] = Path(),
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Write a task file and a spec that run as they are.
+
+    The task learns from data that it makes itself; its comments say what to change. Nothing is ever overwritten.
+    """
+    import shlex
+
+    paths = {folder / name: STARTER / source for name, source in FILES.items()}
+    _write(folder, paths)
+    command = f"surefoot train {shlex.quote(str(folder / 'my_spec.toml'))}"
+    if json:
+        options.print_json({"files": [str(path) for path in paths], "next": command})
+        return
+    for path in paths:
+        print(f"wrote {path}")
+    print(f"next: {command}")
+
+
+def _write(folder: Path, paths: dict[Path, Path]) -> None:
+    from surefoot.core.errors import InputError
+
+    there = [path for path in paths if path.exists() or path.is_symlink()]
+    if there:
+        raise InputError(f"{there[0]} is there already, and is left as it is", hint="give another folder: surefoot init FOLDER")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, source in paths.items():
+            with path.open("x", encoding="utf-8") as file:
+                file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise InputError(f"{folder} is a file, not a folder", hint="give another folder: surefoot init FOLDER") from None
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written: {error.strerror}", hint="give another folder: surefoot init FOLDER"
+        ) from error
