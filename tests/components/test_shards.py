@@ -18,9 +18,9 @@ from surefoot.components.data.shards import Sample, decode_class, decode_jpeg, f
 from surefoot.core.errors import DataError, MissingExtra
 
 
-def jpeg(width: int = 4, height: int = 4, mode: str = "RGB") -> bytes:
+def jpeg(width: int = 4, height: int = 4, mode: str = "RGB", kind: str = "JPEG") -> bytes:
     out = io.BytesIO()
-    Image.new(mode, (width, height), 100).save(out, "JPEG")
+    Image.new(mode, (width, height), 100).save(out, kind)
     return out.getvalue()
 
 
@@ -61,7 +61,7 @@ def test_a_damaged_header_in_the_middle_is_refused_not_taken_for_the_end(tmp_pat
     content = bytearray(write_tar(tmp_path / "a.tar", THREE).read_bytes())
     content[1024:1030] = b"######"  # the second member's name, so that its checksum fails
     (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.tar is damaged at byte 1024"):
+    with pytest.raises(DataError, match=r"a\.tar is damaged: no member begins at byte 1024"):
         list(read_shard(tmp_path / "a.tar"))
 
 
@@ -199,7 +199,7 @@ def test_a_jpeg_is_decoded_to_rows_of_red_green_blue() -> None:
         (jpeg()[:-200], "is a broken JPEG"),
         (b"not an image", "is a broken JPEG: no JPEG begins there"),
         (b"", "is a broken JPEG"),
-        (b"GIF89a" + bytes(100), "is a broken JPEG: no JPEG begins there"),
+        (jpeg(kind="PNG"), "is a broken JPEG: no JPEG begins there"),
     ],
 )
 def test_a_broken_or_wrong_image_is_refused_with_file_and_member(content: bytes, reason: str) -> None:

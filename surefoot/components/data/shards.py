@@ -122,12 +122,9 @@ def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes]]:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}", hint="check that the file is there and who may read it"
         ) from None
-    if len(marker) < BLOCK:
-        raise DataError(
-            f"{path} is truncated: it ends at byte {end + len(marker)} without an end marker", hint="copy the shard again"
-        )
     if marker.count(0) != BLOCK:
-        raise DataError(f"{path} is damaged at byte {end}: no member begins there", hint="copy the shard again")
+        what = "is truncated: it has no end marker" if len(marker) < BLOCK else "is damaged: no member begins"
+        raise DataError(f"{path} {what} at byte {end}", hint="copy the shard again")
 
 
 def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: int) -> None:
