@@ -99,7 +99,7 @@ class TrainTable(Table):
     microbatch: Positive | None = Field(None, description="samples of one forward pass; none: the whole batch")
     seed: int = Field(0, ge=0, description="of weights, order, augmentation, dropout")
     deterministic: bool = Field(True, description="deterministic kernels where torch has them")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
     threads: Positive | None = Field(None, description="threads of one operator on a CPU; none: torch's own choice")
 
     @model_validator(mode="after")
@@ -113,7 +113,7 @@ class TrainTable(Table):
 
 
 class EvaluateTable(Table):
-    split: str = Field("test", min_length=1)
+    split: str = Field("test", min_length=1, description="what is evaluated while training; the task's data(split) knows it")
     every: DurationText = Field("1 epoch", description="besides the end of the run")
     batch: Positive | None = Field(None, description="none: the training batch")
     score: str | None = Field(None, description="the metric that decides what is best; none: the task's first, else the loss")
