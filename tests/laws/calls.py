@@ -97,6 +97,11 @@ def _private_names(module: Module) -> set[tuple[str, int]]:
         for node in ast.walk(module.syntax)
         if isinstance(node, ast.Attribute) and (name := module.full_name(node)) is not None
     }
+    for node in ast.walk(module.syntax):  # getattr(torch.x, "_name") gets there by another road
+        if isinstance(node, ast.Call) and module.full_name(node.func) == "getattr" and len(node.args) > 1:
+            base, attribute = module.full_name(node.args[0]), node.args[1]
+            if base is not None and isinstance(attribute, ast.Constant):
+                uses.add((f"{base}.{attribute.value}", node.lineno))
     return {
         (name, line) for name, line in uses if name.startswith("torch.") and re.search(r"\._[a-z]", name) and _ends_private(name)
     }

@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from tests.laws.features import test_exists
 from tests.laws.imports import NESTED
 from tests.laws.tree import Violation
 
@@ -38,6 +39,20 @@ def dependencies(root: Path) -> list[Violation]:
     told = set(re.findall(r"^\| `([A-Za-z0-9_-]+)` \| [a-z]* ?\| .+ \|$", _section(root, "Dependencies"), re.MULTILINE))
     found = [Violation(COPY, f"does not say why {name} is needed") for name in sorted(real - told)]
     return found + [Violation(COPY, f"{name} is no dependency of pyproject.toml") for name in sorted(told - real)]
+
+
+def private_apis(root: Path) -> list[Violation]:
+    """Each row of the private torch APIs names a seam that stands and a test that exists."""
+    rows = [line for line in _section(root, "Private torch APIs").splitlines() if line.startswith("| `")]
+    found = []
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        seam, tests = cells[1].strip("`"), re.findall(r"`(tests/[^`]+)`", cells[-1])
+        if not (root / "surefoot" / seam).is_file():
+            found.append(Violation(COPY, f"there is no seam {seam}"))
+        if not tests or not all(test_exists(root, test) for test in tests):
+            found.append(Violation(COPY, f"no test holds {cells[0]} against the public way"))
+    return found
 
 
 def _rooms(package: Path) -> set[str]:

@@ -51,6 +51,9 @@ GOOD_ROW = "| BAT-01 | it trains | `surefoot train digits` | `tests/test_a.py::t
 HEAD = "| id | what | command | test |\n| --- | --- | --- | --- |\n"
 A_TEST = {"tests/test_a.py": "def test_it(): ...\n", "surefoot/cli/main.py": MAIN.format(body=VERBS)}
 F = "docs/reference/features.md"
+PRIVATE = (
+    "\n## Private torch APIs\n\n| what | seam | gone | held by |\n| `torch._x` | `train/a.py` | slow | `tests/test_a.py` |\n"
+)
 PROMISES = "\n## What holds today\n\n| promise | held by |\n| --- | --- |\n{row}\n"
 ROOMS = "\n## The rooms\n\n| room | what |\n| --- | --- |\n{row}\n\n## Next\n"
 PROJECT = "[project]\ndependencies = ['torch>=2.11']\noptional-dependencies = {images = ['pillow']}\n"
@@ -283,6 +286,7 @@ LAWS: dict[str, Law] = {
         (
             Plant("uses torch._fused_sgd_", {"surefoot/train/a.py": "import torch\ntorch._fused_sgd_()\n"}),
             Plant("uses torch._dynamo", {"surefoot/train/a.py": "import torch._dynamo\n"}),
+            Plant("uses torch.autograd._b", {"surefoot/train/a.py": "import torch\ngetattr(torch.autograd, '_b', None)\n"}),
             Plant("uses torch.nn.utils._a", {"surefoot/train/a.py": "from torch.nn.utils import _a\n"}),
         ),
         {
@@ -358,6 +362,14 @@ LAWS: dict[str, Law] = {
             "surefoot/train/a.py": "",
             "docs/architecture.md": ROOMS.format(row="| `train` | steps |\n| `tune` | later: searches |"),
         },
+    ),
+    "each private part of torch has a seam and a test": Law(
+        living_copy.private_apis,
+        (
+            Plant("no seam train/a.py", {**A_TEST, "docs/architecture.md": PRIVATE}),
+            Plant("no test holds `torch._x`", {"surefoot/train/a.py": "", "docs/architecture.md": PRIVATE}),
+        ),
+        {**A_TEST, "surefoot/train/a.py": "", "docs/architecture.md": PRIVATE},
     ),
     "each dependency has its reason": Law(
         living_copy.dependencies,
