@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -46,9 +47,15 @@ class Manifest:
     format: int = FORMAT
 
     def as_text(self) -> str:
-        """JSON with its own digest over everything else."""
+        """JSON with its own digest over everything else; a score that is no number is null, since JSON has none."""
         row = asdict(self)
+        if row["score"] is not None:
+            row["score"] = {key: None if _is_no_number(value) else value for key, value in row["score"].items()}
         return json.dumps({**row, "sha256": _digest(row)}, indent=1, sort_keys=True) + "\n"
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _digest(row: Mapping[str, Any]) -> str:

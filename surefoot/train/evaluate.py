@@ -14,6 +14,7 @@ from torch import nn
 
 from surefoot.components.data import to_device
 from surefoot.components.metrics import Better, Mean
+from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.train.blame import describe
@@ -38,6 +39,13 @@ class Evaluation:
     @property
     def value(self) -> float | None:
         return self.loss if self.score == "loss" else self.metrics[self.score]
+
+    def as_event(self, generation: int, step: int, *, best: bool) -> Evaluated:
+        """The record of this evaluation of the weights after `step`."""
+        return Evaluated(
+            generation=generation, time_s=time.time(), step=step, split=self.split, num_samples=self.num_samples, loss=self.loss,
+            metrics=self.metrics, score=self.score, better=self.better, best=best, elapsed_s=self.elapsed_s, units=self.units,
+        )  # fmt: skip
 
 
 def evaluate(

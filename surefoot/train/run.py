@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,9 +18,9 @@ from surefoot.components.stability import Guard
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, RunFolderError, StorageError, SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError, SurefootError
 from surefoot.train import blame, environment, folder, preflight
-from surefoot.train.assemble import Assembly, assemble, set_seeds, take_task
+from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.scores import Scores
 
@@ -53,33 +52,34 @@ class Run:
         self.cause = self.outcome = ""
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
-        self._restore: list[Any] = []
+        self._opened = contextlib.ExitStack()
 
     # ---- beginning
 
     def __enter__(self) -> Self:
-        self._restore.append(environment.apply(self.spec))
+        self._opened.callback(environment.apply(self.spec))
         try:
             self._begin()
         except BaseException:
-            self._put_back()
+            self._opened.close()
             raise
         return self
 
     def _begin(self) -> None:
-        set_seeds(self.spec.train.seed)
+        environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
         digest = folder.code_digest(task.importable, task.task)
         choice = functools.partial(
-            folder.choose, self._wanted, self.spec, task.name, digest, fresh=self._fresh, accept_code_change=self._accept
+            folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept
         )
         choice()  # a folder that cannot be used is told before the data are read
         self.assembly: Assembly = assemble(self.spec, task)
         self.model, self.task = self.assembly.model, task
         notes = [*self.assembly.notes, *preflight.check(self.assembly)]
         with folder.taken(choice, environment.as_run(self.spec)) as (chosen, self._lock):
+            self._opened.callback(self._lock.release)
             self._open(chosen, digest, notes)
-        self._listen()
+        self._opened.callback(environment.listen(self._interrupt))
 
     def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
@@ -89,28 +89,24 @@ class Run:
             self.folder / "tensorboard", wanted=self.spec.observe.tensorboard, purge_step=0 if chosen.is_again else None
         )
         self._journal = Journal(self.folder)
+        self._opened.callback(self._journal.abandon)
+        checkpoint.clear_drafts(self.folder)
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability)
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
+        self._commit_every = None if self.spec.checkpoint.every is None else course.to_steps(self.spec.checkpoint.every)
         self.started_s = time.perf_counter()
-        self._write(environment.started(self.assembly, self.generation, digest, (*chosen.notes, *notes)))
+        self._write(self.assembly.started(self.generation, digest, (*chosen.notes, *notes)))
         self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet)
+        self._opened.callback(self._console.close)
         for note in (*chosen.notes, f"run folder {self.folder}"):
             self._console.say(note)
 
-    def _listen(self) -> None:
-        """The first Ctrl-C ends the run after the step; the second is an ordinary KeyboardInterrupt."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        before = signal.getsignal(signal.SIGINT)
-
-        def on_interrupt(number: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, before)
-            self._stop = ("interrupted", "interrupted by Ctrl-C")
+    def _interrupt(self) -> None:
+        """What the first Ctrl-C does, in the middle of whatever goes on."""
+        self._stop = ("interrupted", "interrupted by Ctrl-C")
+        with contextlib.suppress(RuntimeError):  # in the middle of a line of our own: a stream is not entered twice
             self._console.say("ending after this step; Ctrl-C again stops at once")
-
-        signal.signal(signal.SIGINT, on_interrupt)
-        self._restore.append(lambda: signal.signal(signal.SIGINT, before))
 
     # ---- the loop
 
@@ -130,9 +126,9 @@ class Run:
             self._guard.watch(report)
             if number % window == 0 or number == 1 or report.was_applied is False:
                 self._close_window()
-            if self._commit_due:
-                self._commit(None)
             yield report
+            if self._commit_every and number % self._commit_every == 0:
+                self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
         self._close_window()
         if self._stop is None:
             self._stop = ("finished", "the length of the run was reached")
@@ -180,8 +176,8 @@ class Run:
         return self._guard.num_skipped
 
     def stop(self, reason: str) -> None:
-        """End the run after this step; `reason` stands in its Ended event."""
-        self._stop = ("stopped", reason)
+        """End the run after this step; `reason`, the first one given, stands in its Ended event."""
+        self._stop = self._stop or ("stopped", reason)
 
     # ---- evaluation and weights
 
@@ -191,12 +187,6 @@ class Run:
         return self._scores.is_due(self.step) or (
             self.assembly.course.total_steps is not None and self.step == self.assembly.course.total_steps
         )
-
-    @property
-    def _commit_due(self) -> bool:
-        every = self.spec.checkpoint.every
-        steps = None if every is None else self.assembly.course.to_steps(every)
-        return bool(steps) and self.step % steps == 0  # type: ignore[operator]
 
     def evaluate(self, split: str | None = None) -> Evaluation:
         """Evaluate the weights of this step on `split` (the spec's by default), commit them if they are the best so far."""
@@ -212,26 +202,11 @@ class Run:
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
         counts = name == spec.evaluate.split
         best = counts and self._scores.add(self.step, result)
-        epoch = self.assembly.feed.epoch_of(self.step)
-        self._write(
-            events.Evaluated(
-                generation=self.generation,
-                time_s=time.time(),
-                step=self.step,
-                split=name,
-                num_samples=result.num_samples,
-                loss=result.loss,
-                metrics=result.metrics,
-                score=result.score,
-                better=result.better,
-                best=best,
-                elapsed_s=result.elapsed_s,
-                units=result.units,
-            )
-        )
-        self._console.evaluated(self.step, epoch, result.score, result.value, result.units.get(result.score, ""), best)
+        self._write(result.as_event(self.generation, self.step, best=best))
+        epoch, unit = self.assembly.feed.epoch_of(self.step), result.units.get(result.score, "")
+        self._console.evaluated(self.step, epoch, result.score, result.value, unit, best)
         if best:
-            self._commit(result)
+            self._commit()
         if counts and (reason := self._scores.reason_to_stop()):
             self.stop(reason)
         self._meter.restart_clock()
@@ -240,79 +215,75 @@ class Run:
     def _averaged(self) -> Any:
         return self.assembly.engine.average.swapped_in() if self.assembly.engine.average is not None else torch.no_grad()
 
-    def _commit(self, result: Evaluation | None) -> None:
+    def _commit(self) -> None:
         """Commit the weights; what the disk refuses ends this commit, not the run."""
         started_s = time.perf_counter()
         if not self._lock.still_ours():
-            raise RunFolderError(f"{self.folder} was taken over by a later attempt", hint="this attempt ends here")
-        score = None
-        if result is not None and result.split == self.spec.evaluate.split:
-            score = {"name": result.score, "value": result.value, "better": result.better, "split": result.split}
+            raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         try:
             with self._averaged():
                 num_bytes = checkpoint.commit(
                     self.folder, self.step, self.model, generation=self.generation, spec_id=self.spec.id,
-                    environment=environment.versions(), score=score,
+                    environment=environment.versions(), score=self._scores.score_of(self.step),
                 )  # fmt: skip
         except StorageError as error:
-            self._write(environment.fault(self.generation, self._guard.storage_fault(self.step, error.message)))
-            self._console.say(f"{error.message}; the run goes on")
+            self._give_up("this commit", error)
             return
         if num_bytes:
-            self._write(
-                events.Committed(
-                    generation=self.generation,
-                    time_s=time.time(),
-                    step=self.step,
-                    num_bytes=num_bytes,
-                    folder=f"checkpoints/step-{self.step:012d}",
-                    elapsed_s=time.perf_counter() - started_s,
-                )
+            committed = events.Committed(
+                generation=self.generation, time_s=time.time(), step=self.step, num_bytes=num_bytes,
+                folder=f"checkpoints/step-{self.step:012d}", elapsed_s=time.perf_counter() - started_s,
+            )  # fmt: skip
+            self._write(committed)
+            checkpoint.retain(
+                self.folder, keep=self.spec.checkpoint.keep, best=self._scores.best_step, generation=self.generation
             )
-            checkpoint.retain(self.folder, keep=self.spec.checkpoint.keep, best=self._scores.best_step)
 
     # ---- ending
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._end(error)
+            if error is None and self.step:
+                self._close_window()
+                self._commit()
+        except BaseException as problem:
+            error = problem
+            raise
         finally:
-            self._put_back()
+            with self._opened:
+                self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        outcome, cause, code = self._outcome(error)
-        self.cause, self.outcome, self.exit_code = cause, outcome, code
+        """Write how the run ended; what cannot be written then is the error, unless there is one already."""
+        self.outcome, self.cause, self.exit_code = self._outcome(error)
+        if not self._lock.still_ours():
+            return  # the log belongs to a later attempt, or is gone
         try:
-            if outcome != "failed" and self.step:
-                self._close_window()
-                self._commit(self._scores.result_of(self.step))
-            summary = self._scores.summary(self)
-            self._write(
-                events.Ended(
-                    generation=self.generation,
-                    time_s=time.time(),
-                    step=self.step,
-                    outcome=outcome,
-                    cause=cause,
-                    exit_code=code,
-                    elapsed_s=time.perf_counter() - self.started_s,
-                    num_samples=self.num_samples,
-                    samples_per_s=summary["samples_per_s"],
-                    peak_bytes=summary["peak_bytes"],
-                    summary=summary,
-                )
-            )
-            self.summary = summary
-        except SurefootError as problem:
+            if error is not None:
+                self._tell_what_is_left()
+            self._close_tensorboard()
+            self.summary = self._scores.summary(self)
+            self._journal.write(self._scores.ended(self))
+            self._journal.close()
+        except StorageError as problem:
             if error is None:
                 raise
             self._console.warn(f"the end of the run could not be written: {problem.message}")
-        finally:
-            self._console.close()
+
+    def _tell_what_is_left(self) -> None:
+        """Write the steps since the last record; an error on the way is not the one to tell."""
+        with contextlib.suppress(Exception):
+            self._close_window()
+
+    def _close_tensorboard(self) -> None:
+        try:
+            self._tensorboard.close()
+        except StorageError as error:
+            self._give_up("TensorBoard", error)
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
         if isinstance(error, KeyboardInterrupt):
-            return "interrupted", "interrupted at once by a second Ctrl-C", EXIT_INTERRUPTED
+            return "interrupted", f"interrupted at once by Ctrl-C after step {self.step}", EXIT_INTERRUPTED
         if isinstance(error, SurefootError):
             return "failed", error.message, error.exit_code
         if isinstance(error, Exception):
@@ -325,14 +296,15 @@ class Run:
         outcome, cause = self._stop
         return outcome, cause, EXIT_INTERRUPTED if outcome == "interrupted" else EXIT_OK
 
-    def _put_back(self) -> None:
-        for name in ("_tensorboard", "_journal", "_lock"):
-            part = self.__dict__.get(name)
-            if part is not None:
-                part.release() if name == "_lock" else part.close()
-        while self._restore:
-            self._restore.pop()()
-
     def _write(self, event: events.Event) -> None:
         self._journal.write(event)
-        self._tensorboard.write(event)
+        try:
+            self._tensorboard.write(event)
+        except StorageError as error:
+            self._give_up("TensorBoard", error)
+
+    def _give_up(self, what: str, error: StorageError) -> None:
+        """Go on without what the disk refused, and say so."""
+        fault = self._guard.storage_fault(self.step, error.message, what)
+        self._journal.write(environment.fault(self.generation, fault))
+        self._console.warn(f"{fault.detail}; {fault.action}")

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from surefoot.components.observe import peak_resident_bytes
+from surefoot.contract import events
 from surefoot.core.units import Duration
 from surefoot.train.assemble import Assembly
 from surefoot.train.evaluate import Evaluation
@@ -59,9 +60,20 @@ class Scores:
             return None
         return f"no better {self.best.score} in {patience} evaluations"
 
-    def result_of(self, step: int) -> Evaluation | None:
-        """The evaluation of exactly this step, if there was one."""
-        return self.last if self.last is not None and self.last_step == step else None
+    def score_of(self, step: int) -> dict[str, Any] | None:
+        """The score of exactly this step for its manifest, if it was evaluated."""
+        if self.last is None or self.last_step != step:
+            return None
+        return {"name": self.last.score, "value": self.last.value, "better": self.last.better, "split": self.last.split}
+
+    def ended(self, run: Run) -> events.Ended:
+        """The record that closes an attempt."""
+        summary = run.summary
+        return events.Ended(
+            generation=run.generation, time_s=time.time(), step=run.step, outcome=run.outcome, cause=run.cause, exit_code=run.exit_code,
+            elapsed_s=summary["elapsed_s"], num_samples=run.num_samples, samples_per_s=summary["samples_per_s"],
+            peak_bytes=summary["peak_bytes"], summary=summary,
+        )  # fmt: skip
 
     def summary(self, run: Run) -> dict[str, Any]:
         """What the final table shows."""

@@ -5,7 +5,9 @@ Draft folder, write, fsync, manifest, fsync, rename, fsync of the parent; nothin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -21,6 +24,7 @@ from surefoot.contract.manifest import Entry, Manifest
 from surefoot.core.errors import RunFolderError, StorageError
 
 WEIGHTS = "model.safetensors"
+DRAFT, GONE = ".draft-", ".gone-"
 
 
 def commit(
@@ -33,14 +37,15 @@ def commit(
     environment: Mapping[str, str],
     score: Mapping[str, Any] | None = None,
 ) -> int:
-    """Commit the model's weights and buffers as step `step` of `run`; gives the bytes written.
+    """Commit the model's weights and buffers as step `step` of `run`; gives the bytes written, 0 where this attempt did so already.
 
-    Tied tensors are stored once. Raises StorageError; what was committed before stays as it is.
+    Tied tensors are stored once. What an earlier generation committed as the same step is replaced, and only once the new one is
+    whole. Raises StorageError; what was committed before stays as it is.
     """
     final = manifests.step_folder(run, step)
-    draft = final.with_name(f".draft-{final.name}")
+    draft = final.with_name(f"{DRAFT}{final.name}")
     try:
-        if final.exists():
+        if _generation(final) == generation:
             return 0
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True, mode=0o700)
@@ -50,11 +55,13 @@ def commit(
         made = Manifest(step=step, generation=generation, spec_id=spec_id, files=(entry,), environment=environment, score=score)
         _write_synced(draft / manifests.FILE, made.as_text().encode())
         _sync_folder(draft)
+        if final.exists():
+            _remove(final)
         draft.rename(final)
         _sync_folder(final.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
-        raise StorageError(f"step {step} could not be saved in {run}: {error.strerror}", hint="free some space") from error
+        raise StorageError(f"step {step} could not be saved in {run}: {_reason(error)}", hint="free some space") from error
     return len(payload)
 
 
@@ -88,19 +95,47 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def retain(run: Path, *, keep: int, best: int | None) -> list[int]:
-    """Delete all but the newest `keep` commits and the best; gives the steps deleted. Foreign names are never touched."""
+def retain(run: Path, *, keep: int, best: int | None, generation: int) -> list[int]:
+    """Delete all but the newest `keep` commits and the best, and those of earlier generations, which this one overrules.
+
+    Gives the steps deleted. Foreign names are never touched.
+    """
     steps = manifests.steps(run)
-    gone = [step for step in steps[:-keep] if step != best]
+    overruled = [step for step in steps if _generation(manifests.step_folder(run, step)) != generation]
+    own = [step for step in steps if step not in overruled]
+    gone = [*overruled, *(step for step in own[:-keep] if step != best)]
     for step in gone:
-        folder = manifests.step_folder(run, step)
-        try:
-            hidden = folder.with_name(f".gone-{folder.name}")
-            folder.rename(hidden)
-            shutil.rmtree(hidden)
-        except OSError:
-            continue  # a folder that cannot be deleted harms nothing; the next commit tries again
+        with contextlib.suppress(OSError):  # a folder that cannot be deleted harms nothing; the next commit tries again
+            _remove(manifests.step_folder(run, step))
     return gone
+
+
+def clear_drafts(run: Path) -> None:
+    """Delete what a killed attempt left of commits that it began or was deleting."""
+    folder = run / manifests.FOLDER
+    for prefix in (DRAFT, GONE) if folder.is_dir() else ():
+        for path in folder.glob(f"{prefix}step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _generation(folder: Path) -> int | None:
+    """The generation that committed a step, None where there is no whole commit."""
+    try:
+        return manifests.read(folder).generation
+    except RunFolderError:
+        return None
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight at once, then deleted: a kill in between leaves nothing that looks like a commit."""
+    hidden = folder.with_name(f"{GONE}{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _reason(error: Exception) -> str:
+    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def find_step(run: Path, step: int | str) -> int:
@@ -122,7 +157,7 @@ def _best(run: Path, steps: list[int]) -> int:
     for step in steps:
         score = manifests.read(manifests.step_folder(run, step)).score
         value = None if score is None else score.get("value")
-        if isinstance(value, int | float) and score is not None:
+        if isinstance(value, int | float) and score is not None and math.isfinite(value):
             scored.append((value if score.get("better") == "higher" else -value, step))
     return max(scored, key=lambda pair: (pair[0], -pair[1]))[1] if scored else steps[-1]
 

@@ -66,3 +66,8 @@ class Journal:
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def abandon(self) -> None:
+        """Close without a word, after whatever went wrong."""
+        with contextlib.suppress(StorageError):
+            self.close()

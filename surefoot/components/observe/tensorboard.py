@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract.events import Evaluated, Event, Step
-from surefoot.core.errors import MissingExtra
+from surefoot.core.errors import MissingExtra, StorageError
 
 FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not before the first steps are done
 
@@ -30,6 +30,7 @@ class TensorBoard:
         self._since_s = time.monotonic()
 
     def write(self, event: Event) -> None:
+        """Take a record up, and write now and then. Raises StorageError once, when the files cannot be written; then it is off."""
         if not self._on or not isinstance(event, Step | Evaluated):
             return
         self._waiting.append(event)
@@ -37,21 +38,35 @@ class TensorBoard:
             self._flush()
 
     def _flush(self) -> None:
-        if self._writer is None and self._waiting:
-            from torch.utils.tensorboard import SummaryWriter
+        try:
+            if self._writer is None and self._waiting:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        for event in self._waiting:
-            for name, value, step in scalars(event):
-                self._writer.add_scalar(name, value, step, walltime=event.time_s)
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+            for event in self._waiting:
+                for name, value, step in scalars(event):
+                    self._writer.add_scalar(name, value, step, walltime=event.time_s)
+        except Exception as error:
+            raise self._given_up(error) from error
         self._waiting.clear()
         self._since_s = time.monotonic()
 
     def close(self) -> None:
-        if self._on:
-            self._flush()
-        if self._writer is not None:
-            self._writer.close()
+        """Write what waits. Raises StorageError when the files cannot be written."""
+        if not self._on:
+            return
+        self._flush()
+        self._on = False
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            raise self._given_up(error) from error
+
+    def _given_up(self, error: Exception) -> StorageError:
+        """A plot that cannot be written, for whatever reason, is no reason to end a run."""
+        self._on = False
+        return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:

@@ -82,8 +82,8 @@ class Guard:
             )
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
-    def storage_fault(self, step: int, detail: str) -> GuardFault:
-        return GuardFault(step, "storage", "this commit was given up, the run goes on", detail)
+    def storage_fault(self, step: int, detail: str, given_up: str) -> GuardFault:
+        return GuardFault(step, "storage", f"{given_up} was given up, the run goes on", detail)
 
     def raise_if_over(self, step: int) -> None:
         """Raise NumbersError when the run cannot come back."""
