@@ -80,7 +80,7 @@ def parse_set(text: str) -> tuple[str, Any, str]:
         raise SpecError(f"--set {text!r} is not table.key=value", hint="for example --set optim.lr=0.01")
     try:
         return key.strip(), tomllib.loads(f"x = {value}")["x"], f"--set {key.strip()}"
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key.strip(), value, f"--set {key.strip()}"
 
 
@@ -107,7 +107,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
     text = _read_text(path)
     try:
         stated = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # besides its own, tomllib lets out a giant integer's and a deep nesting's
         raise SpecError(f"{path} is not TOML: {error}", hint="see toml.io for the form") from None
     lines = _lines(text)
     base = stated.pop("base", None)

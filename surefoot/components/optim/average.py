@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from surefoot.components.optim.fused import move_towards
+
 
 class WeightAverage:
     """average = d * average + (1 - d) * weights with d = min(decay, (1 + t) / (10 + t)), t counting from 0 (as in tf.train's)."""
@@ -21,7 +23,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        torch._foreach_lerp_(self.averages, [parameter.detach() for parameter in self._parameters], 1.0 - decay)
+        move_towards(self.averages, [parameter.detach() for parameter in self._parameters], 1.0 - decay)
         self.num_updates += 1
 
     @contextmanager

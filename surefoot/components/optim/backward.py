@@ -1,6 +1,6 @@
 """The seam to autograd's engine: one call without the checks that `torch.autograd.backward` repeats every step.
 
-`torch.autograd.graph._engine_run_backward` is private; where it is gone, the public function serves with the same numbers.
+`torch.autograd.Variable._execution_engine` is private; where it is gone, the public function serves with the same numbers.
 A test holds both against each other.
 """
 

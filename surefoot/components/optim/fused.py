@@ -126,3 +126,8 @@ def clamp_gradients(grads: Sequence[Tensor], limit: float) -> None:
     """Clamp every element into [-limit, limit], in place."""
     torch._foreach_clamp_min_(list(grads), -limit)
     torch._foreach_clamp_max_(list(grads), limit)
+
+
+def move_towards(tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float) -> None:
+    """Move every tensor by `share` of the way to its target, in place."""
+    torch._foreach_lerp_(list(tensors), list(targets), share)
