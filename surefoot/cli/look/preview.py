@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
+from surefoot.cli.plot import overlay, side_by_side, terminal_style
 from surefoot.cli.table import print_table
 from surefoot.contract.spec import RunSpec, find_place
 from surefoot.contract.spec_file import Origin
@@ -19,6 +20,7 @@ from surefoot.core.schedule_settings import USES, Name, ScheduleSettings
 from surefoot.core.units import Duration, format_number
 
 NUM_POINTS, NUM_ROWS = 241, 11
+PLOT_ROWS, PANEL_ROWS = 14, 10
 UNKNOWN_LENGTH = 1000  # steps that a run is drawn as whose length in steps only its data or its clock knows
 FINE = 27_720  # steps of an epoch when only ratios matter: divisible by 1 to 12
 
@@ -93,6 +95,11 @@ def draw(made: Preview) -> None:
     headers, rows = _table(made)
     print_table(headers, rows, right=headers, indent=2)
     print()
+    at = [(step + 1) / made.scale.steps_per_epoch if made.scale.in_epochs else step + 1 for step in made.steps]
+    unit = "epoch" if made.scale.in_epochs else "step"
+    many = len(made.curves) > 1
+    style = terminal_style(sys.stdout.encoding, log=many, x_title=unit, height=PANEL_ROWS if many else PLOT_ROWS)
+    print((side_by_side if many else overlay)(at, made.curves, style), end="\n\n")
     for name, told in made.told.items():
         print(f"  {name}: {told}")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
+from surefoot.cli.plot import overlay, terminal_style
 from surefoot.cli.table import format_time, print_pairs, print_table, shorten, without_control
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
 
+CURVE_ROWS = 12
 MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
 Pairs = list[tuple[str, str]]
 
@@ -57,11 +60,14 @@ def _where(past: Past) -> Pairs:
 
 
 def _print_curve(past: Past) -> None:
+    """The training loss, as drawn and in two numbers; nothing for a run of one record."""
     points = [(each.step, loss) for each in past.steps if (loss := finite(each.loss)) is not None]
     if len(points) < 2:
         return
-    first, last = points[0], points[-1]
-    print(f"Training loss: {format_number(first[1])} at step {first[0]:,}, {format_number(last[1])} at step {last[0]:,}\n")
+    (first, high), (last, low) = points[0], points[-1]
+    print(f"Training loss: {format_number(high)} at step {first:,}, {format_number(low)} at step {last:,}")
+    style = terminal_style(sys.stdout.encoding, x_title="step", height=CURVE_ROWS)
+    print(overlay([step for step, _ in points], {"loss": [loss for _, loss in points]}, style), end="\n\n")
 
 
 def _print_evaluations(past: Past) -> None:
