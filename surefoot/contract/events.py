@@ -54,7 +54,7 @@ class Started(Event):
     seed: int
     num_parameters: int
     total_steps: int | None
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     first_step: int = 1
     notes: tuple[str, ...] = ()
     unit: str = "samples"

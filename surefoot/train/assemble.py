@@ -76,7 +76,8 @@ class Assembly:
             generation=generation, spec_id=spec.id, spec=spec.as_tables(), task=self.task.name, code_digest=code_digest,
             data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
-            total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, **circumstances(str(self.engine.device)),
+            total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes,
+            **circumstances(str(self.engine.device)),
         )  # fmt: skip
 
 

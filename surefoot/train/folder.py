@@ -49,17 +49,17 @@ def code_digest(use: str | None, task: object) -> str:
     return hashlib.sha256(f"{type(task).__module__}.{type(task).__qualname__}".encode()).hexdigest()
 
 
-def choose(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
+def choose(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
     """Choose the folder; nothing is written.
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
-    chosen = _chosen(wanted, spec, name, digest, fresh=fresh, accept_code_change=accept_code_change)
+    chosen = _chosen(wanted, spec_id, name, digest, fresh=fresh, accept_code_change=accept_code_change)
     _check_writable(chosen.folder)
     return chosen
 
 
-def _chosen(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
+def _chosen(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
     if wanted is None:
         return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
     if not wanted.exists():
@@ -74,9 +74,9 @@ def _chosen(wanted: Path | None, spec: RunSpec, name: str, digest: str, *, fresh
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
     past = list(events.read(wanted))
     started = [event for event in past if isinstance(event, Started)]
-    if started and started[-1].spec_id != spec.id:
+    if started and started[-1].spec_id != spec_id:
         raise RunFolderError(
-            f"{wanted} is the run of another spec ({started[-1].spec_id}, now {spec.id})",
+            f"{wanted} is the run of another spec ({started[-1].spec_id}, now {spec_id})",
             hint="give another --run folder, or --fresh",
         )
     ended = past[-1] if past and isinstance(past[-1], Ended) else None
@@ -133,14 +133,15 @@ class _Taken:
 
 
 @contextlib.contextmanager
-def taken(choice: Callable[[], Chosen], spec: RunSpec) -> Iterator[tuple[Chosen, RunLock]]:
-    """Create and lock the folder that `choice` names and write `spec.toml`; what fails inside the block leaves nothing behind.
+def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
+    """Create and lock the folder that `choice` names and write `spec.toml` if there is a spec; a failure inside leaves nothing.
 
     Raises RunFolderError when it cannot be written or another process writes it.
     """
     mine = _take(choice)
     try:
-        _write_spec(mine.chosen.folder, spec)
+        if spec is not None:
+            _write_spec(mine.chosen.folder, spec)
         yield mine.chosen, mine.lock
     except (OSError, StorageError) as error:
         mine.give_back()

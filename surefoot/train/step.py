@@ -94,7 +94,7 @@ class Stepper:
         guarded = update.guarded
         guarded.clear_gradients()
         counts = self._known_counts(batches)
-        scale = 2.0 ** -round(math.log2(max(1, sum(map(_size, batches))))) if len(batches) > 1 and counts is None else None
+        scale = 2.0 ** -round(math.log2(max(1, sum(map(size_of, batches))))) if len(batches) > 1 and counts is None else None
         # a GAN's generator must not leave gradients in the critic
         inputs = [each for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
@@ -173,12 +173,12 @@ def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) 
         into[term.name] = (total, count, term.weight)
 
 
-def _size(batch: Batch) -> int:
+def size_of(batch: Batch) -> int:
     """Samples in a batch: the length of its first tensor."""
     if isinstance(batch, Tensor):
         return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return next((size for size in map(_size, parts) if size), 0)
+    return next((size for size in map(size_of, parts) if size), 0)
 
 
 def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:

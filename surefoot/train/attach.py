@@ -1,0 +1,303 @@
+"""surefoot around a loop that you have: it counts, times and records, and leaves the loop alone.
+
+What is recorded is what a Run records (`events.jsonl`: Started, Step, Ended), so that `surefoot show` and `runs` read it alike.
+Exact checkpoints and the sample ledger are not written yet: a loop that is started again begins at its own beginning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes
+from surefoot.contract import events
+from surefoot.contract.state import StepReport
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, StorageError, TaskError
+from surefoot.train import blame, environment, folder
+from surefoot.train.step import size_of
+
+SPEC_ID = "attached"  # such a run has no spec
+
+
+def attach(
+    *, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], data: Iterable[Any], folder: str | Path | None = None, every: int = 10
+) -> Attached:  # fmt: skip
+    """Record a loop in `folder` (default: a new one below runs/), one Step record for `every` steps.
+
+        run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
+        for batch in run.batches():
+            ...                      # your step, as it is
+            run.step_done(loss)
+
+    `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
+    the loop, which also names the exception that left it, or else when the process ends. Raises DataError for data that cannot be
+    iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that is something else.
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    bad = [each for each in optimizers if not hasattr(each, "param_groups")]
+    if bad or not optimizers:
+        raise TaskError(
+            f"optimizer is {bad[0] if bad else optimizer!r}, which has no param_groups", hint="give a torch.optim.Optimizer"
+        )
+    if not isinstance(data, Iterable):
+        raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
+    return Attached(_Record(model, optimizers, data, None if folder is None else Path(folder), every), data)
+
+
+@final
+class Attached:
+    """A loop that is recorded. `folder` is where, `step` how many steps were done."""
+
+    def __init__(self, record: _Record, data: Iterable[Any]) -> None:
+        self._record, self._data = record, data
+        self._left = weakref.finalize(self, record.end)
+        self._left.atexit = False  # then the record asks first whether an exception ended the process
+        atexit.register(record.end_with_process)
+
+    @property
+    def folder(self) -> Path:
+        return self._record.folder
+
+    @property
+    def step(self) -> int:
+        return self._record.step
+
+    def batches(self) -> Iterator[Any]:
+        """One pass over the data, as they are; the time spent waiting for them is taken."""
+        record = self._record
+        record.begin_pass()
+        batches = iter(self._data)
+        while True:
+            asked_s = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            record.took(batch, time.perf_counter() - asked_s)
+            yield batch
+        record.end_pass()
+
+    def step_done(self, loss: Tensor | float, *, num_samples: int | None = None) -> None:
+        """Say that the optimiser has stepped. `loss` is the mean over the step's samples, a scalar; it is read every few steps only.
+
+        `num_samples` is counted from the batches read since the step before, unless given. Raises TaskError for a loss that is no scalar.
+        """
+        self._record.step_done(loss, num_samples)
+
+    def close(self) -> None:
+        """Record that the loop is done; a second time does nothing."""
+        self._record.end("finished", f"the loop was done after step {self.step}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self._record.end()
+        else:
+            self._record.end_by(error)
+
+
+@final
+class _Record:
+    """What is counted and written. It does not know the `Attached` that it serves, so that losing that one can end it."""
+
+    def __init__(self, model: nn.Module, optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int) -> None:
+        self._optimizers, self._every = optimizers, max(1, every)
+        self._length = _length_of(data)
+        self._console = Console(total_steps=None, unit="samples", quiet=True)
+        self._meter = Meter()
+        self._process, self._old_error = os.getpid(), getattr(sys, "last_value", None)
+        self._loss: float | None = None
+        self._waiting_s = self._training_s = 0.0
+        self._num_batches = self._num_passes = self._unreported = 0
+        self._is_inside = self._is_over = False
+        self.step = self.num_samples = 0
+        self.started_s = time.perf_counter()
+        name = type(model).__name__.lower()
+        digest = folder.code_digest(_script(), model)
+        choice = functools.partial(folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True)
+        with folder.taken(choice, None) as (chosen, self._lock):
+            self.folder, self.generation = chosen.folder, self._lock.generation
+            self._journal = Journal(self.folder)
+            self._journal.write(self._started(model, name, digest, data, chosen.notes))
+        for note in chosen.notes:
+            self._console.warn(note)
+
+    def _started(self, model: nn.Module, name: str, digest: str, data: Iterable[Any], notes: tuple[str, ...]) -> events.Started:
+        guarantee, why = find_guarantee(data)
+        told = f"{self._length:,} batches of " if self._length is not None else "batches of "
+        kind = type(data).__name__
+        device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
+        return events.Started(
+            generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, code_digest=digest, seed=torch.initial_seed(),
+            data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
+            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"), **environment.circumstances(device),
+        )  # fmt: skip
+
+    # ---- while the loop goes on
+
+    def begin_pass(self) -> None:
+        self._is_inside = True
+        self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
+
+    def took(self, batch: Any, waited_s: float) -> None:
+        self._waiting_s += waited_s
+        self._num_batches += 1
+        self._unreported += size_of(batch)
+
+    def end_pass(self) -> None:
+        self._is_inside = False
+        self._num_passes += 1
+        self._close_window()
+
+    @property
+    def _epoch(self) -> float:
+        return self._num_batches / self._length if self._length else float(self._num_passes)
+
+    def step_done(self, loss: Tensor | float, num_samples: int | None) -> None:
+        if self._is_over:
+            return
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise TaskError(
+                f"step_done was given a loss of shape {tuple(loss.shape)}", hint="give its mean over the batch: loss.mean()"
+            )
+        count = self._unreported if num_samples is None else num_samples
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+        weight = count or 1  # a loop that reads its data past batches() still has a mean
+        self.step += 1
+        self.num_samples += count
+        rate = self._optimizers[0].param_groups[0]["lr"]
+        report = StepReport(
+            step=self.step, epoch=self._epoch, num_samples=count, learning_rate=rate, totals={"loss": (value * weight, weight, 1.0)},
+            norm=None, was_applied=True, waiting_s=self._waiting_s,
+        )  # fmt: skip
+        self._meter.add(report)
+        self._waiting_s, self._unreported = 0.0, 0
+        if self.step % self._every == 0 or self.step == 1:
+            self._close_window()
+
+    def _close_window(self) -> None:
+        summary = None if self._is_over else self._meter.take()
+        if summary is None:
+            return
+        self._training_s += summary.elapsed_s
+        self._loss = summary.loss
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        rates = {f"optimizer.{number}" if number else "optimizer": float(group["lr"]) for number, group in enumerate(groups)}
+        event = events.Step(
+            generation=self.generation, time_s=time.time(), step=summary.step, epoch=summary.epoch, num_steps=summary.num_steps,
+            loss=summary.loss, terms=summary.terms, gradient_norm=None, learning_rates=rates, num_applied=summary.num_applied,
+            num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
+            samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
+        )  # fmt: skip
+        self._write(event)
+
+    def _write(self, event: events.Event) -> None:
+        """What the disk refuses ends the recording, never the loop."""
+        try:
+            self._journal.write(event)
+        except StorageError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: StorageError) -> None:
+        self._console.warn(f"{error.message}; the loop goes on unrecorded")
+        self._let_go()
+
+    # ---- the end
+
+    def end_by(self, error: BaseException) -> None:
+        """The loop was left by `error`."""
+        if isinstance(error, KeyboardInterrupt):
+            self.end("interrupted", f"interrupted by Ctrl-C after step {self.step}", EXIT_INTERRUPTED)
+            return
+        if not isinstance(error, Exception):
+            self.end("stopped", f"{type(error).__name__} after step {self.step}")
+            return
+        made = blame.as_run_error(error, f"after step {self.step}:")
+        self.end("failed", made.message, made.exit_code)
+
+    def end_with_process(self) -> None:
+        """The process ends: by an exception that nobody caught, if there is a new one, else by itself."""
+        error = getattr(sys, "last_value", None)
+        if error is None or error is self._old_error:
+            self.end()
+        else:
+            self.end_by(error)
+
+    def end(self, outcome: str = "", cause: str = "", exit_code: int = EXIT_OK) -> None:
+        """Write Ended, once; without an outcome it is what the last pass over the data says."""
+        if self._is_over or os.getpid() != self._process:
+            return
+        self._close_window()
+        if not outcome:
+            is_whole = self._num_passes > 0 and not self._is_inside
+            outcome = "finished" if is_whole else "stopped"
+            cause = f"{self._num_passes} passes over the data" if is_whole else f"the loop was left after step {self.step}"
+        if not self._is_over and self._lock.still_ours():
+            self._write(self._ended(outcome, cause, exit_code))
+        if not self._is_over:
+            try:
+                self._journal.close()
+            except StorageError as error:
+                self._give_up(error)
+        self._let_go()
+
+    def _ended(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
+        elapsed_s, peak_bytes = time.perf_counter() - self.started_s, peak_resident_bytes()
+        samples_per_s = self.num_samples / self._training_s if self._training_s > 0 else None
+        summary = {
+            "folder": str(self.folder), "step": self.step, "epochs": self._epoch, "score": "loss", "value": self._loss, "unit": "",
+            "better": "lower", "best_value": None, "best_step": None, "loss": self._loss, "num_samples": self.num_samples,
+            "elapsed_s": elapsed_s, "training_s": self._training_s, "samples_per_s": samples_per_s, "peak_bytes": peak_bytes,
+            "num_skipped": 0, "cause": cause, "outcome": outcome,
+        }  # fmt: skip
+        return events.Ended(
+            generation=self.generation, time_s=time.time(), step=self.step, outcome=outcome, cause=cause, exit_code=exit_code,
+            elapsed_s=elapsed_s, num_samples=self.num_samples, samples_per_s=samples_per_s, peak_bytes=peak_bytes, summary=summary,
+        )  # fmt: skip
+
+    def _let_go(self) -> None:
+        self._is_over = True
+        self._journal.abandon()
+        self._lock.release()
+        atexit.unregister(self.end_with_process)
+
+
+def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
+    """What can be promised of going on in the middle of `data`, and why: proven, replayed or none."""
+    if callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None)):
+        return "proven", "they save and restore their own place"
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return "proven", "any batch of them can be read by its number"
+    if isinstance(data, Iterator):
+        return "none", "an iterator is read once and cannot go back"
+    return "replayed", "they are read forwards: going on reads what was read before once more"
+
+
+def _length_of(data: Iterable[Any]) -> int | None:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _script() -> str | None:
+    """The script that runs, as `file.py:`; None in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return f"{file}:" if file is not None and file.endswith(".py") else None
