@@ -8,19 +8,24 @@ from __future__ import annotations
 import math
 import shutil
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from surefoot.cli.table import without_control
 from surefoot.core.units import format_number
 
 Values = Sequence[float | None]  # None leaves a gap
 
-DECADES = 5  # of a log axis, at most: a cosine that ends at 1e-12 of its peak would flatten all else
-PANEL = 22  # columns of a panel side by side, at least
+DECADES = 4  # of a log axis, at most: a cosine that ends near 0 would flatten all else
+PANEL = 18  # columns of a panel side by side, at least
 WIDEST = 120
+NOTHING = "nothing to draw"
 LETTERS = string.ascii_lowercase
 _BRAILLE = 0x2800
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column and row within a cell: Unicode's block of braille patterns
+_DOTS = (
+    (0x01, 0x02, 0x04, 0x40),
+    (0x08, 0x10, 0x20, 0x80),
+)  # by column and row within a cell: Unicode's block of braille patterns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,40 +51,57 @@ def terminal_style(encoding: str | None, *, log: bool = False, x_title: str = ""
 
 
 def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> str:
-    """All curves over one pair of axes, a letter along each, and the legend below. `x` rises; each curve has a value for each x."""
+    """All curves over one pair of axes, a letter along each, and the legend below. `x` rises; each curve has a value for each x.
+
+    >>> print(overlay([0, 1, 2], {"down": [1, 0.5, 0], "up": [0, 0.5, 1]}, Style(width=22, height=5, braille=False)))
+    1 +aaa             bbb
+      |   aaaa     bbbb
+      |       babab
+      |   bbbb     aaaa
+    0 +bbb             aaa
+      ++-----------------+
+       0                 2
+       a down   b up
+    """
     axis = _axis(curves, style)
+    if axis is None:
+        return NOTHING
     labels = _tick_labels(axis, style.height)
     margin = max(map(len, labels))
     canvas = _Canvas(max(style.width - margin - 2, 8), style.height, style.braille)
-    letters = LETTERS if len(curves) > 1 or not style.braille else ""
+    letters = LETTERS if len(curves) > 1 else "*"
     for index, values in enumerate(curves.values()):
-        canvas.line(_points(x, values, axis, canvas), letters[index % 26] if letters else "")
-    if letters and style.braille:
+        canvas.line(_points(x, values, axis, canvas), letters[index % len(letters)])
+    if len(curves) > 1 and style.braille:
         canvas.write_letters(len(curves))
     lines = _framed(canvas, labels, style.braille)
     lines += _x_axis(x, canvas.columns, margin, style)
     if len(curves) > 1:
-        lines += _wrapped([f"{LETTERS[index % 26]} {name}" for index, name in enumerate(curves)], margin + 2, style.width)
+        legend = [f"{LETTERS[index % 26]} {without_control(name)}" for index, name in enumerate(curves)]
+        lines += _wrapped(legend, margin + 2, style.width)
     return "\n".join(line.rstrip() for line in [*lines, *_notes(curves, axis)])
 
 
 def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> str:
     """A panel for each curve, its name above it, all with the same axes; as many in a row as there is room for."""
     axis = _axis(curves, style)
+    if axis is None:
+        return NOTHING
     labels = _tick_labels(axis, style.height)
     margin = max(map(len, labels))
     in_row = max(1, min(len(curves), (style.width - margin) // PANEL))
+    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))  # four where three fit stand two by two
     columns = (style.width - margin) // in_row - 2
     blocks: list[str] = []
     names = list(curves)
     for start in range(0, len(names), in_row):
-        panels = []
+        panels: list[list[str]] = []
         for name in names[start : start + in_row]:
             canvas = _Canvas(max(columns, 8), style.height, style.braille)
-            canvas.line(_points(x, curves[name], axis, canvas), "" if style.braille else "*")
+            canvas.line(_points(x, curves[name], axis, canvas), "*")
             shown = labels if not panels else [""] * style.height
             left = margin if not panels else 0
-            title = f"{'':{left}}  {name[: canvas.columns]}"
+            title = f"{'':{left}}  {without_control(name)[: canvas.columns]}"
             panel = [title, *_framed(canvas, shown, style.braille, left), *_x_axis(x, canvas.columns, left, style)]
             panels.append([line.ljust(left + 2 + canvas.columns) for line in panel])
         blocks += ["".join(parts).rstrip() for parts in zip(*panels, strict=True)]
@@ -112,7 +134,7 @@ class _Canvas:
         self.columns, self.rows, self._braille = columns, rows, braille
         self.dots = (columns * 2, rows * 4) if braille else (columns, rows)
         self._cells: dict[tuple[int, int], int] = {}
-        self._letters: dict[tuple[int, int], str] = {}
+        self._letters: dict[tuple[int, int], list[str]] = {}
         self._paths: list[dict[int, int]] = []
 
     def line(self, points: Sequence[tuple[int, int] | None], letter: str) -> None:
@@ -132,23 +154,27 @@ class _Canvas:
             self._cells[cell] = self._cells.get(cell, 0) | _DOTS[column % 2][row % 4]
         else:
             cell = column, row
-            self._letters.setdefault(cell, letter)
+            self._letters.setdefault(cell, []).append(letter)
         path.setdefault(cell[0], cell[1])
 
     def write_letters(self, num_curves: int) -> None:
         """Put each curve's letter on its line, at places that no other curve's letter takes."""
-        repeats = max(1, self.columns // (12 * num_curves))
+        repeats = max(1, self.columns // (6 * num_curves))
         for index, path in enumerate(self._paths):
             for turn in range(repeats):
                 wanted = int((turn + (index + 0.5) / num_curves) / repeats * self.columns)
                 free = [column for column, row in path.items() if (column, row) not in self._letters]
                 if free:
                     column = min(free, key=lambda each: abs(each - wanted))
-                    self._letters[column, path[column]] = LETTERS[index % 26]
+                    self._letters[column, path[column]] = [LETTERS[index % 26]]
 
     def text(self, row: int) -> str:
-        cells = ((column, row) for column in range(self.columns))
-        return "".join(self._letters.get(cell) or (chr(_BRAILLE + self._cells[cell]) if cell in self._cells else " ") for cell in cells)
+        return "".join(self._character(column, row) for column in range(self.columns))
+
+    def _character(self, column: int, row: int) -> str:
+        if letters := sorted(set(self._letters.get((column, row), ()))):
+            return letters[column % len(letters)]  # curves that coincide take turns
+        return chr(_BRAILLE + dots) if (dots := self._cells.get((column, row), 0)) else " "
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
@@ -163,8 +189,96 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
 def _points(x: Sequence[float], values: Values, axis: _Axis, canvas: _Canvas) -> list[tuple[int, int] | None]:
     columns, rows = canvas.dots
     first, span = x[0], (x[-1] - x[0]) or 1.0
-    return [
-        (round((at - first) / span * (columns - 1)), round((1 - axis.share(value)) * (rows - 1))) if _is_drawn(value, axis) else None
-        for at, value in zip(x, values, strict=True)
-        if value is None or value == value
+    shares = [
+        None if value is None or not math.isfinite(value) else axis.share(value) if value >= axis.low else -1.0
+        for value in values
     ]
+    points: list[tuple[int, int] | None] = []
+    for index, (at, share) in enumerate(zip(x, shares, strict=True)):
+        beside = [each for each in (*shares[max(index - 1, 0) : index], *shares[index + 1 : index + 2]) if each is not None]
+        if share is None or (share < 0 and max(beside, default=-1.0) < 0):
+            points.append(None)
+        else:  # a curve that leaves the axis is drawn down to its edge
+            points.append((round((at - first) / span * (columns - 1)), round((1 - max(share, 0.0)) * (rows - 1))))
+    return points
+
+
+def _axis(curves: Mapping[str, Values], style: Style) -> _Axis | None:
+    """From the least to the greatest value; a linear axis starts at 0 where that costs little. None without any value."""
+    drawn = [value for values in curves.values() for value in values if value is not None and math.isfinite(value)]
+    positive = [value for value in drawn if value > 0]
+    if style.log and positive:
+        high = max(positive)
+        low = 10.0 ** math.floor(math.log10(max(min(positive), high / 10**DECADES)) + 1e-9)
+        return _Axis(low if low < high else high / 10, high, log=True)
+    if not drawn:
+        return None
+    low, high = min(drawn), max(drawn)
+    if 0 < low < (high - low) / 2 or low == high > 0:
+        low = 0.0
+    return _Axis(low, high if high > low else low + 1.0, log=False)
+
+
+def _nice(low: float, high: float, most: int) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most `most` of them.
+
+    >>> _nice(0, 1, 5), _nice(0, 4680, 4)
+    ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 2000.0, 4000.0])
+    """
+    span = high - low
+    power = 10.0 ** math.floor(math.log10(span / max(most, 2)))
+    steps = (unit * power * ten for ten in (1, 10, 100) for unit in (1, 2, 2.5, 5))
+    step = next(step for step in steps if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1 <= max(most, 2))
+    return [step * count for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _tick_labels(axis: _Axis, height: int) -> list[str]:
+    """A label, or nothing, for each row of the drawing."""
+    labels = [""] * height
+    for value in axis.ticks(max(2, (height - 1) // 3 + 1)):
+        labels[round((1 - axis.share(value)) * (height - 1))] = format_number(value)
+    return labels
+
+
+def _framed(canvas: _Canvas, labels: Sequence[str], braille: bool, margin: int | None = None) -> list[str]:
+    width = max(map(len, labels)) if margin is None else margin
+    tick, bare = ("┤", "│") if braille else ("+", "|")
+    return [f"{label:>{width}} {tick if label else bare}{canvas.text(row)}" for row, label in enumerate(labels)]
+
+
+def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list[str]:
+    """The line with its ticks, their numbers, and behind them what they count."""
+    corner, dash, tick = ("└", "─", "┬") if style.braille else ("+", "-", "+")
+    line, numbers = [dash] * columns, [" "] * columns
+    span = (x[-1] - x[0]) or 1.0
+    end = 0
+    for value in _nice(x[0], x[0] + span, max(2, columns // 14)):
+        column, text = round((value - x[0]) / span * (columns - 1)), format_number(value)
+        line[column] = tick
+        start = min(max(column - len(text) // 2, 0), columns - len(text))
+        if start >= end:
+            numbers[start : start + len(text)] = text
+            end = start + len(text) + 1
+    lines = [f"{'':{margin}} {corner}{''.join(line)}", f"{'':{margin}}  {''.join(numbers)}"]
+    return [*lines, f"{'':{margin}}  {style.x_title:^{columns}}"] if style.x_title else lines
+
+
+def _wrapped(parts: Sequence[str], indent: int, width: int) -> list[str]:
+    """The legend: as many entries in a line as there is room for."""
+    lines = [" " * indent]
+    for part in parts:
+        if len(lines[-1]) > indent and len(lines[-1]) + len(part) + 3 > width:
+            lines.append(" " * indent)
+        lines[-1] += part if len(lines[-1]) == indent else f"   {part}"
+    return lines
+
+
+def _notes(curves: Mapping[str, Values], axis: _Axis) -> list[str]:
+    """What the drawing leaves out, in words."""
+    drawn = [value for values in curves.values() for value in values if value is not None]
+    notes = []
+    if any(value < axis.low for value in drawn):
+        notes.append(f"below {format_number(axis.low)} the axis is cut")
+    if not all(math.isfinite(value) for value in drawn):
+        notes.append("values that are not finite are left out")
+    return notes
