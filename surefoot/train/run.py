@@ -18,7 +18,7 @@ from surefoot.components.stability import Guard
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError, SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError, SurefootError
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
@@ -53,6 +53,7 @@ class Run:
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
         self._opened = contextlib.ExitStack()
+        self._is_open = False
 
     # ---- beginning
 
@@ -80,6 +81,7 @@ class Run:
             self._opened.callback(self._lock.release)
             self._open(chosen, digest, notes)
         self._opened.callback(environment.listen(self._interrupt))
+        self._is_open = True
 
     def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
@@ -102,6 +104,10 @@ class Run:
         for note in (*chosen.notes, f"run folder {self.folder}"):
             self._console.say(note)
 
+    def _check_begun(self) -> None:
+        if not self._is_open:
+            raise InputError("this run is not open", hint="use it inside its block: with Run(spec) as run: ...")
+
     def _interrupt(self) -> None:
         """What the first Ctrl-C does, in the middle of whatever goes on."""
         self._stop = ("interrupted", "interrupted by Ctrl-C")
@@ -112,6 +118,7 @@ class Run:
 
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport after each optimiser step until the spec's length, a stop, or the reader's own end."""
+        self._check_begun()
         stepper, total, window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._window
         self._meter.restart_clock()
         while self._stop is None and not self._is_over(total):
@@ -190,6 +197,7 @@ class Run:
 
     def evaluate(self, split: str | None = None) -> Evaluation:
         """Evaluate the weights of this step on `split` (the spec's by default), commit them if they are the best so far."""
+        self._check_begun()
         spec, name = self.spec, split or self.spec.evaluate.split
         self._close_window()
         try:
@@ -250,6 +258,7 @@ class Run:
             error = problem
             raise
         finally:
+            self._is_open = False
             with self._opened:
                 self._end(error)
 
@@ -289,6 +298,9 @@ class Run:
         if isinstance(error, Exception):
             made = blame.as_run_error(error, f"after step {self.step}:")
             return "failed", made.message, made.exit_code
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1  # as Python ends with it
+            return "failed" if code else "stopped", f"SystemExit: {error.code}, after step {self.step}", code
         if error is not None:
             return "failed", f"{type(error).__name__} after step {self.step}", EXIT_INTERNAL
         if self._stop is None:

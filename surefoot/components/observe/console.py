@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any, TextIO
@@ -44,16 +45,22 @@ class Console:
         self._bar.start()
 
     def say(self, text: str) -> None:
-        if self._quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
+        if not self._quiet:
+            self._print(text)
 
     def warn(self, text: str) -> None:
         """Said even when quiet: something was lost."""
-        print(f"surefoot: {text}", file=self._stream, flush=True)
+        self._print(f"surefoot: {text}")
+
+    def _print(self, text: str) -> None:
+        """To a terminal that has gone away nothing more is said: that is no reason to end a run."""
+        try:
+            if self._bar is not None:
+                self._bar.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=self._stream, flush=True)
+        except OSError:
+            self._quiet = True
 
     def step(self, summary: Summary) -> None:
         """Show where the run is; called once a window."""
@@ -89,9 +96,10 @@ class Console:
         self.say(f"step {step:,}  epoch {format_number(epoch)}  {self._score}{mark}")
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
 
 
 def final_table(rows: list[tuple[str, str]], title: str) -> str:
