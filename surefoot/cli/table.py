@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Container, Sequence
 
@@ -62,16 +64,25 @@ def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], inden
     Console(highlight=False).print(Padding(table, (0, 0, 0, indent), expand=False))
 
 
-def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    """Names and what they are, one a line; a name that is empty goes on with the line above."""
+def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> None:
+    """Names and what they are, one a line; a name that is empty goes on with the line above.
+
+    At a terminal a long line goes on below its own beginning, unless it is to stay `whole`, as a command to copy is.
+    """
     width = max(len(name) for name, _ in pairs)
+    room = shutil.get_terminal_size().columns - width - 4 if sys.stdout.isatty() and not whole else sys.maxsize
     for name, value in pairs:
-        print(f"  {name:<{width}}  {without_control(value)}")
+        lines = textwrap.wrap(without_control(value), max(room, 20), break_on_hyphens=False) or [""]
+        for number, line in enumerate(lines):
+            print(f"  {name if not number else '':<{width}}  {line}")
 
 
 def format_time(time_s: float | None) -> str:
-    """Seconds since 1970 as date and time of day here."""
-    return UNKNOWN if time_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+    """Seconds since 1970 as date and time of day here; of another year the date alone."""
+    if time_s is None:
+        return UNKNOWN
+    there, now = time.localtime(time_s), time.localtime()
+    return time.strftime("%m-%d %H:%M" if there.tm_year == now.tm_year else "%Y-%m-%d", there)
 
 
 def shorten(text: str, length: int = 60) -> str:

@@ -164,10 +164,11 @@ def format_metric(name: str, evaluated: Evaluated) -> str:
     return format_value(evaluated.metrics.get(name), evaluated.units.get(name, ""))
 
 
-def format_score(past: Past) -> str:
+def format_score(past: Past, *, with_best: bool = True) -> str:
     """`accuracy 99.4 %`, and the best beside it where that was another; n/a before the first evaluation."""
     last, best = past.last, past.best
     if last is None:
         return UNKNOWN
     text = f"{last.score} {format_metric(last.score, last)}"
-    return text if best is None or value_of(best) == value_of(last) else f"{text} (best {format_metric(best.score, best)})"
+    same = not with_best or best is None or value_of(best) == value_of(last)
+    return text if same or best is None else f"{text} (best {format_metric(best.score, best)})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from surefoot.cli.plot import overlay, side_by_side, terminal_style
-from surefoot.cli.table import print_table
+from surefoot.cli.table import print_pairs, print_table
 from surefoot.contract.spec import RunSpec, find_place
 from surefoot.contract.spec_file import Origin
 from surefoot.core import schedule_plan
@@ -100,8 +100,7 @@ def draw(made: Preview) -> None:
     many = len(made.curves) > 1
     style = terminal_style(sys.stdout.encoding, log=many, x_title=unit, height=PANEL_ROWS if many else PLOT_ROWS)
     print((side_by_side if many else overlay)(at, made.curves, style), end="\n\n")
-    for name, told in made.told.items():
-        print(f"  {name}: {told}")
+    print_pairs(list(made.told.items()))
 
 
 def _table(made: Preview) -> tuple[list[str], list[list[str]]]:

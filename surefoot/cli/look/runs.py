@@ -60,7 +60,5 @@ def _line(found: Past) -> tuple[str, ...]:
 
     total = found.started.total_steps
     steps = f"{found.num_steps:,}" if total in (None, found.num_steps) else f"{found.num_steps:,}/{total:,}"
-    return (
-        str(found.folder), found.started.task, found.state, steps, past.format_score(found), format_seconds(found.elapsed_s),
-        format_time(found.began_s),
-    )  # fmt: skip
+    score, spent = past.format_score(found, with_best=False), format_seconds(found.elapsed_s)
+    return (str(found.folder), found.started.task, found.state, steps, score, spent, format_time(found.began_s))

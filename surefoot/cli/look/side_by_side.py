@@ -11,6 +11,7 @@ from surefoot.core.errors import SpecError
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
 
 NUM_EQUAL_STEPS = 5
+DIGESTS = ("code", "commit", "data")
 Row = tuple[str, list[Any]]
 
 
@@ -23,7 +24,9 @@ def tell(runs: Sequence[Past]) -> None:
     losses = losses_at_equal_steps(runs)
     rows: list[Row] = [(f"loss at step {step:,}", [format_number(loss) for loss in values]) for step, values in losses]
     _print_rows("Training loss at equal steps", headers, rows, "the runs have no step in common")
-    texts: list[Row] = [(key, [shorten(_text(value), 24) for value in values]) for key, values in circumstances]
+    texts: list[Row] = [
+        (key, [shorten(_text(value), 15 if key in DIGESTS else 24) for value in values]) for key, values in circumstances
+    ]
     _print_rows("Versions and machine", headers, texts, "versions, machine, code and data are equal")
 
 
@@ -91,8 +94,10 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
         spec = RunSpec.model_validate(stated)
     except SpecError:
         return stated
-    tables = spec.model_dump(mode="python")
-    return {**tables, "task": {"use": spec.task.use, **spec.task.parameters}, "schedule": spec.schedule.effective()}
+    tables, use = spec.model_dump(mode="python"), spec.task.use
+    if use is not None and use.rpartition(":")[0].endswith(".py"):
+        use = use.rpartition("/")[2]  # the same file elsewhere is no difference; other code shows in its digest
+    return {**tables, "task": {"use": use, **spec.task.parameters}, "schedule": spec.schedule.effective()}
 
 
 def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

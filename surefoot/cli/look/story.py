@@ -30,12 +30,12 @@ def tell(past: Past) -> None:
     _print_evaluations(past)
     _print_faults(past)
     _print_part("How it ended", list(_end(past)))
-    _print_part("Again", _again(past))
+    _print_part("Again", _again(past), whole=True)
 
 
-def _print_part(title: str, pairs: Pairs) -> None:
+def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
     print(title)
-    print_pairs(pairs)
+    print_pairs(pairs, whole=whole)
     print()
 
 
