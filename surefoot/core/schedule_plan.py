@@ -88,12 +88,15 @@ def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_st
     lengths = [to_steps(piece.length) for piece in pieces if piece.length is not None]
     if len(lengths) < len(pieces):
         lengths.append(total_steps - sum(lengths))
-    made = [
-        (_Builder(piece, length, to_steps).with_warmup(), length)
-        for piece, length in zip(pieces, lengths, strict=True)
-        if length > 0
-    ]
-    return schedules.sequence(made if len(made) == len(pieces) else [], total_steps)
+    if min(lengths) < 1:
+        raise SpecError(
+            f"schedule.sequence: a table has {min(lengths)} of the run's {total_steps} steps", hint="leave each at least 1 step"
+        )
+    made = [(_Builder(piece, length, to_steps).with_warmup(), length) for piece, length in zip(pieces, lengths, strict=True)]
+    try:
+        return schedules.sequence(made, total_steps)
+    except SpecError as error:
+        raise SpecError(f"schedule.sequence: {error.message}", hint=error.hint) from None
 
 
 class _Builder:

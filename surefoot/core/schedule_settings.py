@@ -113,9 +113,9 @@ class ScheduleSettings:
     def __post_init__(self) -> None:
         for key in _DURATIONS:
             if getattr(self, key) is not None:
-                object.__setattr__(self, key, str(Duration.parse(getattr(self, key))))
+                object.__setattr__(self, key, _canonical(key, getattr(self, key)))
         if self.milestones is not None:
-            object.__setattr__(self, "milestones", tuple(str(Duration.parse(text)) for text in self.milestones))
+            object.__setattr__(self, "milestones", tuple(_canonical("milestones", text) for text in self.milestones))
         _check_values(self)
         stated = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
         if self.sequence:
@@ -136,6 +136,13 @@ class ScheduleSettings:
         if self.sequence:
             return {"sequence": tuple(piece.effective() for piece in self.sequence)}
         return {"name": self.name, **{key: self.value(key) for key in USES[self.name]}}
+
+
+def _canonical(key: str, text: str) -> str:
+    try:
+        return str(Duration.parse(text))
+    except SpecError as error:
+        raise SpecError(f"schedule.{key}: {error.message}", hint=error.hint) from None
 
 
 def _check_values(settings: ScheduleSettings) -> None:

@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a warm-up before one-cycle": ({"name": "one_cycle", "warmup": "1 epoch"}, "warmup = '1 epoch' is not used by one_cycle"),
     "an unknown curve": ({"name": "cosin"}, "did you mean 'cosine'"),
     "an unknown shape": ({"warmup_shape": "liner"}, "did you mean 'linear'"),
-    "a bare number for a duration": ({"warmup": 500}, "500 is no duration"),
+    "a bare number for a duration": ({"warmup": 500}, "schedule.warmup: 500 is no duration"),
     "a needed key left out": ({"name": "step"}, "schedule.every is not given, and step needs it"),
     "no milestones": ({"name": "multi_step", "milestones": ()}, "milestones is not given"),
     "a floor above 1": ({"floor": 1.5}, "schedule.floor is 1.5(?s:.*)from 0 to 1"),
@@ -178,9 +178,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a plateau in a sequence": ({"sequence": (ScheduleSettings(name="plateau"),)}, "holds plateau, which stands alone"),
     "a piece without a length": ({"sequence": (ScheduleSettings(), ScheduleSettings())}, "has no length"),
-    "a sequence that is too short": ({"sequence": WARM_CONSTANT_COSINE[:2]}, r"lasts 10 \+ 40 = 50 steps, the run 100"),
+    "a sequence that is too short": ({"sequence": WARM_CONSTANT_COSINE[:2]}, r"sequence: the sequence lasts 10 \+ 40 = 50 steps"),
     "a sequence that is too long": (
-        {"sequence": (*WARM_CONSTANT_COSINE, ScheduleSettings(name="constant"))}, "the run 100"
+        {"sequence": (*WARM_CONSTANT_COSINE, ScheduleSettings(name="constant", length="1 step"))}, "the run 100"
+    ),
+    "a sequence whose open end has no step left": (
+        {"sequence": (ScheduleSettings(length="10 epochs"), ScheduleSettings())}, "a table has 0 of the run's 100 steps"
     ),
     "a warm-up longer than the run": ({"warmup": "11 epochs"}, "11 epochs, 110 steps, and there are 100 in all"),
     "a cycle of nothing": ({"name": "cosine_restarts", "cycle": "0 steps"}, "schedule.cycle is 0 steps"),
