@@ -14,7 +14,7 @@ from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, Suref
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
-    help="Train any PyTorch model, and prove what it claims.",
+    help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
     "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted.",
 )  # fmt: skip

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-SpecArgument = Annotated[str, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")]
+
+def complete_spec(incomplete: str) -> list[str]:
+    """The built-in tasks that begin so; with none of them the shell goes on to file names."""
+    from surefoot.contract.spec_file import builtin_names
+
+    return [name for name in builtin_names() if name.startswith(incomplete)]
+
+
+SpecArgument = Annotated[
+    str, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task", autocompletion=complete_spec)
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 RunOption = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="the run folder", show_default="a new one below runs/")
