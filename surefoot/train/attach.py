@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from surefoot.components.data import size_of
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, StorageError, TaskError
 from surefoot.train import blame, environment, folder
-from surefoot.train.step import size_of
 
 SPEC_ID = "attached"  # such a run has no spec
 

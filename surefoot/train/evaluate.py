@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import to_device
+from surefoot.components.data import Iterated, size_of, to_device
 from surefoot.components.metrics import Better, Mean
 from surefoot.contract.events import Evaluated
-from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source
+from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
@@ -57,10 +57,12 @@ def evaluate(
     Raises SpecError when `score` is no metric of the task, TaskError when the task's parts give something else than they should.
     """
     started_s = time.perf_counter()
+    num_samples = 0 if isinstance(source, Iterated) else len(source)  # an iterable's length is in batches
     merged: dict[str, Metric] = {}
     terms: dict[str, tuple[Mean, float]] = {}
     with untouched(model, task.state):
         for inputs in batches(source, batch, device):
+            num_samples += size_of(inputs) if isinstance(source, Iterated) else 0
             with compute():
                 output, loss = _outcome(model, task, inputs)
             if loss is not None:
@@ -75,7 +77,7 @@ def evaluate(
     means = [(mean.value(), weight) for mean, weight in terms.values()]
     total = sum(weight * value for value, weight in means if value is not None) if any(v is not None for v, _ in means) else None
     units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.items()}
-    return Evaluation(split, len(source), total, values, units, chosen, better, time.perf_counter() - started_s)
+    return Evaluation(split, num_samples, total, values, units, chosen, better, time.perf_counter() - started_s)
 
 
 def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:
@@ -125,7 +127,7 @@ def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, L
     one = task.task
     if callable(getattr(one, "forward", None)):
         output = one.forward(model, inputs)
-        return output, one.loss(output, inputs) if callable(getattr(one, "loss", None)) else None
+        return output, as_loss(one.loss(output, inputs), f"task {task.name}") if callable(getattr(one, "loss", None)) else None
     return None, None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Feed, Keys, Window, to_device
+from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, WeightAverage, backward
 from surefoot.contract.state import StepReport
@@ -49,6 +49,7 @@ class Stepper:
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._compute = compute or nullcontext
+        self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
@@ -61,6 +62,7 @@ class Stepper:
         window = self._feed.window(number - 1)
         batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
         waiting_s = time.perf_counter() - started_s
+        num_samples = sum(map(size_of, batches)) if self._counts_rows else len(window.ids)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
@@ -76,7 +78,7 @@ class Stepper:
         if self._average is not None and bool(applied):
             self._average.update()
         return StepReport(
-            step=number, epoch=self._feed.epoch_of(number), num_samples=len(window.ids), learning_rate=rate, totals=totals,
+            step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_s,
         )  # fmt: skip
 
@@ -171,14 +173,6 @@ def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) 
         if term.name in into:
             total, count = into[term.name][0] + total, into[term.name][1] + count
         into[term.name] = (total, count, term.weight)
-
-
-def size_of(batch: Batch) -> int:
-    """Samples in a batch: the length of its first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return next((size for size in map(size_of, parts) if size), 0)
 
 
 def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:

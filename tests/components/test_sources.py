@@ -58,7 +58,9 @@ def test_an_iterable_is_replayed_to_go_back_and_refuses_to_end_early() -> None:
     assert [float(source.read(np.array([k]))[0]) for k in (2, 0, 3)] == [2.0, 0.0, 3.0]
     assert source.guarantee == "replayed"
     with pytest.raises(DataError, match="ended after 4"):
-        Iterated(iter([torch.zeros(1)] * 4), num_batches=6).read(np.array([5]))
+        Iterated([torch.zeros(1)] * 4, num_batches=6).read(np.array([5]))
+    with pytest.raises(DataError, match="read only once"):
+        Iterated(iter([torch.zeros(1)] * 4), num_batches=4)
 
 
 def test_whatever_a_task_gives_becomes_a_source() -> None:

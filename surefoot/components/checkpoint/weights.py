@@ -32,9 +32,9 @@ def commit(
     step: int,
     model: nn.Module,
     *,
-    generation: int,
-    spec_id: str,
-    environment: Mapping[str, str],
+    generation: int = 1,
+    spec_id: str = "",
+    environment: Mapping[str, str] | None = None,
     score: Mapping[str, Any] | None = None,
 ) -> int:
     """Commit the model's weights and buffers as step `step` of `run`; gives the bytes written, 0 where this attempt did so already.
@@ -52,7 +52,9 @@ def commit(
         payload = save(_stored(model), metadata={"format": "pt"})
         _write_synced(draft / WEIGHTS, payload)
         entry = Entry(name=WEIGHTS, num_bytes=len(payload), sha256=hashlib.sha256(payload).hexdigest())
-        made = Manifest(step=step, generation=generation, spec_id=spec_id, files=(entry,), environment=environment, score=score)
+        made = Manifest(
+            step=step, generation=generation, spec_id=spec_id, files=(entry,), environment=environment or {}, score=score
+        )  # fmt: skip
         _write_synced(draft / manifests.FILE, made.as_text().encode())
         _sync_folder(draft)
         if final.exists():
@@ -95,7 +97,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def retain(run: Path, *, keep: int, best: int | None, generation: int) -> list[int]:
+def retain(run: Path, *, keep: int, best: int | None = None, generation: int = 1) -> list[int]:
     """Delete all but the newest `keep` commits and the best, and those of earlier generations, which this one overrules.
 
     Gives the steps deleted. Foreign names are never touched.

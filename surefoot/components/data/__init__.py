@@ -1,9 +1,10 @@
 """Data: sources of samples, their order, and the keys of augmentation."""
 
-from surefoot.components.data.feed import Feed, Window, to_device
+from surefoot.components.data.feed import Feed, Window, size_of, to_device
 from surefoot.components.data.order import Keys, Order, Permutation
 from surefoot.components.data.sources import Arrays, Iterated, Synthetic, Tokens, TorchDataset, as_source
 
 __all__ = [
-    "Arrays", "Feed", "Iterated", "Keys", "Order", "Permutation", "Synthetic", "Tokens", "TorchDataset", "Window", "as_source", "to_device",
+    "Arrays", "Feed", "Iterated", "Keys", "Order", "Permutation", "Synthetic", "Tokens", "TorchDataset", "Window", "as_source",
+    "size_of", "to_device",
 ]  # fmt: skip

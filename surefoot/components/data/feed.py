@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,3 +90,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return type(batch)(to_device(value, device) for value in batch)
     moved: Any = batch.to(device) if hasattr(batch, "to") else batch
     return moved
+
+
+def size_of(batch: Batch) -> int:
+    """Samples in a batch: the length of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return next((size for size in map(size_of, parts) if size), 0)

@@ -142,6 +142,11 @@ class Iterated:
 
     def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
         length = num_batches if num_batches is not None else _length_of(iterable)
+        if isinstance(iterable, Iterator):
+            raise DataError(
+                f"a {type(iterable).__name__} can be read only once",
+                hint="give something that starts anew each time it is iterated",
+            )
         self._iterable = iterable
         self._num_batches = length
         self._iterator: Iterator[Batch] | None = None
