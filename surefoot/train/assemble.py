@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -206,8 +207,11 @@ def _to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -
         return None
     if duration.unit == "samples" and isinstance(feed.source, Iterated):
         raise SpecError(f"{duration} cannot be counted: the source gives whole batches", hint="say it in steps or epochs")
-    tokens = None if tokens_per_sample is None else tokens_per_sample * feed.batch
-    return duration.to_steps(feed.steps_per_epoch, feed.batch, tokens)
+    if duration.unit == "samples":
+        return feed.steps_for(duration.value)
+    if duration.unit == "tokens" and tokens_per_sample is not None:
+        return feed.steps_for(duration.value / tokens_per_sample)
+    return duration.to_steps(feed.steps_per_epoch, feed.batch, None)
 
 
 def _to_steps_or_refuse(text: str, feed: Feed, tokens_per_sample: float | None) -> int:
@@ -255,7 +259,19 @@ def _own_curve(own: Callable[[int, int], float], spec: RunSpec, total_steps: int
             f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) needs the number of steps",
             hint="say the length in steps or epochs, or name a schedule under [schedule]",
         )
+    for step in (0, total_steps):
+        if not _is_finite(value := own(step, total_steps)):
+            raise TaskError(
+                f"schedule({step}, {total_steps}) of the task gives {value!r}", hint="give a multiplier of the learning rate, as 0.5"
+            )
     return lambda step: float(own(min(step, total_steps), total_steps))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _at_run_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
@@ -316,6 +332,8 @@ def _optimizers(
     if groups is None:
         groups = optim.build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
     made = own(_with_stated_rate(groups, table))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TaskError(f"optimizer(groups) of task {task.name} gave a {type(made).__name__}", hint="return a torch.optim.Optimizer")
     return (made,), (f"{type(made).__name__} of the task's optimizer(groups)",)
 
 

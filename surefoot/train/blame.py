@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 
-from surefoot.core.errors import BadRecordError, RunError, SurefootError, UserCodeError
+from surefoot.core.errors import BadRecordError, DataError, InputError, SurefootError, UserCodeError
 
 _OURS = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib"), "<frozen"})
+_LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
 
 
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame that is neither ours nor a library's; a built-in task of ours counts as the user's."""
-    own_tasks = str(Path(_OURS) / "tasks")
+    package, own_tasks = f"{_OURS}{os.sep}", f"{Path(_OURS) / 'tasks'}{os.sep}"
     chosen = None
     for frame in traceback.extract_tb(error.__traceback__):
-        ours = frame.filename.startswith(_OURS) and not frame.filename.startswith(own_tasks)
+        ours = frame.filename.startswith(package) and not frame.filename.startswith(own_tasks)
         if not ours and not frame.filename.startswith(_LIBRARIES):
             chosen = frame
     return chosen
@@ -32,14 +33,18 @@ def describe(error: BaseException) -> str:
 
 
 def as_run_error(error: Exception, place: str) -> SurefootError:
-    """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own."""
-    if isinstance(error, RunError):
+    """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own.
+
+    What is bad input before a run is no longer that once something was written: bad data become a bad record, the rest the user's own.
+    """
+    if isinstance(error, SurefootError) and not isinstance(error, InputError):
         if not error.message.startswith(place):
             error.message = f"{place} {error.message}"
         return error
-    if isinstance(error, SurefootError):
-        return error
-    kind = BadRecordError if isinstance(error, OSError) else UserCodeError
-    made = kind(f"{place} {describe(error)}", hint="run with --traceback to see all of it")
+    kind = BadRecordError if isinstance(error, OSError | DataError) else UserCodeError
+    if isinstance(error, InputError):
+        made = kind(f"{place} {error.message}", hint=error.hint)
+    else:
+        made = kind(f"{place} {describe(error)}", hint="run with --traceback to see all of it")
     made.__cause__ = error
     return made

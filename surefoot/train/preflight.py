@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from surefoot.components.data import Keys, to_device
-from surefoot.contract.task import Batch, Loss, Term
+from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
 from surefoot.train.blame import describe
@@ -104,12 +104,7 @@ def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
         raise TaskError(
             f"the first forward pass of update {name} failed: {describe(error)}", hint="run with --traceback to see where"
         ) from error
-    if isinstance(made, Loss):
-        return made
-    raise TaskError(
-        f"the loss of update {name} is a {type(made).__name__}, not a Loss",
-        hint='return Loss.sum(total, count), the total being a sum: cross_entropy(..., reduction="sum")',
-    )
+    return as_loss(made, f"update {name}")
 
 
 def _check_kind(name: str, loss: Loss) -> None:
@@ -123,6 +118,10 @@ def _check_kind(name: str, loss: Loss) -> None:
         if term.total.ndim:
             raise TaskError(
                 f"the total of term {term.name} has shape {tuple(term.total.shape)}", hint="make it a scalar with .sum()"
+            )
+        if not term.total.requires_grad:
+            raise TaskError(
+                f"the total of term {term.name} carries no gradient", hint="compute it from the model's output, without detach() or item()"
             )
         if not isinstance(term.weight, int | float):
             raise TaskError(

@@ -18,7 +18,7 @@ from surefoot.components.stability import Guard
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError, SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError, SurefootError, TaskError
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
@@ -59,12 +59,23 @@ class Run:
 
     def __enter__(self) -> Self:
         self._opened.callback(environment.apply(self.spec))
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.callback(self._opened.close)
+            self._begin_or_blame()
+            unless_begun.pop_all()
+        return self
+
+    def _begin_or_blame(self) -> None:
         try:
             self._begin()
-        except BaseException:
-            self._opened.close()
+        except SurefootError:
             raise
-        return self
+        except Exception as error:
+            if blame.find_user_frame(error) is None:
+                raise
+            raise TaskError(
+                f"the task failed before the run: {blame.describe(error)}", hint="run with --traceback to see all of it"
+            ) from error
 
     def _begin(self) -> None:
         environment.set_seeds(self.spec.train.seed)

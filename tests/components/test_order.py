@@ -102,6 +102,11 @@ def test_a_dropped_last_batch_says_how_many_samples_it_had() -> None:
     assert all(len(one.window(step).ids) == 10 for step in range(20))
 
 
+@pytest.mark.parametrize(("samples", "steps"), [(0, 0), (1, 1), (100, 10), (103, 11), (104, 12), (206, 22), (0.5, 1)])
+def test_samples_become_steps_with_the_short_last_batch_counted_as_what_it_is(samples: float, steps: int) -> None:
+    assert feed(103, 10).steps_for(samples) == steps
+
+
 def test_ten_microbatches_in_windows_of_four_are_three_updates_and_nothing_leaks_into_the_next_epoch() -> None:
     one = feed(40, 16, microbatch=4)
     assert [len(one.microbatches(one.window(step))) for step in range(4)] == [4, 4, 2, 4]

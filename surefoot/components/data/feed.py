@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -72,6 +73,11 @@ class Feed:
         if len(window.ids) <= self.microbatch:
             return [window.ids]
         return [window.ids[at : at + self.microbatch] for at in range(0, len(window.ids), self.microbatch)]
+
+    def steps_for(self, samples: float) -> int:
+        """The steps that consume so many samples, the short last batch of each epoch counted as what it is."""
+        epochs, rest = divmod(samples, self.order.n - self.dropped)
+        return int(epochs) * self.steps_per_epoch + min(self.steps_per_epoch, math.ceil(rest / self.batch))
 
     def epoch_of(self, step: int) -> float:
         """How much of the data has been seen after `step` steps, in epochs."""
