@@ -1,0 +1,36 @@
+"""The measuring harness: arms in fresh processes, interleaved, compared pairwise with intervals. Imports no torch.
+
+Two arms, and what the second changes:
+
+    arms = [spec_arm("plain", spec, steps=200), spec_arm("unclipped", spec.replace(optim={"clip": 0.0}), steps=200)]
+    outcomes = tuple(run_rounds(arms, rounds=15))
+    trial = Trial(title="clipping", arms=("plain", "unclipped"), rounds=15, seed=0, outcomes=outcomes)
+    find_effect(trial, "unclipped", "plain", "cpu_s_per_step").words
+
+A change that may cost time must compute the same: `compare_arms` holds loss, gradients and weights against two equal runs.
+"""
+
+from surefoot.trial.arm import Arm, spec_arm
+from surefoot.trial.effect import Bar, Effect, Trial, find_effect, find_effects, format_measure, judge
+from surefoot.trial.parity import Gap, Parity, compare_arms, compare_arrays
+from surefoot.trial.process import Outcome, run_arm
+from surefoot.trial.report import Clock, Report, capture, peak_bytes, read_arrays, read_report, resident_bytes, write_report
+from surefoot.trial.schedule import plan_rounds, run_rounds
+from surefoot.trial.table import (
+    as_json,
+    as_line,
+    effect_rows,
+    effects_markdown,
+    find_conditions,
+    from_json,
+    markdown,
+    read_trial,
+    write_trial,
+)
+
+__all__ = [
+    "Arm", "Bar", "Clock", "Effect", "Gap", "Outcome", "Parity", "Report", "Trial", "as_json", "as_line", "capture", "compare_arms",
+    "compare_arrays", "effect_rows", "effects_markdown", "find_conditions", "find_effect", "find_effects", "format_measure",
+    "from_json", "judge", "markdown", "peak_bytes", "plan_rounds", "read_arrays", "read_report", "read_trial", "resident_bytes",
+    "run_arm", "run_rounds", "spec_arm", "write_report", "write_trial",
+]  # fmt: skip

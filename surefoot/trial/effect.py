@@ -1,0 +1,157 @@
+"""What a trial shows: each arm against a baseline, round by round, with an interval; an interval that holds no effect is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from surefoot.core.errors import InputError
+from surefoot.core.statistics import Interval, median_interval, paired_difference, paired_ratio
+from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
+from surefoot.trial.process import Outcome
+
+Kind = Literal["ratio", "difference"]
+Standing = Literal["holds", "fails", "undecided", "not measured"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """All outcomes of one interleaved run of arms, with the conditions they were measured under."""
+
+    title: str
+    arms: tuple[str, ...]
+    rounds: int
+    seed: int
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    outcomes: tuple[Outcome, ...] = ()
+
+    def by_round(self, arm: str, measure: str) -> dict[int, float]:
+        """`measure` of the arm in each round that it ended well and reported it, warm-up excluded."""
+        return {
+            outcome.round: outcome.measures[measure]
+            for outcome in self.outcomes
+            if outcome.arm == arm and outcome.ended == "done" and not outcome.is_warmup and measure in outcome.measures
+        }
+
+    def pairs(self, arm: str, baseline: str, measure: str) -> tuple[list[float], list[float]]:
+        """Values of the arm and of the baseline from the rounds in which both have one."""
+        mine, theirs = self.by_round(arm, measure), self.by_round(baseline, measure)
+        shared = sorted(mine.keys() & theirs.keys())
+        return [mine[number] for number in shared], [theirs[number] for number in shared]
+
+    def failure(self, arm: str) -> str | None:
+        """How the arm failed first, with the tail of its error; None if it never did."""
+        return next((f"{o.ended}: {o.error}" for o in self.outcomes if o.arm == arm and o.ended != "done"), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One measure of an arm against the baseline's: `value` and `reference` are medians, `interval` of the paired comparison.
+
+    `interval` is None where no round has both; `failure` says how the arm failed, if it did.
+    """
+
+    arm: str
+    baseline: str
+    measure: str
+    kind: Kind = "ratio"
+    value: float | None = None
+    reference: float | None = None
+    interval: Interval | None = None
+    failure: str | None = None
+
+    @property
+    def words(self) -> str:
+        """The claim in words; an interval that includes no effect is reported as no effect."""
+        if self.interval is None:
+            return f"{self.arm} was not measured: {self.failure or 'no round has both arms'}"
+        what, bounds = _spoken(self.measure), _bounds(self)
+        if self.interval.verdict == "no effect":
+            return f"no effect of {self.arm} on {what}: {bounds}"
+        if self.interval.verdict == "too few":
+            return f"too few rounds to say anything of {self.arm} and {what}: {bounds}"
+        change, size = "less" if self.interval.verdict == "lower" else "more", self.interval.estimate
+        shown = format_percent(abs(size - 1)) if self.kind == "ratio" else format_measure(self.measure, abs(size))
+        return f"{self.arm} takes {shown} {change} {what} than {self.baseline}: {bounds}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What an effect must not exceed: `most` in times the baseline, or in the measure's own unit for a difference."""
+
+    arm: str
+    baseline: str
+    measure: str
+    most: float
+    kind: Kind = "ratio"
+
+    def standing(self, effect: Effect) -> Standing:
+        """Holds when the whole interval lies at or below `most`, fails when it lies above; else the noise decides nothing."""
+        interval = effect.interval
+        if interval is None:
+            return "not measured"
+        low, high = (interval.estimate if bound is None else bound for bound in (interval.low, interval.high))
+        if high <= self.most:
+            return "holds"
+        return "fails" if low > self.most else "undecided"
+
+
+def find_effect(trial: Trial, arm: str, baseline: str, measure: str, kind: Kind = "ratio") -> Effect:
+    """Compare one measure of `arm` with the baseline's over the rounds that have both. Raises InputError for an unknown arm."""
+    for name in (arm, baseline):
+        if name not in trial.arms:
+            raise InputError(f"the trial {trial.title!r} has no arm {name!r}", hint=f"it has: {', '.join(trial.arms)}")
+    mine, theirs = trial.pairs(arm, baseline, measure)
+    failure = trial.failure(arm) or trial.failure(baseline)
+    if not mine:
+        return Effect(arm=arm, baseline=baseline, measure=measure, kind=kind, failure=failure)
+    compare = paired_ratio if kind == "ratio" else paired_difference
+    return Effect(
+        arm=arm, baseline=baseline, measure=measure, kind=kind, value=median_interval(mine).estimate,
+        reference=median_interval(theirs).estimate, interval=compare(mine, theirs, seed=trial.seed), failure=failure,
+    )  # fmt: skip
+
+
+def find_effects(trial: Trial, baseline: str, measures: Iterable[str], kind: Kind = "ratio") -> list[Effect]:
+    """Every other arm against the baseline, in the trial's order; an arm that failed has its row too."""
+    others = [arm for arm in trial.arms if arm != baseline]
+    return [find_effect(trial, arm, baseline, measure, kind) for measure in measures for arm in others]
+
+
+def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing]]:
+    """Each bar with its effect and whether it holds."""
+    judged = []
+    for bar in bars:
+        effect = find_effect(trial, bar.arm, bar.baseline, bar.measure, bar.kind)
+        judged.append((bar, effect, bar.standing(effect)))
+    return judged
+
+
+def format_measure(measure: str, value: float | None) -> str:
+    """A value in the unit that its measure's name says.
+
+    >>> format_measure("cpu_s_per_step", 0.0004), format_measure("peak_bytes", 2**30), format_measure("samples_per_cpu_s", 250.0)
+    ('400 us', '1 GiB', '250')
+    """
+    words = measure.replace("/", "_").partition("_per_")[0].split("_")
+    if value is None or "bytes" in words:
+        return format_bytes(value)
+    if "s" not in words:
+        return format_number(value)
+    return f"-{format_seconds(-value)}" if value < 0 else format_seconds(value)
+
+
+def _bounds(effect: Effect) -> str:
+    interval = effect.interval
+    if interval is None:
+        return ""
+    show = format_number if effect.kind == "ratio" else lambda value: format_measure(effect.measure, value)
+    between = f" ({show(interval.low)} to {show(interval.high)})" if interval.low is not None else ""
+    return f"{show(interval.estimate)}{' times' if effect.kind == 'ratio' else ''}{between}, n = {interval.count}"
+
+
+def _spoken(measure: str) -> str:
+    """`mlp/cpu_s_per_step` -> `mlp cpu per step`."""
+    words = measure.replace("/", " ").replace("_", " ").split()
+    return " ".join(word for word in words if word not in ("s", "bytes"))

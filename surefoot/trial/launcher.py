@@ -1,0 +1,62 @@
+"""Stands between the harness and one process of an arm. Run by its path in an isolated interpreter; standard library only.
+
+Why a process between: what the kernel reports as a child's peak memory begins with the size of the process that forked it, and
+this one is small; and whoever kills the harness must not leave an arm running. It leads a process group, ends that whole group
+when the harness dies (Linux: PR_SET_PDEATHSIG) or sends SIGTERM, and writes one JSON line about the process to a descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from types import FrameType
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+NOT_FOUND = 127  # as a shell says that a command could not be started
+
+
+def die_with(parent: int, number: int) -> None:
+    """Have the kernel send `number` to this process when `parent` ends. Other systems than Linux cannot."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the request
+        raise SystemExit(1)
+
+
+def end_group(number: int, frame: FrameType | None) -> None:
+    """End every process of this group, this one too."""
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def main() -> None:
+    """`launcher.py DESCRIPTOR PARENT COMMAND...`: run the command, wait for it, write what it used."""
+    descriptor, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    signal.signal(signal.SIGTERM, end_group)
+    die_with(parent, signal.SIGTERM)
+    os.set_inheritable(descriptor, False)
+    launcher = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with(launcher, signal.SIGKILL)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(2, f"{command[0]} cannot be started: {error.strerror}\n".encode())
+            raise SystemExit(NOT_FOUND) from None
+    _, status, usage = os.wait4(child, 0)
+    unit = 1 if sys.platform == "darwin" else 1024
+    row = {
+        "exit_code": os.waitstatus_to_exitcode(status),
+        "cpu_s": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * unit,
+    }
+    os.write(descriptor, json.dumps(row).encode())
+
+
+if __name__ == "__main__":
+    main()

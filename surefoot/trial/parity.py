@@ -1,0 +1,172 @@
+"""Do two arms compute the same? Loss, every gradient and every weight, held against two equal runs of the reference.
+
+The distance of two tensors is max |a - b| / scale. The scale is the reference tensor's largest magnitude, or a thousandth of the
+largest of its group (all gradients of a step, all weights of a step) where that is more: what cancels to nothing, such as the
+gradient of a bias before a normalisation, is rounding of numbers as large as its group's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from surefoot.core.errors import BadRecordError, InputError
+from surefoot.core.units import format_number
+from surefoot.trial.arm import Arm
+from surefoot.trial.process import run_arm
+from surefoot.trial.report import read_arrays
+
+TOLERANCE = 1e-5
+NOISE_FACTOR = 3.0  # the floor is one draw of a largest difference; another one seldom is three times as large
+SMALLEST_SHARE = 1e-3
+Arrays = Mapping[str, np.ndarray]
+Verdict = Literal["equal", "within noise", "differs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """One tensor of two arms: their `distance`, the distance of two equal runs (`floor`), and what is wrong if it has no distance."""
+
+    name: str
+    distance: float | None
+    floor: float | None
+    tolerance: float
+    problem: str | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Equal within the tolerance; within noise where two equal runs differ about as much, which proves nothing; or differs."""
+        if self.distance is None:
+            return "differs"
+        if self.distance <= self.tolerance:
+            return "equal"
+        return "within noise" if self.floor is not None and self.distance <= NOISE_FACTOR * self.floor else "differs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Every tensor of two arms side by side, the worst first."""
+
+    arm: str
+    reference: str
+    gaps: tuple[Gap, ...]
+    failure: str | None = None
+
+    @property
+    def verdict(self) -> Verdict | Literal["not measured"]:
+        """That of the worst tensor; an arm that failed, or that reported nothing, was not measured."""
+        if self.failure is not None or not self.gaps:
+            return "not measured"
+        return self.gaps[0].verdict
+
+    @property
+    def words(self) -> str:
+        """The verdict in a sentence, with the worst tensor named."""
+        if self.failure is not None or not self.gaps:
+            return f"{self.arm} was not compared with {self.reference}: {self.failure or 'no tensors were reported'}"
+        worst, count = self.gaps[0], len(self.gaps)
+        off = f"{worst.name} {worst.problem or f'is off by {format_number(worst.distance)}'}"
+        both = f"{self.arm} and {self.reference}"
+        if worst.verdict == "equal":
+            return f"{both} are equal in all {count} tensors within {worst.tolerance:g}: the worst, {off}"
+        if worst.verdict == "within noise":
+            return f"{both} differ no more than two equal runs: {off}, those by {format_number(worst.floor)}"
+        num_bad = sum(gap.verdict == "differs" for gap in self.gaps)
+        return f"{both} differ in {num_bad} of {count} tensors: {off}, {worst.tolerance:g} is allowed"
+
+
+def compare_arrays(
+    reference: Arrays, again: Arrays, other: Arrays, *, tolerance: float = TOLERANCE, tolerances: Mapping[str, float] | None = None
+) -> list[Gap]:  # fmt: skip
+    """Hold `other` against `reference` with the floor of `reference` against `again`; the worst first.
+
+    `tolerances` gives the prefixes of names (`loss/2000`) tolerances of their own.
+    """
+    largest = _largest_by_group(reference)
+    gaps = []
+    for name in sorted(reference.keys() | other.keys()):
+        allowed = next((value for prefix, value in (tolerances or {}).items() if name.startswith(prefix)), tolerance)
+        problem = _mismatch(reference.get(name), other.get(name))
+        if problem is not None:
+            gaps.append(Gap(name=name, distance=None, floor=None, tolerance=allowed, problem=problem))
+            continue
+        scale = max(_magnitude(reference[name]), SMALLEST_SHARE * largest[_group(name)])
+        distance, floor = _distance(reference[name], other[name], scale), None
+        if _mismatch(reference[name], again.get(name)) is None:
+            floor = _distance(reference[name], again[name], scale)
+        found = None if distance is not None else "is not finite in one of them alone"
+        gaps.append(Gap(name=name, distance=distance, floor=floor, tolerance=allowed, problem=found))
+    return sorted(gaps, key=_badness, reverse=True)
+
+
+def compare_arms(
+    arm: Arm, reference: Arm, *, tolerance: float = TOLERANCE, tolerances: Mapping[str, float] | None = None
+) -> Parity:  # fmt: skip
+    """Run `reference` twice, then `arm`, each in fresh processes, and compare the tensors that they report.
+
+    Raises InputError for an arm that reports nothing.
+    """
+    for each in (arm, reference):
+        if not each.reports:
+            raise InputError(f"the arm {each.name!r} reports no tensors", hint="its command needs {report}")
+    found: list[Arrays] = []
+    with tempfile.TemporaryDirectory(prefix="surefoot-parity-") as work:
+        for number, each in enumerate((reference, replace(reference, name=f"{reference.name} again"), arm)):
+            folder = Path(work) / str(number)
+            outcome = run_arm(each, folder)
+            if outcome.ended != "done":
+                return _unmeasured(arm, reference, f"{outcome.arm} {outcome.ended}: {outcome.error}")
+            try:
+                found.append(read_arrays(folder / "rank0" / "report.json"))
+            except BadRecordError as problem:
+                return _unmeasured(arm, reference, f"{outcome.arm}: {problem}")
+    gaps = compare_arrays(found[0], found[1], found[2], tolerance=tolerance, tolerances=tolerances)
+    return Parity(arm=arm.name, reference=reference.name, gaps=tuple(gaps))
+
+
+def _unmeasured(arm: Arm, reference: Arm, failure: str) -> Parity:
+    return Parity(arm=arm.name, reference=reference.name, gaps=(), failure=failure)
+
+
+def _group(name: str) -> str:
+    """`gradient/1/layer.weight` -> `gradient/1`: the tensors whose sizes are comparable."""
+    return name.rpartition("/")[0]
+
+
+def _largest_by_group(arrays: Arrays) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for name, array in arrays.items():
+        largest[_group(name)] = max(largest.get(_group(name), 0.0), _magnitude(array))
+    return largest
+
+
+def _magnitude(array: np.ndarray) -> float:
+    finite = np.abs(array.astype(np.float64))
+    finite = finite[np.isfinite(finite)]
+    return float(finite.max()) if finite.size else 0.0
+
+
+def _mismatch(one: np.ndarray | None, other: np.ndarray | None) -> str | None:
+    if one is None or other is None:
+        return "is missing in one of them"
+    return f"has shapes {one.shape} and {other.shape}" if one.shape != other.shape else None
+
+
+def _distance(one: np.ndarray, other: np.ndarray, scale: float) -> float | None:
+    """max |one - other| / scale; None where one is finite and the other is not."""
+    first, second = one.astype(np.float64), other.astype(np.float64)
+    finite = np.isfinite(first)
+    if not np.array_equal(finite, np.isfinite(second)) or not np.array_equal(first[~finite], second[~finite], equal_nan=True):
+        return None
+    gap = float(np.abs(first - second)[finite].max()) if finite.any() else 0.0
+    return gap / scale if gap else 0.0
+
+
+def _badness(gap: Gap) -> tuple[int, float]:
+    order: dict[Verdict, int] = {"equal": 0, "within noise": 1, "differs": 2}
+    return order[gap.verdict], float("inf") if gap.distance is None else gap.distance / gap.tolerance

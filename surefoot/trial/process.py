@@ -1,0 +1,191 @@
+"""One run of an arm: start its processes, wait within its time, end whatever is left, and say what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from surefoot.core import place
+from surefoot.core.errors import BadRecordError, InputError
+from surefoot.trial.arm import REPORT, STARTED, WORK, Arm
+from surefoot.trial.report import Report, read_report
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+TAIL_LINES, TAIL_CHARACTERS = 12, 1500
+Ending = Literal["done", "crashed", "timed out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one run of an arm came to: `measures` by name (the unit is in the name), or the tail of its error.
+
+    Besides what the arm reports: `process_cpu_s` (all processes), `process_wall_s` and `process_peak_bytes` (the largest one).
+    `round` counts from 0; warm-up rounds are marked and never enter a comparison.
+    """
+
+    arm: str
+    round: int
+    ended: Ending
+    measures: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    error: str | None = None
+    is_warmup: bool = False
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    result: int  # read end of the pipe that its launcher writes to
+    folder: Path
+
+
+def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -> Outcome:
+    """Run `arm` once in fresh processes below the folder `work`; whatever ends this call ends them too. `number` is the round's.
+
+    What goes wrong inside an arm is an Outcome, not an exception. Call it from the main thread: on Linux the processes die with
+    the thread that started them.
+    """
+    if not arm.folder.is_dir():
+        raise InputError(f"the working folder {arm.folder} of the arm {arm.name!r} does not exist")
+    started_s = time.perf_counter()
+    ranks: list[_Rank] = []
+    variables = _rank_variables(arm)
+    try:
+        for rank in range(arm.ranks):
+            ranks.append(_start(arm, work / f"rank{rank}", variables[rank], started_s))  # noqa: PERF401 - ended even if one fails
+        results = _wait(ranks, started_s + arm.timeout_s)
+    finally:
+        for each in ranks:
+            _end(each)
+    wall_s = time.perf_counter() - started_s
+    return _outcome(arm, ranks, results, wall_s, number, is_warmup)
+
+
+def _rank_variables(arm: Arm) -> list[dict[str, str]]:
+    if arm.ranks == 1:
+        return [{}]
+    with socket.socket() as probe:  # a free port for the ranks' meeting
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(arm.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arm.ranks)]
+
+
+def _start(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float) -> _Rank:
+    folder.mkdir(parents=True)
+    for name, text in arm.files.items():
+        (folder / name).write_text(text)
+    filled = {REPORT: str(folder / "report.json"), WORK: str(folder), STARTED: repr(started_s)}
+    command = [_fill(word, filled) for word in arm.command]
+    environment = place.child_environment(threads=arm.threads) | dict(arm.variables) | dict(variables)
+    read_end, write_end = os.pipe()
+    try:
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(LAUNCHER), str(write_end), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=arm.folder, env=environment, pass_fds=(write_end,),
+                start_new_session=True,
+            )  # fmt: skip
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
+    return _Rank(process, read_end, folder)
+
+
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    for placeholder, value in values.items():
+        word = word.replace(placeholder, value)
+    return word
+
+
+def _wait(ranks: Sequence[_Rank], until_s: float) -> list[dict[str, float] | None]:
+    """What each rank's launcher wrote, None for one that was still running; the first failure ends the wait."""
+    results: list[dict[str, float] | None] = [None] * len(ranks)
+    for index in _as_they_end(ranks, until_s):
+        text = os.read(ranks[index].result, 4096)  # one line, written at once
+        result = json.loads(text) if text else {"exit_code": -signal.SIGKILL}
+        results[index] = result
+        if result["exit_code"] != 0:
+            break
+    return results
+
+
+def _as_they_end(ranks: Sequence[_Rank], until_s: float) -> Iterator[int]:
+    waiting = {rank.result: index for index, rank in enumerate(ranks)}
+    while waiting:
+        ready, _, _ = select.select(list(waiting), [], [], max(0.0, until_s - time.perf_counter()))
+        if not ready:
+            return
+        for descriptor in ready:
+            yield waiting.pop(descriptor)
+
+
+def _end(rank: _Rank) -> None:
+    """End the rank's whole group while its leader still holds the group's number, then reap the leader."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, signal.SIGKILL)
+    rank.process.wait()
+    os.close(rank.result)
+
+
+def _outcome(
+    arm: Arm, ranks: Sequence[_Rank], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
+) -> Outcome:
+    done = [result for result in results if result is not None]
+    problem = _problem(arm, ranks, results)
+    report = Report()
+    if problem is None and arm.reports:
+        try:
+            report = read_report(ranks[0].folder / "report.json")
+        except BadRecordError as error:
+            problem = "crashed", f"{error}\n{_tail(ranks[0].folder)}"
+    if problem is not None:
+        return Outcome(arm=arm.name, round=number, ended=problem[0], error=problem[1].strip(), is_warmup=is_warmup)
+    outside = {
+        "process_cpu_s": sum(result["cpu_s"] for result in done),
+        "process_wall_s": wall_s,
+        "process_peak_bytes": max(result["peak_bytes"] for result in done),
+    }
+    return Outcome(
+        arm=arm.name, round=number, ended="done", measures={**outside, **report.measures}, facts=report.facts, is_warmup=is_warmup
+    )
+
+
+def _problem(arm: Arm, ranks: Sequence[_Rank], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
+    """How the first rank that failed ended, else the first that did not end in time."""
+    for index, result in enumerate(results):
+        if result is not None and result["exit_code"] != 0:
+            return "crashed", f"{_place(arm, index)}exit code {result['exit_code']}\n{_tail(ranks[index].folder)}"
+    if None in results:
+        index = results.index(None)
+        return "timed out", f"{_place(arm, index)}still running after {arm.timeout_s:g} s\n{_tail(ranks[index].folder)}"
+    return None
+
+
+def _place(arm: Arm, rank: int) -> str:
+    return f"rank {rank} of {arm.ranks}: " if arm.ranks > 1 else ""
+
+
+def _tail(folder: Path) -> str:
+    """The last lines that the process wrote to stderr, else to stdout."""
+    for name in ("stderr", "stdout"):
+        path = folder / name
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 8 * TAIL_CHARACTERS))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+        if lines:
+            return "\n".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
+    return ""

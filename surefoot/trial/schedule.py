@@ -1,0 +1,61 @@
+"""In which order arms run, and running them so: interleaved, each round every arm once, so that what drifts hits all alike."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from surefoot.core.errors import InputError
+from surefoot.trial.arm import Arm
+from surefoot.trial.process import Outcome, run_arm
+
+MAX_FAILURES = 2  # after so many an arm is not started again: it would only hold the others up
+
+
+def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tuple[str, ...]]:
+    """The order within each round: a seeded permutation, then its reverse, so of any two arms each is first equally often.
+
+    >>> plan_rounds(["a", "b"], 4)
+    [('a', 'b'), ('b', 'a'), ('a', 'b'), ('b', 'a')]
+    """
+    draw = random.Random(seed)
+    planned: list[tuple[str, ...]] = []
+    while len(planned) < rounds:
+        order = list(names)
+        draw.shuffle(order)
+        planned += [tuple(order), tuple(reversed(order))]
+    return planned[:rounds]
+
+
+def run_rounds(arms: Sequence[Arm], *, rounds: int, warmup_rounds: int = 1, seed: int = 0) -> Iterator[Outcome]:
+    """Run every arm `warmup_rounds + rounds` times, interleaved, one process after the other; yield each Outcome as it comes.
+
+    Warm-up rounds fill the caches of disk and interpreter; their outcomes are marked. An arm that crashes or hangs twice is left
+    out from then on, and the others go on. Raises InputError for no arms, two of one name, or no rounds.
+    """
+    named = {arm.name: arm for arm in arms}
+    if not arms or len(named) < len(arms) or rounds < 1 or warmup_rounds < 0:
+        raise InputError(
+            f"{[arm.name for arm in arms]} for {warmup_rounds} and {rounds} rounds is no trial",
+            hint="name each arm differently, and give at least one arm and one round",
+        )
+    failures: Counter[str] = Counter()
+    for number, order in enumerate(plan_rounds(list(named), warmup_rounds + rounds, seed=seed)):
+        for name in order:
+            if failures[name] >= MAX_FAILURES:
+                continue
+            outcome = _run_aside(named[name], number, warmup_rounds)
+            failures[name] += outcome.ended != "done"
+            yield outcome
+
+
+def _run_aside(arm: Arm, number: int, warmup_rounds: int) -> Outcome:
+    work = Path(tempfile.mkdtemp(prefix="surefoot-trial-"))
+    try:
+        return run_arm(arm, work, number=max(0, number - warmup_rounds), is_warmup=number < warmup_rounds)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""A trial as data: JSON that reads back as the same value, one line an outcome while it runs, and Markdown for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from surefoot.core.errors import BadRecordError
+from surefoot.core.hardware import find_machine
+from surefoot.core.units import UNKNOWN, format_bytes, format_number
+from surefoot.trial.effect import Effect, Trial, format_measure
+from surefoot.trial.process import Outcome
+
+VERSION = 1
+Row = Mapping[str, Any]
+
+
+def as_json(trial: Trial) -> str:
+    """The whole trial, raw outcomes included, as one JSON object; `from_json` gives it back."""
+    row = {"version": VERSION, **{each.name: getattr(trial, each.name) for each in fields(trial) if each.name != "outcomes"}}
+    head = json.dumps(row, allow_nan=False, indent=1)
+    lines = ",\n".join(f"  {as_line(outcome)}" for outcome in trial.outcomes)
+    return f'{head[:-2]},\n "outcomes": [\n{lines}\n ]\n}}\n'
+
+
+def from_json(text: str) -> Trial:
+    """The trial that `as_json` wrote. Raises BadRecordError for anything else."""
+    try:
+        row = json.loads(text)
+        version = row.pop("version")
+        outcomes = tuple(Outcome(**each) for each in row.pop("outcomes"))
+        trial = Trial(outcomes=outcomes, **{**row, "arms": tuple(row["arms"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadRecordError(f"this is no trial: {type(error).__name__}: {error}", hint="see surefoot/trial/table.py") from None
+    if version != VERSION:
+        raise BadRecordError(f"the trial has version {version}", hint=f"this surefoot reads {VERSION}")
+    return trial
+
+
+def as_line(outcome: Outcome) -> str:
+    """One outcome as one line of JSON, to be appended while a trial runs: what a killed trial measured is not lost."""
+    return json.dumps(asdict(outcome), allow_nan=False)
+
+
+def write_trial(trial: Trial, path: Path) -> None:
+    """Write the trial's JSON aside, then rename it."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(as_json(trial))
+    draft.replace(path)
+
+
+def read_trial(path: Path) -> Trial:
+    """The trial at `path`. Raises BadRecordError when there is none."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRecordError(f"{path} cannot be read: {error}") from None
+
+
+def effect_rows(effects: Iterable[Effect]) -> list[dict[str, Any]]:
+    """Effects as plain rows, for JSON and for Markdown."""
+    return [
+        {
+            "measure": effect.measure, "arm": effect.arm, "baseline": effect.baseline, "kind": effect.kind,
+            "value": effect.value, "reference": effect.reference,
+            "estimate": effect.interval.estimate if effect.interval else None,
+            "low": effect.interval.low if effect.interval else None, "high": effect.interval.high if effect.interval else None,
+            "count": effect.interval.count if effect.interval else 0,
+            "verdict": effect.interval.verdict if effect.interval else "not measured",
+            "failure": effect.failure,
+        }
+        for effect in effects
+    ]  # fmt: skip
+
+
+def effects_markdown(effects: Sequence[Effect]) -> str:
+    """Effects as a Markdown table; below it the error of each arm that failed."""
+    table = [
+        (
+            effect.measure,
+            effect.arm,
+            format_measure(effect.measure, effect.value),
+            _shown(effect),
+            _count(effect),
+            _verdict(effect),
+        )
+        for effect in effects
+    ]
+    failures = {effect.arm: effect.failure for effect in effects if effect.failure}
+    below = "".join(f"\n`{arm}` {failure.splitlines()[0]}\n\n```text\n{failure}\n```\n" for arm, failure in failures.items())
+    return markdown(("measure", "arm", "median", "against the baseline (95 %)", "n", "verdict"), table) + below
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; a bar inside a cell is escaped.
+
+    >>> print(markdown(["a", "b"], [["1", "2|3"]]), end="")
+    | a | b |
+    | --- | --- |
+    | 1 | 2\\|3 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def find_conditions(packages: Iterable[str] = ("torch", "numpy"), *, threads: int = 1) -> dict[str, str]:
+    """What a measurement stands on: processor, cores, memory, system, Python, threads, versions of `packages`."""
+    machine = find_machine()
+    found = {
+        "processor": machine.processor, "cores": str(machine.cores), "memory": format_bytes(machine.memory_bytes),
+        "system": machine.system, "python": machine.python, "threads": str(threads),
+    }  # fmt: skip
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = UNKNOWN
+    return found
+
+
+def _shown(effect: Effect) -> str:
+    interval = effect.interval
+    if interval is None:
+        return UNKNOWN
+    if effect.kind == "ratio":
+        low, middle, high = map(format_number, (interval.low, interval.estimate, interval.high))
+    else:
+        low, middle, high = (format_measure(effect.measure, value) for value in (interval.low, interval.estimate, interval.high))
+    return f"{middle} ({low} to {high})"
+
+
+def _count(effect: Effect) -> str:
+    return str(effect.interval.count if effect.interval else 0)
+
+
+def _verdict(effect: Effect) -> str:
+    return effect.interval.verdict if effect.interval else "not measured"
