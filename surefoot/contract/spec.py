@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
@@ -35,7 +36,10 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _canonical_duration(text: str) -> str:
-    return str(Duration.parse(text))
+    try:
+        return str(Duration.parse(text))
+    except SpecError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None  # so that pydantic adds the key
 
 
 DurationText = Annotated[str, AfterValidator(_canonical_duration)]
@@ -249,10 +253,15 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     if kind == "missing":
         return SpecError(f"{dotted} is not given", hint='a spec needs at least [task] use = "digits"', key=path)
     if kind == "value_error":
-        text = str(fault["msg"]).removeprefix("Value error, ")
-        return SpecError(f"[{dotted}] {text}" if len(path) == 1 else f"{dotted}: {text}", key=path)
+        text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")
+        if len(path) == 1:
+            named = next((word for word in text.split() if word in key_names(dotted)), None)
+            return SpecError(f"[{dotted}] {text}", hint=hint or None, key=path if named is None else (dotted, named))
+        return SpecError(f"{dotted}: {text}", hint=hint or None, key=path)
     allowed = str(fault["msg"]).removeprefix("Input should be ")
-    return SpecError(f"{dotted} is {given!r}", hint=f"it should be {allowed}", key=path)
+    options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
+    near = difflib.get_close_matches(str(given), options, n=1)
+    return SpecError(f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path)
 
 
 def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:

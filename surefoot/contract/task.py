@@ -9,13 +9,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from surefoot.contract import signature
-from surefoot.core.errors import TaskError
+from surefoot.core.errors import SurefootError, TaskError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,6 +77,16 @@ class Loss:
 
     def __repr__(self) -> str:
         return f"Loss({', '.join(map(repr, self.terms))}, additive={self.additive})"
+
+
+def as_loss(made: object, name: str) -> Loss:
+    """`made`, which the loss of `name` gave; raises TaskError when it is something else than a Loss."""
+    if isinstance(made, Loss):
+        return made
+    raise TaskError(
+        f"the loss of {name} is a {type(made).__name__}, not a Loss",
+        hint='return Loss.sum(total, count), the total being a sum: cross_entropy(..., reduction="sum")',
+    )
 
 
 @dataclass(frozen=True)
@@ -180,18 +191,33 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
             module = importlib.import_module(module_name)
     except TaskError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
-            f"task {use!r} does not import: {type(error).__name__}: {error}", hint="run it with --traceback to see where"
+            f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}",
+            hint="run it with --traceback to see all of it",
         ) from error
     made = getattr(module, class_name, None)
     if made is None:
         raise TaskError(f"{module_name} has no {class_name}", hint=f"it has: {', '.join(_classes(module)) or 'no class'}")
     try:
         task = made(**parameters)
-    except (TypeError, ValueError) as error:
-        raise TaskError(f"task {use} cannot be built: {error}", hint="its parameters are the keys of [task]") from error
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"task {use} cannot be built: {type(error).__name__}: {error}{_where(error)}",
+            hint="its parameters are the keys of [task]",
+        ) from error
     return resolve(task, importable=use)
+
+
+def _where(error: BaseException) -> str:
+    """The user's own line that led to `error`, as ` (my_task.py:3, in <module>)`."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in (__file__, importlib.__file__)
+    ]
+    own = next((frame for frame in frames if not frame.filename.startswith("<")), None)
+    return "" if own is None else f" ({own.filename}:{own.lineno}, in {own.name})"
 
 
 def find_use(task: object) -> str | None:

@@ -262,7 +262,8 @@ def _own_curve(own: Callable[[int, int], float], spec: RunSpec, total_steps: int
     for step in (0, total_steps):
         if not _is_finite(value := own(step, total_steps)):
             raise TaskError(
-                f"schedule({step}, {total_steps}) of the task gives {value!r}", hint="give a multiplier of the learning rate, as 0.5"
+                f"schedule({step}, {total_steps}) of the task gives {value!r}",
+                hint="give a multiplier of the learning rate, as 0.5",
             )
     return lambda step: float(own(min(step, total_steps), total_steps))
 
@@ -333,7 +334,9 @@ def _optimizers(
         groups = optim.build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
     made = own(_with_stated_rate(groups, table))
     if not isinstance(made, torch.optim.Optimizer):
-        raise TaskError(f"optimizer(groups) of task {task.name} gave a {type(made).__name__}", hint="return a torch.optim.Optimizer")
+        raise TaskError(
+            f"optimizer(groups) of task {task.name} gave a {type(made).__name__}", hint="return a torch.optim.Optimizer"
+        )
     return (made,), (f"{type(made).__name__} of the task's optimizer(groups)",)
 
 

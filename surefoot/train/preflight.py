@@ -121,7 +121,8 @@ def _check_kind(name: str, loss: Loss) -> None:
             )
         if not term.total.requires_grad:
             raise TaskError(
-                f"the total of term {term.name} carries no gradient", hint="compute it from the model's output, without detach() or item()"
+                f"the total of term {term.name} carries no gradient",
+                hint="compute it from the model's output, without detach() or item()",
             )
         if not isinstance(term.weight, int | float):
             raise TaskError(
