@@ -134,8 +134,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
             into[key] = value
             line = lines.get(f"{table}.{key}", lines.get(table, 1))
             places[f"{table}.{key}"] = f"{path.name}:{line}"
-        if not keys:
-            places[table] = f"{path.name}:{lines.get(table, 1)}"
+        places[table] = f"{path.name}:{lines.get(table, 1)}"  # of what is wrong with the table as a whole
     return tables, places
 
 
