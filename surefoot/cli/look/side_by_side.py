@@ -63,7 +63,8 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
 
 def spec_differences(runs: Sequence[Past]) -> list[Row]:
     """Every key of the specs whose values are not all the same, defaults included; None is a key that a run has not."""
-    return _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
+    rows = _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
+    return [row for row in rows if row[0] != "train.threads"]  # what a run used stands in its machine.threads
 
 
 def circumstance_differences(runs: Sequence[Past]) -> list[Row]:

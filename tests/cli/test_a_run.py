@@ -1,0 +1,96 @@
+"""One real run from the command line: trained, shown, evaluated, written out, repeated; and what stops one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surefoot.contract import manifest
+from tests.cli.conftest import Command
+from tests.cli.reference import CLI, sections
+
+
+def weights_sha256(run: Path, step: int) -> str:
+    return hashlib.sha256((manifest.step_folder(run, step) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def documented(verb: str) -> set[str]:
+    """The keys that docs/reference/cli.md gives for `--json` of a verb."""
+    text = next(body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}"))
+    return set(re.findall(r"`([a-z_]+)`", text.split("`--json`:")[1].split("\n\n")[0]))
+
+
+def test_a_run_is_told_evaluated_written_out_and_repeated_bit_for_bit(surefoot: Command) -> None:
+    surefoot("init")
+    trained = surefoot("train", "my_spec.toml", "--steps", "47", "--run", "runs/a", "--quiet", "--json")
+    assert (trained.code, trained.err) == (0, "")
+    assert set(trained.row) == documented("train")
+
+    told = surefoot("show", "runs/a")
+    repeat = re.search(r"repeat +(surefoot .*)", told.out)
+    assert repeat is not None
+    assert repeat[1] == "surefoot train runs/a/spec.toml"
+    assert "47 (1 epochs)" in told.out
+
+    row = surefoot("evaluate", "runs/a", "--json").row
+    assert set(row) == documented("evaluate")
+    assert row["value"] == pytest.approx(trained.row["value"])
+    row = surefoot("predict", "runs/a", "--output", "out.npz", "--json").row
+    assert set(row) == documented("predict")
+    assert np.load("out.npz")["output"].shape == tuple(row["shapes"]["output"]) == (1000, 3)
+
+    assert surefoot("train", "runs/a/spec.toml", "--run", "runs/b", "--quiet").code == 0
+    assert weights_sha256(Path("runs/a"), 47) == weights_sha256(Path("runs/b"), 47)
+    compared = surefoot("compare", "runs/a", "runs/b", "--json").row
+    assert (compared["spec"], compared["circumstances"]) == ([], [])
+    assert {values[0] - values[1] for values in (each["values"] for each in compared["losses"])} == {0.0}
+
+
+@pytest.mark.parametrize("verb", ["runs", "show", "compare", "spec show", "spec check", "init"])
+def test_the_reference_names_every_key_of_the_json(verb: str, surefoot: Command) -> None:
+    from tests.cli import past_runs
+
+    past_runs.write(
+        Path("runs/a"), [past_runs.started(), past_runs.step(1, 1.0), past_runs.evaluated(1, 0.5), past_runs.fault(1)]
+    )
+    words = {
+        "runs": [],
+        "show": ["runs/a"],
+        "compare": ["runs/a", "runs/a"],
+        "spec show": ["digits"],
+        "spec check": ["digits"],
+        "init": [],
+    }
+    row = surefoot(*verb.split(), *words[verb], "--json").row
+    inner = {key for value in row.values() if isinstance(value, list) for each in value if isinstance(each, dict) for key in each}
+    missing = {*row, *inner} - documented(verb) - documented("runs")
+    assert missing == set()
+
+
+def test_an_error_in_the_user_s_code_ends_with_its_own_code_and_frame(surefoot: Command, tmp_path: Path) -> None:
+    surefoot("init")
+    path = tmp_path / "my_task.py"
+    head = "    def augment(self, batch: Batch, keys: Keys) -> Batch:\n"
+    late = "        self.calls = getattr(self, 'calls', 0) + 1\n        assert self.calls < 5 or undefined\n"
+    path.write_text(path.read_text().replace(head, head + late))
+    answer = surefoot("train", "my_spec.toml", "--quiet", "--run", "runs/a")
+    assert (answer.code, answer.out) == (3, "")
+    assert re.search(r"my_task\.py.*line \d+|my_task\.py:\d+", answer.err)
+    assert "undefined" in answer.err
+    row = surefoot("show", "runs/a", "--json").row
+    assert (row["state"], row["exit_code"]) == ("failed", 3)
+    assert "undefined" in row["cause"]
+
+
+def test_what_is_wrong_before_the_run_leaves_nothing_behind(surefoot: Command, tmp_path: Path) -> None:
+    surefoot("init")
+    before = sorted(tmp_path.rglob("*"))
+    for flag in ("task.wdith=3", "train.length=-1 steps", "optim.lr=nan", "evaluate.score=f1", "evaluate.split=unknown"):
+        answer = surefoot("train", "my_spec.toml", "--set", flag, "--quiet")
+        assert (answer.code, answer.out) == (2, ""), flag
+        assert answer.err.startswith("error: ")
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before

@@ -1,0 +1,152 @@
+"""What a person meets first: help, errors of the command line, pipes, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from surefoot.cli.main import app
+from tests.cli.conftest import Command
+from tests.cli.reference import CLI, ROOT, sections
+
+VERBS = ("init", "train", "evaluate", "predict", "runs", "show", "compare", "spec show", "spec schema", "spec check")
+COMMON = {"--json", "--traceback"}
+
+
+def parameters(verb: str) -> list[object]:
+    command = get_command(app)
+    for word in verb.split():
+        command = command.commands[word]  # type: ignore[attr-defined]
+    return [each for each in command.params if each.name != "help"]
+
+
+def flags(verb: str) -> set[str]:
+    return {flag for each in parameters(verb) for flag in each.opts if flag.startswith("--")}  # type: ignore[attr-defined]
+
+
+def test_help_names_every_verb_in_the_group_of_what_a_person_wants(surefoot: Command) -> None:
+    answer = surefoot("--help")
+    assert answer.code == 0
+    train, look = answer.out.index("─ Train ─"), answer.out.index("─ Look ─")
+    assert train < answer.out.index("│ train ") < look < answer.out.index("│ show ")
+    assert {verb.split()[0] for verb in VERBS} == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_help_of_a_verb_explains_each_flag_and_hides_types(
+    verb: str, columns: str, surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    answer = surefoot(*verb.split(), "--help")
+    assert answer.code == 0
+    assert max(map(len, answer.out.splitlines())) <= int(columns)
+    assert not any(word in answer.out for word in ("<bool>", "<str>", "<path>", "<list", "TEXT"))
+    for each in parameters(verb):
+        assert each.help, each.name  # type: ignore[attr-defined]
+    assert all(flag in answer.out for flag in flags(verb))
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "spec schema"])
+def test_every_verb_has_json_and_traceback(verb: str) -> None:
+    assert flags(verb) >= COMMON
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_reference_names_every_flag_of_a_verb(verb: str) -> None:
+    text = CLI.read_text()
+    mine = next((body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}")), None)
+    assert mine is not None, f"docs/reference/cli.md has no section for {verb}"
+    named = mine + text.split("## surefoot")[0]
+    if verb == "predict":  # "flags as for evaluate"
+        named += sections(CLI)["surefoot evaluate RUN"]
+    assert [flag for flag in flags(verb) if f"`{flag}" not in named] == []
+
+
+@pytest.mark.parametrize(
+    "words", [("shwo",), ("show",), ("spec", "shwo"), ("runs", "--jsn"), ("train", "digits", "--steps", "x"), ("compare",)]
+)
+def test_a_command_line_that_cannot_be_read_is_bad_input(words: tuple[str, ...], surefoot: Command) -> None:
+    answer = surefoot(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert "--help' for help" in answer.err
+
+
+def test_an_error_shows_where_it_was_raised_only_on_traceback(surefoot: Command) -> None:
+    plain, traced = surefoot("show", "nowhere"), surefoot("show", "nowhere", "--traceback")
+    assert plain.err.startswith("error: nowhere is no run")
+    assert "Traceback (most recent call last)" in traced.err
+    assert traced.err.endswith(plain.err)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_for_the_common_shells(shell: str, surefoot: Command) -> None:
+    answer = surefoot("--show-completion", shell)
+    assert answer.code == 0
+    assert "surefoot" in answer.out
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **more}
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("surefoot tr", ["train"]), ("surefoot spec s", ["show", "schema"]), ("surefoot train dig", ["digits"])],
+)
+def test_a_shell_is_offered_what_fits(typed: str, offered: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_SUREFOOT_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "surefoot"]
+    done = subprocess.run(command, env=environment(**words), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == offered
+
+
+def test_a_reader_who_leaves_early_is_no_failure(tmp_path: Path) -> None:
+    for words in ("spec schema", "spec check digits"):
+        for unbuffered in ("", "1"):
+            script = f'"{sys.executable}" -m surefoot {words} | true; exit ${{PIPESTATUS[0]}}'
+            done = subprocess.run(
+                ["bash", "-c", script], cwd=tmp_path, env=environment(PYTHONUNBUFFERED=unbuffered), capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+LIGHT = """
+import sys
+from surefoot.cli.main import main
+for words in {words!r}:
+    sys.argv = ["surefoot", *words]
+    try:
+        main()
+    except SystemExit as left:
+        assert left.code == 0, words
+heavy = sorted({{"torch", "numpy", "sklearn"}} & set(sys.modules))
+assert not heavy, heavy
+"""
+
+
+def test_help_and_every_looking_verb_work_without_torch_and_numpy(tmp_path: Path) -> None:
+    from tests.cli import past_runs
+
+    for name in "ab":
+        past_runs.write_finished(tmp_path / "runs" / name)
+    words = [
+        ["--help"], ["train", "--help"], ["runs"], ["show", "runs/a"], ["compare", "runs/a", "runs/b"], ["init", "mine"],
+        ["spec", "show", "digits", "--compare", "step,exponential,cosine,plateau"], ["spec", "check", "mine/my_spec.toml"],
+        ["spec", "schema"],
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(words=words)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,213 @@
+"""`surefoot spec`: every value with its origin, what is wrong with its place, ids that mean something, schedules drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+
+def origins(surefoot: Command, *words: str | Path) -> dict[str, tuple[object, str]]:
+    answer = surefoot("spec", "show", *words, "--json")
+    assert answer.code == 0, answer.err
+    return {row["key"]: (row["value"], row["origin"]) for row in answer.row["values"]}
+
+
+def test_every_value_is_shown_with_the_place_it_came_from(surefoot: Command, spec_file: Path) -> None:
+    found = origins(surefoot, spec_file, "--set", "optim.clip=0.5", "--steps", "7", "--seed", "3", "--data", "here")
+    assert found["optim.lr"] == (0.02, "mine.toml:5")
+    assert found["optim.clip"] == (0.5, "--set optim.clip")
+    assert found["train.length"] == ("7 steps", "--steps")
+    assert found["train.seed"] == (3, "--seed")
+    assert found["data.folder"] == (str(spec_file.parent / "here"), "--data")
+    assert found["optim.decay"] == (0.01, "default")
+    assert found["task.width"] == (8, "default")
+    assert found["task.use"] == (f"{spec_file.parent / 'task.py'}:Mine", "mine.toml:2")
+
+
+def test_a_variant_shows_its_own_lines_and_those_of_its_base(surefoot: Command, spec_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "wide.toml").write_text('base = "mine.toml"\n[task]\nwidth = 32\n')
+    (tmp_path / "wider.toml").write_text('base = "wide.toml"\n[task]\nwidth = 64\n[optim]\ndecay = 0.0\n')
+    found = origins(surefoot, "wider.toml", "--set", "optim.decay=0.1")
+    assert found["task.width"] == (64, "wider.toml:3")
+    assert found["optim.lr"] == (0.02, "mine.toml:5")
+    assert found["optim.decay"] == (0.1, "--set optim.decay")
+    assert found["task.use"] == (f"{tmp_path / 'task.py'}:Mine", "mine.toml:2")
+
+
+def test_in_a_pipe_the_table_is_plain_aligned_text(surefoot: Command, spec_file: Path) -> None:
+    lines = surefoot("spec", "show", spec_file).out.splitlines()
+    assert lines[0].split() == ["key", "value", "from"]
+    at = lines[0].index("from")
+    assert all(line[at - 1] == " " != line[at] for line in lines)
+    assert not any(set(line) & set("│─\x1b") for line in lines)
+    assert any(line.split() == ["optim.lr", "0.02", "mine.toml:5"] for line in lines)
+    assert any(line.split() == ["data.folder", "-", "default"] for line in lines)
+
+
+WRONG = {
+    "an unknown key": ("[optim]\nlrr = 1.0", "mine.toml:4: 'lrr' is no key in [optim]", "did you mean 'lr'?"),
+    "an unknown table": ("[optimm]\nlr = 1.0", "mine.toml:3: 'optimm' is no table", "did you mean 'optim'?"),
+    "an unknown parameter": ("wdith = 3", "mine.toml:3: ", "did you mean 'width'?"),
+    "a parameter of another type": ("width = 'x'", "mine.toml:3: task.width is 'x'", "it should be int"),
+    "another type": ("[train]\nbatch = '64'", "mine.toml:4: train.batch is '64'", "it should be a valid integer"),
+    "a fraction for a count": ("[train]\nbatch = 6.5", "mine.toml:4: train.batch is 6.5", "hint:"),
+    "NaN": ("[optim]\nlr = nan", "mine.toml:4: optim.lr is nan", "finite"),
+    "infinity": ("[optim]\nlr = inf", "mine.toml:4: optim.lr is inf", "finite"),
+    "a negative rate": ("[optim]\nlr = -0.1", "mine.toml:4: optim.lr is -0.1", "greater than or equal to 0"),
+    "negative steps": ("[train]\nlength = '-5 steps'", "mine.toml:4: ", "a duration is a number with its unit"),
+    "no steps": ("[train]\nlength = '0 steps'", "length is 0", ""),
+    "a bare number": ("[train]\nlength = 500", "mine.toml:4: train.length", "hint:"),
+    "a duration in time with a prefix": ("[train]\nlength = '3 M min'", "mine.toml:4: ", "hint:"),
+    "two kinds of clipping": ("[optim]\nclip = 1.0\nclip_value = 0.5", "contradict each other", ""),
+    "a microbatch that does not divide": (
+        "[train]\nbatch = 10\nmicrobatch = 4",
+        "does not divide batch = 10",
+        "use one of [1, 2, 5, 10]",
+    ),
+    "a schedule that is none": ("[schedule]\nname = 'cosin'", "mine.toml:4: schedule.name is 'cosin'", "did you mean 'cosine'?"),
+    "a key of another schedule": ("[schedule]\nname = 'cosine'\npower = 2.0", "mine.toml:5: ", "power belongs to polynomial"),
+    "a schedule without what it needs": ("[schedule]\nname = 'step'", "schedule.every is not given", "for example"),
+    "a warm-up longer than the run": ("[train]\nlength = '10 steps'\n[schedule]\nwarmup = '20 steps'", "mine.toml:6: ", "hint:"),
+    "a key of a table that comes later": ("[compile]\nmode = 'max'", "mine.toml:4: [compile] has no keys", "leave [compile] out"),
+    "what is no TOML": ("[optim", "is not TOML", "hint:"),
+    "a value outside a table": ("x = 1\n[optim]", "mine.toml:", "hint:"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_told_with_its_place_and_what_is_near(what: str, surefoot: Command, spec_file: Path) -> None:
+    body, says, hints = WRONG[what]
+    spec_file.write_text(f'[task]\nuse = "task.py:Mine"\n{body}\n')
+    answer = surefoot("spec", "check", spec_file)
+    assert answer.code == 2
+    assert not answer.out
+    error, _, hint = answer.err.partition("hint:")
+    assert says in error
+    assert hints.removeprefix("hint:") in hint
+    assert len(answer.err) < 1_000
+
+
+def test_a_wrong_flag_is_named_as_the_place(surefoot: Command, spec_file: Path) -> None:
+    assert "--set optim.lrr: 'lrr' is no key" in surefoot("spec", "check", spec_file, "--set", "optim.lrr=1").err
+    assert "--steps: " in surefoot("spec", "check", spec_file, "--steps", "-3").err
+    assert "--set 'optim' is not table.key=value" in surefoot("spec", "check", spec_file, "--set", "optim").err
+    assert surefoot("spec", "check", spec_file, "--steps", "many").code == 2
+
+
+MISSING = {
+    "no such file": ("nowhere.toml", "is no spec"),
+    "nearly a built-in name": ("digts", "did you mean 'digits'?"),
+    "a task file that is not there": ("nowhere.py:Task", "there is no task file"),
+    "a class that is not there": ("task.py:Other", "has no class 'Other'"),
+    "a folder": (".", "is no spec"),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_spec_that_is_not_there_is_bad_input(what: str, surefoot: Command, spec_file: Path) -> None:
+    given, says = MISSING[what]
+    answer = surefoot("spec", "check", given)
+    assert answer.code == 2
+    assert says in answer.err
+
+
+def test_check_prints_the_id_without_importing_the_task(surefoot: Command, spec_file: Path) -> None:
+    answer = surefoot("spec", "check", spec_file)
+    assert (answer.code, answer.err) == (0, "")
+    identity, ok = answer.out.split()
+    assert (len(identity), ok) == (12, "ok")
+    assert surefoot("spec", "check", spec_file, "--json").row == {
+        "ok": True, "id": identity, "error": None, "hint": None, "where": None,
+    }  # fmt: skip
+
+
+def test_check_in_json_says_what_is_wrong_in_one_object(surefoot: Command, spec_file: Path) -> None:
+    answer = surefoot("spec", "check", spec_file, "--set", "optim.lrr=1", "--json")
+    assert answer.code == 2
+    row = answer.row
+    assert (row["ok"], row["id"], row["where"]) == (False, None, "--set optim.lrr")
+    assert row["hint"].startswith("did you mean 'lr'?")
+
+
+def identity(surefoot: Command, path: Path, text: str, *words: str) -> str:
+    path.write_text(text)
+    row = surefoot("spec", "check", path, *words, "--json").row
+    assert row["ok"], row
+    return str(row["id"])
+
+
+def test_an_id_is_over_meaning_and_not_over_form(surefoot: Command, spec_file: Path) -> None:
+    head = '[task]\nuse = "task.py:Mine"\n'
+    plain = identity(surefoot, spec_file, f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\n')
+    same = [
+        f'# a comment\n[train]\nlength = "600 s" # spelt otherwise\n[optim]\ndecay = 0.0\nlr = 0.1\n{head}',
+        f'{head}[optim]\nlr = 1e-1\ndecay = 0.0\neps = 1e-8\n[train]\nlength = "10 minutes"\n[observe]\nevery = "3 steps"\n',
+        f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\nthreads = 2\n[data]\nfolder = "elsewhere"\n',
+    ]
+    assert [identity(surefoot, spec_file, text) for text in same] == [plain] * 3
+    other = [
+        f'{head}[optim]\nlr = 0.1\ndecay = 0.1\n[train]\nlength = "10 min"\n',
+        f'{head}width = 9\n[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\n',
+        f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "11 min"\n',
+    ]
+    assert len({plain, *(identity(surefoot, spec_file, text) for text in other)}) == 4
+    assert identity(surefoot, spec_file, other[0], "--set", "optim.decay=0.0") == plain
+
+
+def test_the_schema_is_json_schema_and_knows_every_table(surefoot: Command) -> None:
+    answer = surefoot("spec", "schema")
+    schema = json.loads(answer.out)
+    assert schema["$schema"].endswith("2020-12/schema")
+    assert {"base", "task", "data", "optim", "schedule", "train", "evaluate", "checkpoint"} <= set(schema["properties"])
+    assert schema["$defs"]["OptimTable"]["properties"]["lr"]["minimum"] == 0
+
+
+def test_a_schedule_is_drawn_with_its_table(surefoot: Command, spec_file: Path) -> None:
+    answer = surefoot("spec", "show", spec_file, "--plot", "--set", "schedule.name=linear")
+    assert (answer.code, answer.err) == (0, "")
+    rows = [line.split() for line in answer.out.splitlines()[1:13]]
+    assert rows[0] == ["step", "linear", "rate"]
+    assert rows[1] == ["1", "1", "0.02"]
+    assert rows[-1] == ["100", "0.01", "0.0002"]
+    assert "└" in answer.out
+
+
+def test_a_run_in_epochs_is_drawn_over_epochs_and_says_what_it_assumed(surefoot: Command, spec_file: Path) -> None:
+    words = ("spec", "show", spec_file, "--plot", "--set", "train.length=4 epochs", "--set", "schedule.warmup=1 epoch")
+    answer = surefoot(*words)
+    assert "an epoch is drawn as 100 steps; --steps-per-epoch" in answer.err
+    assert answer.out.splitlines()[1].split() == ["step", "epoch", "cosine", "rate"]
+    assert surefoot(*words, "--json").row["total_steps"] == 400
+    assert surefoot(*words, "--json", "--steps-per-epoch", "7").row["total_steps"] == 28
+
+
+def test_schedules_are_compared_side_by_side(surefoot: Command, spec_file: Path) -> None:
+    names = ["cosine", "step", "exponential", "plateau"]
+    answer = surefoot("spec", "show", spec_file, "--compare", "step,exponential,cosine,plateau")
+    assert answer.out.splitlines()[1].split() == ["step", *names]
+    row = surefoot("spec", "show", spec_file, "--compare", ",".join(names), "--json").row
+    curves = {curve["name"]: curve["multipliers"] for curve in row["curves"]}
+    assert list(curves) == names
+    assert sorted(set(curves["step"]), reverse=True) == pytest.approx([1, 0.1, 0.01])
+    assert curves["exponential"] == sorted(curves["exponential"], reverse=True)
+    assert {len(values) for values in curves.values()} == {len(row["steps"])}
+
+
+def test_every_schedule_can_stand_beside_another(surefoot: Command, spec_file: Path) -> None:
+    from typing import get_args
+
+    from surefoot.core.schedule_settings import Name
+
+    for length in ("2 steps", "1000 steps", "3 epochs", "20 M tokens"):
+        answer = surefoot("spec", "show", spec_file, "--compare", ",".join(get_args(Name)), "--set", f"train.length={length}")
+        assert answer.code == 0, answer.err
+
+
+def test_a_comparison_with_no_such_schedule_is_bad_input(surefoot: Command, spec_file: Path) -> None:
+    answer = surefoot("spec", "show", spec_file, "--compare", "step,cosin")
+    assert answer.code == 2
+    assert "did you mean 'cosine'?" in answer.err
