@@ -80,13 +80,20 @@ class Loss:
 
 
 def as_loss(made: object, name: str) -> Loss:
-    """`made`, which the loss of `name` gave; raises TaskError when it is something else than a Loss."""
-    if isinstance(made, Loss):
-        return made
-    raise TaskError(
-        f"the loss of {name} is a {type(made).__name__}, not a Loss",
-        hint='return Loss.sum(total, count), the total being a sum: cross_entropy(..., reduction="sum")',
-    )
+    """`made`, which the loss of `name` gave; raises TaskError when it is something else than a Loss of scalars."""
+    if not isinstance(made, Loss):
+        raise TaskError(
+            f"the loss of {name} is a {type(made).__name__}, not a Loss",
+            hint='return Loss.sum(total, count), the total being a sum: cross_entropy(..., reduction="sum")',
+        )
+    for term in made.terms:
+        for part, value in (("total", term.total), ("count", term.count)):
+            if getattr(value, "ndim", 0):
+                raise TaskError(
+                    f"the {part} of term {term.name} has shape {tuple(getattr(value, 'shape', ()))}",
+                    hint="make it a scalar with .sum()",
+                )
+    return made
 
 
 @dataclass(frozen=True)

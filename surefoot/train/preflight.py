@@ -111,13 +111,9 @@ def _check_kind(name: str, loss: Loss) -> None:
     if not loss.terms:
         raise TaskError(f"the loss of update {name} has no term", hint="return Loss.sum(total, count)")
     for term in loss.terms:
-        if not isinstance(term.total, torch.Tensor) or term.total.numel() != 1:
+        if not isinstance(term.total, torch.Tensor):
             raise TaskError(
                 f"the total of term {term.name} is no scalar tensor", hint='sum it: cross_entropy(..., reduction="sum")'
-            )
-        if term.total.ndim:
-            raise TaskError(
-                f"the total of term {term.name} has shape {tuple(term.total.shape)}", hint="make it a scalar with .sum()"
             )
         if not term.total.requires_grad:
             raise TaskError(
@@ -128,10 +124,6 @@ def _check_kind(name: str, loss: Loss) -> None:
             raise TaskError(
                 f"the weight of term {term.name} is a {type(term.weight).__name__}, not a number",
                 hint="multiply what is learned into the total",
-            )
-        if isinstance(term.count, torch.Tensor) and term.count.ndim:
-            raise TaskError(
-                f"the count of term {term.name} has shape {tuple(term.count.shape)}", hint="make it a scalar with .sum()"
             )
         if float(term.count) < 0:
             raise TaskError(

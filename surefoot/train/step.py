@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
-from surefoot.components.optim import GuardedUpdate, WeightAverage, backward
+from surefoot.components.optim import GuardedUpdate, LiveBuffers, WeightAverage, backward
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
@@ -48,6 +48,7 @@ class Stepper:
     ) -> None:  # fmt: skip
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
+        self._buffers = LiveBuffers(model)
         self._compute = compute or nullcontext
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
         self._draws = derive(seed, 3)
@@ -62,6 +63,7 @@ class Stepper:
         window = self._feed.window(number - 1)
         batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
         waiting_s = time.perf_counter() - started_s
+        self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else len(window.ids)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
@@ -75,8 +77,10 @@ class Stepper:
             applied = was_applied if num_done == 0 else applied & was_applied
             rate = update.guarded.groups[0]["lr"]
             num_done += 1
-        if self._average is not None and bool(applied):
-            self._average.update()
+        if applied is not True:
+            self._buffers.put_back_unless(applied)
+        if self._average is not None:
+            self._average.update(applied)
         return StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_s,
@@ -111,7 +115,9 @@ class Stepper:
             backward([term.total for term in terms], factors, inputs)
             _add(mine, terms)
         factor = self._remaining_factor(mine, scale, update.name, number)
-        if not guarded.on_device and not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
+        if guarded.on_device:
+            factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
+        elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         return guarded.step_if_finite(factor)
@@ -130,7 +136,8 @@ class Stepper:
     ) -> float | Tensor:
         """What the gradients must still be multiplied by to be means."""
         counts = [count for _, count, _ in totals.values()]
-        if not self._moves and not any(float(count) for count in counts):
+        is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
+        if is_known and not any(float(count) for count in counts):
             raise NumbersError(
                 f"step {number}: the loss of update {name} counts 0 items", hint="a batch must hold at least one item that counts"
             )
@@ -148,7 +155,7 @@ class Stepper:
         if isinstance(count, Tensor):
             count = count.to(torch.promote_types(total.dtype, torch.float32))  # 16 bits would round the count
             return torch.where(count > 0, term.weight / count, 0.0).to(total)
-        return self._constant(term.weight / count if count else 0.0, total)  # a term without items adds nothing
+        return self._constant(term.weight / float(count) if count else 0.0, total)  # a term without items adds nothing
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
         """A scalar tensor, kept: counts mostly repeat from step to step."""
