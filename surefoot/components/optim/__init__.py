@@ -2,6 +2,7 @@
 
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
+from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, find_trained, freeze
 from surefoot.components.optim.muon import FlatMuon
@@ -11,6 +12,7 @@ __all__ = [
     "Built",
     "FlatMuon",
     "GuardedUpdate",
+    "LiveBuffers",
     "Named",
     "WeightAverage",
     "backward",

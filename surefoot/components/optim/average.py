@@ -16,15 +16,29 @@ class WeightAverage:
 
     def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
         self.decay = decay
-        self.num_updates = 0
+        self._num_updates: int | Tensor = 0
         self._parameters = list(parameters)
         self.averages = [parameter.detach().clone() for parameter in parameters]
 
+    @property
+    def num_updates(self) -> int:
+        return int(self._num_updates)
+
     @torch.no_grad()
-    def update(self) -> None:
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        move_towards(self.averages, [parameter.detach() for parameter in self._parameters], 1.0 - decay)
-        self.num_updates += 1
+    def update(self, applied: bool | Tensor = True) -> None:
+        """Follow the weights after a step that was applied; where that is known on the device only, nobody waits for it."""
+        done = self._num_updates
+        if isinstance(applied, Tensor):
+            self._move(
+                (1.0 - ((1 + done) / (10 + done + torch.zeros_like(applied, dtype=torch.float32))).clamp(max=self.decay))
+                * applied
+            )
+        elif applied:
+            self._move(1.0 - min(self.decay, (1 + done) / (10 + done)))
+        self._num_updates = done + applied
+
+    def _move(self, share: float | Tensor) -> None:
+        move_towards(self.averages, [parameter.detach() for parameter in self._parameters], share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

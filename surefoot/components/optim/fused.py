@@ -128,6 +128,16 @@ def clamp_gradients(grads: Sequence[Tensor], limit: float) -> None:
     torch._foreach_clamp_max_(list(grads), limit)
 
 
-def move_towards(tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float) -> None:
-    """Move every tensor by `share` of the way to its target, in place."""
+def copy_tensors(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy every one of `tensors` into its partner."""
+    torch._foreach_copy_(list(into), list(tensors))
+
+
+def move_towards(tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float | Tensor) -> None:
+    """Move every tensor by `share` of the way to its target, in place; a share on the device is not waited for."""
+    if isinstance(share, Tensor):
+        ways = torch._foreach_sub(list(targets), list(tensors))
+        torch._foreach_mul_(ways, share)
+        torch._foreach_add_(list(tensors), ways)
+        return
     torch._foreach_lerp_(list(tensors), list(targets), share)

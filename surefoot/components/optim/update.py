@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from surefoot.components.optim import fused
 from surefoot.components.optim.muon import FlatMuon
+from surefoot.core.errors import NumbersError, SpecError
 
 Curve = Callable[[int], float]
+RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
@@ -52,6 +54,9 @@ class GuardedUpdate:
         self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
         if self.on_device and total_steps is not None:
             table = [self._curve(step) for step in range(total_steps + 1)]
+            wrong = [step for step, multiplier in enumerate(table) if not math.isfinite(multiplier)]
+            if wrong:
+                raise SpecError(_no_rate(table[wrong[0]], wrong[0]), hint=RATE_HINT)
             self._table = torch.tensor(table, dtype=torch.float64, device=device)
             self._applied = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -102,6 +107,8 @@ class GuardedUpdate:
     def _move_schedule(self) -> None:
         """Set every group's rate, and its momentum where the schedule moves that, for this update."""
         multiplier = self._curve(self.applied_steps)
+        if not math.isfinite(multiplier):
+            raise NumbersError(_no_rate(multiplier, self.applied_steps), hint=RATE_HINT)
         for group, base in zip(self.groups, self._base_rates, strict=True):
             group["lr"] = base * multiplier
         if self._momentum_curve is not None:
@@ -130,10 +137,10 @@ class GuardedUpdate:
             fused.clamp_gradients(grads, self._clip_value)
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
-        bases = iter(self._base_rates)
-        for groups in self._fused:
-            for each in groups or ():
-                each.step((multiplier * next(bases)).float(), grad_scale, found_inf)
+        for each, base in zip((each for groups in self._fused for each in groups or ()), self._base_rates, strict=True):
+            rate = (multiplier * base).float()
+            each.group["lr"] = rate  # what a report shows of it; read by the host only when the report is
+            each.step(rate, grad_scale, found_inf)
         self._applied += finite
         return norm, finite
 
@@ -143,6 +150,10 @@ def _holders(optimizer: Optimizer) -> list[Tensor]:
     if isinstance(optimizer, FlatMuon):
         return optimizer.originals()
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _no_rate(multiplier: float, applied_steps: int) -> str:
+    return f"the schedule gives {multiplier} after {applied_steps} updates"
 
 
 def _set_momentum(group: dict[str, Any], momentum: float) -> None:

@@ -64,9 +64,7 @@ class Guard:
     def _skipped(self, report: StepReport, loss: float) -> GuardFault:
         self.num_skipped += 1
         self._skips_in_row += 1
-        what = "the loss" if not math.isfinite(loss) else "the gradient norm"
-        value = loss if not math.isfinite(loss) else report.gradient_norm
-        detail = f"{what} is {value}"
+        detail = _what_is_wrong(report, loss)
         reason = None
         if not self._applied_before:
             reason = "before any update was applied"
@@ -89,3 +87,12 @@ class Guard:
         """Raise NumbersError when the run cannot come back."""
         if self._ending is not None:
             raise self._ending
+
+
+def _what_is_wrong(report: StepReport, loss: float) -> str:
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    norm = report.gradient_norm
+    if norm is None:
+        return "the gradient norm of an update is not finite"
+    return "no parameter received a gradient" if math.isfinite(norm) else f"the gradient norm is {norm}"
