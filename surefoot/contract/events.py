@@ -176,7 +176,7 @@ def _row(line: str) -> dict[str, Any] | None:
     """The object of one line, None for a line that is none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     fits = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("v", 0), int)
     return row if fits else None
@@ -186,9 +186,19 @@ def _made(row: Mapping[str, Any], place: str) -> Event:
     kind: Callable[..., Event] = KINDS[row["kind"]]
     known = {each.name for each in fields(KINDS[row["kind"]])}
     try:
-        return kind(**{key: value for key, value in row.items() if key in known})
+        return kind(**{key: _read_numbers(key, value) for key, value in row.items() if key in known})
     except TypeError as error:
         raise RunFolderError(f"{place} is no event: {error}", hint="the file was changed by hand") from None
+
+
+def _read_numbers(key: str, value: Any) -> Any:
+    """A number that is none, back from its name."""
+    if isinstance(value, Mapping) and key in ("terms", "metrics", "learning_rates"):
+        return {name: _read_numbers("loss", part) for name, part in value.items()}
+    if isinstance(value, Mapping) and key == "summary":
+        return {name: _read_numbers(name, part) for name, part in value.items()}
+    is_number = key in ("loss", "gradient_norm", "value", "best_value") and value in ("nan", "inf", "-inf")
+    return float(value) if is_number else value
 
 
 def newest(events: Iterable[Event]) -> list[Event]:

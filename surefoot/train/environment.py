@@ -82,8 +82,14 @@ def set_seeds(seed: int) -> None:
 
 
 def as_run(spec: RunSpec) -> RunSpec:
-    """The spec with what the machine decided filled in, so that it repeats the run: the number of threads."""
-    return spec.replace(train={"threads": torch.get_num_threads()})
+    """The spec with what was decided here filled in, so that it repeats the run from any folder: threads, and whole paths."""
+    tables: dict[str, dict[str, Any]] = {"train": {"threads": torch.get_num_threads()}}
+    file, colon, name = (spec.task.use or "").partition(":")
+    if colon and file.endswith(".py"):
+        tables["task"] = {"use": f"{Path(file).expanduser().resolve()}:{name}"}
+    if spec.data.folder is not None:
+        tables["data"] = {"folder": str(Path(spec.data.folder).expanduser().resolve())}
+    return spec.replace(**tables)
 
 
 def versions() -> dict[str, str]:

@@ -43,7 +43,7 @@ class Scores:
         self.last, self.last_step = result, step
         if result.value is not None:
             self._assembly.course.schedule.observe(result.value)
-        if result.value is None or math.isnan(result.value) or not self._beats(result):
+        if result.value is None or not math.isfinite(result.value) or not self._beats(result):
             self._since_best += 1
             return False
         self.best, self.best_step, self._since_best = result, step, 0

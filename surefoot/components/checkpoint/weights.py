@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest
-from surefoot.core.errors import RunFolderError, StorageError
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError
 
 WEIGHTS = "model.safetensors"
 DRAFT, GONE = ".draft-", ".gone-"
@@ -40,8 +40,11 @@ def commit(
     """Commit the model's weights and buffers as step `step` of `run`; gives the bytes written, 0 where this attempt did so already.
 
     Tied tensors are stored once. What an earlier generation committed as the same step is replaced, and only once the new one is
-    whole. Raises StorageError; what was committed before stays as it is.
+    whole. Raises StorageError, and NumbersError for a trained parameter that is not finite; what was committed before stays as it is.
     """
+    spoiled = _find_not_finite(model)
+    if spoiled is not None:
+        raise NumbersError(f"step {step}: the parameter {spoiled} is not finite", hint="lower optim.lr, or warm up longer")
     final = manifests.step_folder(run, step)
     draft = final.with_name(f"{DRAFT}{final.name}")
     try:
@@ -65,6 +68,13 @@ def commit(
         shutil.rmtree(draft, ignore_errors=True)
         raise StorageError(f"step {step} could not be saved in {run}: {_reason(error)}", hint="free some space") from error
     return len(payload)
+
+
+def _find_not_finite(model: nn.Module) -> str | None:
+    """The first trained parameter that holds a number that is none. Buffers and frozen ones may: a mask of -inf does."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    sound = torch.stack([torch.isfinite(parameter).all() for _, parameter in trained]).tolist() if trained else []
+    return next((name for (name, _), is_sound in zip(trained, sound, strict=True) if not is_sound), None)
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:

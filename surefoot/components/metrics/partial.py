@@ -39,7 +39,7 @@ class Perplexity(Mean):
 
     def value(self) -> float | None:
         mean = super().value()
-        return None if mean is None else math.exp(mean) if mean < 700 else math.inf
+        return None if mean is None else math.inf if mean > 700 else math.exp(mean)
 
 
 class BitsPerByte(Mean):

@@ -90,7 +90,8 @@ class Meter:
         return Summary(
             step=last.step, epoch=last.epoch, num_steps=len(reports), num_applied=len(applied),
             num_samples=sum(report.num_samples for report in reports),
-            num_items=sum(float(count) for report in reports for _, count, _ in list(report.totals.values())[:1]), loss=sum(losses) if losses else None, terms=terms,
+            num_items=sum(float(count) for report in reports for _, count, _ in list(report.totals.values())[:1]),
+            loss=sum(losses) if losses else None, terms=terms,
             gradient_norm=last.gradient_norm, learning_rate=float(last.learning_rate), elapsed_s=elapsed_s,
             waiting_s=sum(report.waiting_s for report in reports),
         )  # fmt: skip
