@@ -20,7 +20,7 @@ from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
-from surefoot.core.schedule_plan import Curve
+from surefoot.core.schedule_plan import Curve, ScheduleSettings
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.train.environment import circumstances, find_device, set_seeds
@@ -114,7 +114,8 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         return _source(resolved, split)
 
     better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device)
-    schedule = build_schedule(spec.schedule, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens), better=better)
+    stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
+    schedule = build_schedule(stated, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens), better=better)
     course = Course(schedule, length, total_steps, feed, tokens)
     updates, more = _updates(spec, resolved, model, schedule, total_steps)
     notes += more
@@ -226,8 +227,9 @@ def _updates(
 ) -> tuple[list[LiveUpdate], list[str]]:
     notes: list[str] = []
     curve: Callable[[int], float] = schedule
-    if task.schedule is not None and "schedule" not in spec.model_fields_set:
-        curve = _own_curve(task.schedule, spec, total_steps)
+    own = _own_schedule(spec, task)
+    if own is not None:
+        curve = _own_curve(own, spec, total_steps)
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
     stated = _stated_updates(task, model)
     many = len(stated) > 1
@@ -251,6 +253,11 @@ def _updates(
 
 def _momentum_of(schedule: Curve, every: int) -> Callable[[int], float] | None:
     return _at_run_steps(lambda step: schedule.momentum(step) or 0.0, every) if schedule.momentum(0) is not None else None
+
+
+def _own_schedule(spec: RunSpec, task: Resolved) -> Callable[[int, int], float] | None:
+    """The task's own schedule, unless the spec states one."""
+    return None if "schedule" in spec.model_fields_set else task.schedule
 
 
 def _own_curve(own: Callable[[int, int], float], spec: RunSpec, total_steps: int | None) -> Callable[[int], float]:

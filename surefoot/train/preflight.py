@@ -13,7 +13,7 @@ from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
 from surefoot.train.blame import describe
-from surefoot.train.quiet import can_be_kept, untouched
+from surefoot.train.quiet import untouched
 from surefoot.train.step import LiveUpdate, check_splittable
 
 NUM_SAMPLES = 8
@@ -24,11 +24,10 @@ def check(assembly: Assembly) -> list[str]:
     """Try every update's loss on a few samples, whole and in halves, in evaluation mode; gives notes on what could not be checked.
 
     Raises TaskError for a loss that is no Loss, is a mean, counts nothing or otherwise than `counts`, or may not be split as the
-    spec splits it; and for a `state()` that cannot be put back.
+    spec splits it.
     """
     notes: list[str] = []
     state = assembly.task.state
-    _check_state(state)
     window = assembly.feed.window(0)
     ids = window.ids[: min(NUM_SAMPLES, len(window.ids))]
     source = assembly.feed.source
@@ -67,15 +66,6 @@ def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
         raise
     except Exception as error:
         raise TaskError(f"reading the first batch failed: {describe(error)}", hint="run with --traceback to see where") from error
-
-
-def _check_state(state: Callable[[], Mapping[str, Any]] | None) -> None:
-    for name, value in (state() if state is not None else {}).items():
-        if not can_be_kept(value):
-            raise TaskError(
-                f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
-                hint="give a tensor or array that is changed in place, or an object with state_dict and load_state_dict",
-            )
 
 
 def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, batch: Batch) -> None:

@@ -12,15 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from surefoot.core.errors import TaskError
+
 
 @contextmanager
 def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards model, buffers, the task's `state()` and random streams are as before."""
+    """Evaluation mode and no gradients inside; afterwards model, buffers, the task's `state()` and random streams are as before.
+
+    Raises TaskError for a `state()` that holds what cannot be put back in place.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    held = [(value, _copy_of(value)) for value in (state() if state is not None else {}).values()]
+    held = [(value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
     model.eval()
     try:
         with torch.no_grad():
@@ -29,8 +38,10 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for buffer, kept in buffers:
+            for module, name, buffer, kept in buffers:
                 buffer.copy_(kept)
+                if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
+                    setattr(module, name, buffer)
         for value, before in held:
             _restore(value, before)
         torch.set_rng_state(cpu_state)
@@ -40,17 +51,17 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
             torch.cuda.set_rng_state(cuda_state, index)
 
 
-def can_be_kept(value: object) -> bool:
-    """Whether a part of a task's `state()` can be put back in place: a tensor, an array, or an object with a state dict."""
-    return isinstance(value, Tensor | np.ndarray) or all(
-        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
-    )
-
-
-def _copy_of(value: Any) -> Any:
+def _copy_of(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value.state_dict())
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
+        return copy.deepcopy(value.state_dict())
+    raise TaskError(
+        f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
+        hint="give a tensor or array that is changed in place, or an object with state_dict and load_state_dict",
+    )
 
 
 def _restore(value: Any, before: Any) -> None:
