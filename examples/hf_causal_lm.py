@@ -1,7 +1,7 @@
 """A causal language model of Hugging Face transformers, built from a config and trained unchanged; nothing is downloaded.
 
 python examples/hf_causal_lm.py
-surefoot train examples/hf_causal_lm.py:HfCausalLM --set optim.lr=0.003 --set train.batch=32
+surefoot train examples/hf_causal_lm.py:HfCausalLM --set optim.name=muon --set optim.lr=0.02 --set train.batch=32
 
 The documents have unequal lengths. Their losses are summed and divided once by the number of tokens in the whole global batch,
 so that microbatches give the numbers of one large batch; averaging the model's own `loss` over microbatches would not.
@@ -70,7 +70,9 @@ class HfCausalLM:
 
 def main(folder: str | None = None) -> Run:
     spec = RunSpec(
-        optim={"lr": 3e-3}, train={"length": "5 epochs", "batch": 64, "microbatch": 32}, evaluate={"every": "2 epochs"}
+        optim={"name": "muon", "lr": 0.02},
+        train={"length": "50 steps", "batch": 32, "microbatch": 16},
+        evaluate={"every": "50 steps"},
     )
     with Run(spec, HfCausalLM(), folder=folder) as run:
         for _ in run.steps():

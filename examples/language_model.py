@@ -1,7 +1,7 @@
 """A causal transformer over bytes: it learns to continue the source code of Python's own standard library.
 
 python examples/language_model.py
-surefoot train examples/language_model.py:LanguageModel --set optim.lr=0.003 --set train.batch=16
+surefoot train examples/language_model.py:LanguageModel --set optim.name=muon --set optim.lr=0.02 --set train.batch=16
 """
 
 # B batch, T bytes, D model, N heads, H per head, V vocabulary
@@ -97,8 +97,8 @@ class LanguageModel:
 
 def main(folder: str | None = None) -> Run:
     spec = RunSpec(
-        optim={"lr": 3e-3}, schedule={"warmup": "20 steps"},
-        train={"length": "250 steps", "batch": 32}, evaluate={"every": "100 steps"},
+        optim={"name": "muon", "lr": 0.02}, schedule={"warmup": "10 steps"},
+        train={"length": "120 steps", "batch": 16}, evaluate={"every": "60 steps"},
     )  # fmt: skip
     with Run(spec, LanguageModel(), folder=folder) as run:
         for _ in run.steps():

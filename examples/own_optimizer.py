@@ -56,7 +56,7 @@ class OwnOptimizer:
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         """`groups` are ready: norms and biases without decay, multipliers from the spec; a rate that the spec states stands in them."""
-        return Lion(groups, lr=1e-3)
+        return Lion(groups, lr=3e-3)
 
     def schedule(self, step: int, total_steps: int) -> float:
         """What the rate is multiplied by at `step`, from 0."""
@@ -76,7 +76,7 @@ class OwnOptimizer:
 
 
 def main(folder: str | None = None) -> Run:
-    spec = RunSpec(train={"length": "10 epochs", "batch": 64})
+    spec = RunSpec(train={"length": "8 epochs", "batch": 64})
     with Run(spec, OwnOptimizer(), folder=folder) as run:
         for _ in run.steps():
             if run.evaluation_due:

@@ -72,7 +72,7 @@ def main(folder: Path, stop_after: int | None = None) -> float:
 
     model = build_model()
     groups = build_groups(find_trained(model), decay=1e-4)  # norms and biases do not decay
-    optimizer = torch.optim.SGD(groups, lr=0.2, fused=True)
+    optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
     compute = compute_context("bf16", DEVICE)
 
     def curve(step: int) -> float:
