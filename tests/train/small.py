@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from surefoot.contract import events
 from surefoot.contract.events import Ended, Event
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
+from surefoot.train.run import Run
 
 SAMPLES, BATCH = 24, 4
 
@@ -87,6 +89,33 @@ class Small:
 
     def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch[1])}
+
+
+class Odd(Small):
+    """Goes wrong from step 4 on, as `how` says, for `steps` steps."""
+
+    def __init__(self, how: str, steps: int = 1) -> None:
+        super().__init__(norm=True)
+        self.how, self.last, self.now = how, 3 + steps, 0
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        self.now += model.training
+        return super().forward(model, batch)
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        loss = super().loss(output, batch)
+        (term,) = loss.terms
+        if not output.requires_grad or not 4 <= self.now <= self.last:
+            return loss
+        if self.how == "inf loss, finite gradient":
+            return Loss.sum(term.total + math.inf, term.count)
+        if self.how == "nan loss, finite gradient":
+            return Loss.sum(term.total + math.nan, term.count)
+        if self.how == "finite loss, inf gradient":
+            output.register_hook(lambda gradient: gradient * math.inf)
+        if self.how == "one number of one gradient":
+            output.register_hook(lambda gradient: gradient.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(math.nan)))
+        return loss
 
 
 def spec(steps: int = 12, **tables: dict[str, Any]) -> RunSpec:
@@ -163,3 +192,29 @@ def fill(folder: Path, *, leaving: int = 0) -> Path:
     with path.open("r+b") as file:
         file.truncate(max(0, path.stat().st_size - leaving))
     return path
+
+
+OPTIMIZERS = {
+    "adamw": {"name": "adamw"}, "adam": {"name": "adam", "decay": 0.1}, "sgd": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    "plain sgd": {"name": "sgd", "momentum": 0.0}, "muon": {"name": "muon"},
+}  # fmt: skip
+
+
+def state_of(run: Run) -> dict[str, Tensor]:
+    """All that a step may move: weights, buffers, optimiser state, averages."""
+    found = {f"model.{name}": tensor for name, tensor in run.model.state_dict().items()}
+    for update in run.assembly.updates:
+        for number, optimizer in enumerate(update.guarded.optimizers):
+            for key, row in optimizer.state_dict()["state"].items():
+                found |= {f"{number}.{key}.{name}": torch.as_tensor(value) for name, value in row.items()}
+    average = run.assembly.engine.average
+    if average is not None:
+        found |= {f"average.{number}": tensor for number, tensor in enumerate(average.averages)}
+        found["average.t"] = torch.tensor(average.num_updates)
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name

@@ -111,12 +111,13 @@ def test_ctrl_c_at_the_command_line_ends_with_130_and_says_so(presses: int, tmp_
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        while process.stdout.readline().strip() != "3":
-            assert process.poll() is None
+        for line in iter(process.stdout.readline, "3\n"):
+            assert line
         process.send_signal(signal.SIGINT)
         said = ""
         while "again" not in said:
             said = process.stderr.readline()
+            assert said
         if presses == 2:
             process.send_signal(signal.SIGINT)
         out, err = process.communicate()
