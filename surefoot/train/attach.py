@@ -248,7 +248,8 @@ class _Record:
         if not outcome:
             is_whole = self._num_passes > 0 and not self._is_inside
             outcome = "finished" if is_whole else "stopped"
-            cause = f"{self._num_passes} passes over the data" if is_whole else f"the loop was left after step {self.step}"
+            passes = "1 pass" if self._num_passes == 1 else f"{self._num_passes} passes"
+            cause = f"{passes} over the data" if is_whole else f"the loop was left after step {self.step}"
         if not self._is_over and self._lock.still_ours():
             self._write(self._ended(outcome, cause, exit_code))
         if not self._is_over:
