@@ -186,8 +186,12 @@ def _made(row: Mapping[str, Any], place: str) -> Event:
     kind: Callable[..., Event] = KINDS[row["kind"]]
     known = {each.name for each in fields(KINDS[row["kind"]])}
     try:
+        if not (
+            isinstance(row["generation"], int) and isinstance(row["time_s"], int | float) and isinstance(row.get("step", 0), int)
+        ):
+            raise TypeError("generation, time_s and step are numbers")
         return kind(**{key: _read_numbers(key, value) for key, value in row.items() if key in known})
-    except TypeError as error:
+    except (TypeError, KeyError) as error:
         raise RunFolderError(f"{place} is no event: {error}", hint="the file was changed by hand") from None
 
 

@@ -89,14 +89,33 @@ def read(folder: Path) -> Manifest:
             raise RunFolderError(f"{path} is damaged: its digest does not match")
         files = tuple(Entry(**entry) for entry in row.pop("files"))
         made = Manifest(files=files, **row)
+        _check_types(made)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunFolderError(f"{path} is no manifest") from None
-    bad = [entry.name for entry in files if not NAME.match(entry.name)]
+    bad = [entry.name for entry in files if not NAME.match(entry.name) or entry.name == FILE]
     if bad:
-        raise RunFolderError(f"{path} names the file {bad[0]!r}, which is no plain name")
+        raise RunFolderError(f"{path} names the file {bad[0][:200]!r}, which is no plain name")
+    named = STEP_FOLDER.match(folder.name)
+    if named is not None and int(named.group(1)) != made.step:
+        raise RunFolderError(f"{path} is the manifest of step {made.step}")
     return made
+
+
+def _check_types(made: Manifest) -> None:
+    """Raise TypeError for a value of another type than it should be: a digest protects from accidents, not from a stranger."""
+    fits = (
+        isinstance(made.step, int), isinstance(made.generation, int), isinstance(made.spec_id, str), isinstance(made.format, int),
+        isinstance(made.environment, Mapping), made.score is None or isinstance(made.score, Mapping),
+        len({entry.name for entry in made.files}) == len(made.files),
+    )  # fmt: skip
+    whole = all(
+        isinstance(each.name, str) and isinstance(each.sha256, str) and isinstance(each.num_bytes, int) and each.num_bytes >= 0
+        for each in made.files
+    )
+    if not (all(fits) and whole):
+        raise TypeError
 
 
 def check(folder: Path) -> Manifest:

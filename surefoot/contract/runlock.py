@@ -77,6 +77,7 @@ class RunLock:
         try:
             if os.pwrite(self._descriptor, text, 0) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(self._descriptor, len(text))
             os.fsync(self._descriptor)
         except OSError:
             if was_new:

@@ -71,14 +71,23 @@ def find_source(use: str) -> Path | None:
         return Path(module)
     if not colon:
         path = Path(__file__).parents[1] / "tasks" / f"{use}.py"
-        return path if path.is_file() else None
+        return path if _is_file(path) else None
     parts = module.split(".")
+    if not all(map(str.isidentifier, parts)):
+        return None
     for root in [*sys.path, "."]:
         base = Path(root or ".").joinpath(*parts)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
-            if path.is_file():
+            if _is_file(path):
                 return path
     return None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long for any file
+        return False
 
 
 def find_parameters(use: str) -> list[Parameter] | None:
@@ -87,13 +96,17 @@ def find_parameters(use: str) -> list[Parameter] | None:
     path = find_source(use)
     if path is None:
         if not colon:
-            raise TaskError(f"there is no built-in task {use!r}", hint="name your own as file.py:Class or package.module:Class")
+            raise TaskError(
+                f"there is no built-in task {use[:500]!r}", hint="name your own as file.py:Class or package.module:Class"
+            )
         return None
-    if not path.is_file():
-        raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
+    if not _is_file(path):
+        raise TaskError(f"there is no task file {str(path)[:500]}", hint="a task is named file.py:Class or package.module:Class")
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror}", hint="a task file is one that you may read") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # bad text, null bytes, a nesting too deep
         raise TaskError(f"{path} is not Python: {error}", hint="mend the file, then run again") from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if not name:
@@ -107,25 +120,36 @@ def find_parameters(use: str) -> list[Parameter] | None:
 
 
 def _first_public(tree: ast.Module) -> str | None:
+    """The first name of `__all__`, where that is a plain list."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+        if (
+            isinstance(node, ast.Assign | ast.AnnAssign)
+            and "__all__" in _targets(node)
+            and isinstance(node.value, ast.List | ast.Tuple)
         ):
-            names = ast.literal_eval(node.value)
-            return str(names[0])
+            first = node.value.elts[0] if node.value.elts else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                return first.value
     return None
 
 
 def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Whether `name` is imported or assigned at the top of the module: then only an import can tell what it is."""
+    """Whether `name` is imported, assigned or defined under a condition: then only an import can tell what it is."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) and any(
             (alias.asname or alias.name) in (name, "*") for alias in node.names
         ):
             return True
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
+            return True
+        if isinstance(node, ast.If | ast.Try | ast.With) and any(getattr(each, "name", None) == name for each in ast.walk(node)):
             return True
     return False
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
 
 
 def _of_class(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], tree: ast.Module, depth: int) -> list[Parameter] | None:
@@ -172,21 +196,35 @@ def _of_field(item: ast.AnnAssign) -> Parameter:
 def _fits(value: Any, annotation: ast.expr) -> bool:
     """Whether a TOML value fits an annotation; what is not a simple type always does."""
     if isinstance(annotation, ast.Constant):
-        if annotation.value is None:
-            return value is None
-        return _fits(value, ast.parse(annotation.value, mode="eval").body) if isinstance(annotation.value, str) else True
+        return value is None if annotation.value is None else _fits_text(value, annotation.value)
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
         return _fits(value, annotation.left) or _fits(value, annotation.right)
     if isinstance(annotation, ast.Subscript):
-        name = ast.unparse(annotation.value).rpartition(".")[2]
-        if name == "Literal":
-            return value in ast.literal_eval(ast.Tuple(elts=_elements(annotation.slice), ctx=ast.Load()))
-        if name == "Optional":
-            return value is None or _fits(value, annotation.slice)
-        return not (kinds := _TYPES.get(name)) or isinstance(value, kinds)
+        return _fits_subscript(value, ast.unparse(annotation.value).rpartition(".")[2], _elements(annotation.slice))
     if isinstance(annotation, ast.Name) and (kinds := _TYPES.get(annotation.id)):
         return isinstance(value, kinds) and (annotation.id == "bool" or not isinstance(value, bool))
     return True
+
+
+def _fits_text(value: Any, text: object) -> bool:
+    """An annotation in quotes."""
+    if not isinstance(text, str):
+        return True
+    try:
+        return _fits(value, ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError):
+        return True
+
+
+def _fits_subscript(value: Any, name: str, elements: list[ast.expr]) -> bool:
+    if name == "Literal":
+        constants = [each.value for each in elements if isinstance(each, ast.Constant)]
+        return value in constants or len(constants) < len(elements)
+    if name in ("Optional", "Union"):
+        return (name == "Optional" and value is None) or any(_fits(value, each) for each in elements)
+    if name == "Annotated":
+        return _fits(value, elements[0])
+    return not (kinds := _TYPES.get(name)) or isinstance(value, kinds)
 
 
 def _elements(node: ast.expr) -> list[ast.expr]:

@@ -1,0 +1,176 @@
+"""The log of a run: every record reads back, whatever tore its end or whoever changed its middle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.components.observe import Journal
+from surefoot.contract import events
+from surefoot.contract.events import Committed, Ended, Evaluated, Event, Fault, Started, Step
+from surefoot.core.errors import RunFolderError, StorageError
+
+
+def step(number: int, generation: int = 1, **more: Any) -> Step:
+    given = {
+        "generation": generation, "time_s": 1.5, "step": number, "epoch": 0.1, "num_steps": 1, "loss": 0.5, "terms": {"loss": 0.5},
+        "gradient_norm": 1.0, "learning_rates": {"loss": 0.1}, "num_applied": 1, "num_samples": 4, "num_items": 4.0, "elapsed_s": 0.1,
+        "waiting_s": 0.0, "samples_per_s": 40.0, "items_per_s": None, "peak_bytes": None, **more,
+    }  # fmt: skip
+    return Step(**given)
+
+
+def started(generation: int = 1, first_step: int = 1) -> Started:
+    return Started(
+        generation=generation, time_s=1.0, spec_id="x", spec={}, task="small", code_digest="y", data={}, versions={}, machine={},
+        place={}, variables={}, command=("surefoot",), commit=None, seed=0, num_parameters=3, total_steps=10, steps_per_epoch=5,
+        first_step=first_step,
+    )  # fmt: skip
+
+
+def evaluated(number: int) -> Evaluated:
+    return Evaluated(
+        generation=1, time_s=2.0, step=number, split="test", num_samples=4, loss=0.5, metrics={"accuracy": 0.5}, score="accuracy",
+        better="higher", best=True, elapsed_s=0.1,
+    )  # fmt: skip
+
+
+ALL = (
+    started(), step(1), evaluated(1), Committed(generation=1, time_s=2.0, step=1, folder="checkpoints/step-1", num_bytes=3, elapsed_s=0.1),
+    Fault(generation=1, time_s=2.0, step=1, fault="nonfinite", rank=0, host="here", action="skipped", detail="the loss is nan"),
+    Ended(
+        generation=1, time_s=3.0, step=1, outcome="finished", cause="done", exit_code=0, elapsed_s=1.0, num_samples=4, samples_per_s=4.0,
+        peak_bytes=1, summary={"value": 0.5},
+    ),
+)  # fmt: skip
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / events.FILE).write_text(text)
+
+
+def journal(folder: Path, *rows: Event) -> None:
+    log = Journal(folder)
+    for row in rows:
+        log.write(row)
+    log.close()
+
+
+def as_plain(event: Event) -> Any:
+    return json.loads(json.dumps(dataclasses.asdict(event)))
+
+
+def test_every_kind_of_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    journal(tmp_path, *ALL)
+    assert {type(event) for event in ALL} == set(events.KINDS.values())
+    assert [as_plain(event) for event in events.read(tmp_path)] == [as_plain(event) for event in ALL]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_is_written_as_json_and_read_back_as_a_number(value: float, tmp_path: Path) -> None:
+    row = step(1, loss=value, terms={"loss": value, "nan": 1.0}, gradient_norm=value)
+    end = dataclasses.replace(ALL[-1], cause="nan", summary={"value": value, "best_value": None, "score": "nan"})
+    journal(tmp_path, row, end)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    for line in (tmp_path / events.FILE).read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    back, ended = events.read(tmp_path)
+    assert isinstance(back, Step)
+    assert isinstance(ended, Ended)
+    for number in (back.loss, back.terms["loss"], back.gradient_norm, ended.summary["value"]):
+        assert str(number) == str(value)
+        assert isinstance(number, float)
+    assert (back.terms["nan"], ended.cause, ended.summary["score"]) == (1.0, "nan", "nan")
+
+
+@given(st.integers(min_value=1))
+def test_a_log_torn_at_any_byte_gives_the_whole_records_before_it(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    whole = "".join(event.as_line() for event in ALL).encode()
+    cut %= len(whole)
+    (folder / events.FILE).write_bytes(whole[:cut])
+    num_whole = whole[:cut].count(b"\n") + (whole[cut : cut + 1] == b"\n")  # a record that lacks but its newline is whole
+    assert len(list(events.read(folder))) == num_whole
+    journal(folder, step(9))
+    again = list(events.read(folder))
+    assert [event.kind for event in again][:-1] == [event.kind for event in ALL][: whole[:cut].count(b"\n")]
+    assert as_plain(again[-1]) == as_plain(step(9))
+
+
+@pytest.mark.parametrize("length", [10, 70_000, 300_000])
+def test_a_torn_line_of_any_length_is_taken_back(length: int, tmp_path: Path) -> None:
+    write(tmp_path, step(1).as_line() + "x" * length)
+    journal(tmp_path, step(2))
+    assert (tmp_path / events.FILE).read_text() == step(1).as_line() + step(2).as_line()
+
+
+def test_a_log_that_is_one_torn_line_is_begun_anew(tmp_path: Path) -> None:
+    write(tmp_path, "x" * 200_000)
+    journal(tmp_path, step(2))
+    assert (tmp_path / events.FILE).read_text() == step(2).as_line()
+
+
+def test_zeros_that_a_power_cut_leaves_at_the_end_are_a_torn_line(tmp_path: Path) -> None:
+    write(tmp_path, step(1).as_line() + "\0" * 400)
+    assert len(list(events.read(tmp_path))) == 1
+
+
+DAMAGED = {
+    "no json": "spam", "a list": "[1]", "a number": "3", "no kind": "{}", "another kind of kind": '{"kind": []}', "a version of another type":
+    '{"kind": "step", "v": "1"}', "deep nesting": "[" * 100_000, "a field is missing": '{"v": 1, "kind": "step", "generation": 1}',
+    "zeros": "\0\0", "a step that is none": step(3, step="three").as_line().strip(), "a time that is none": step(3, time_s="now").as_line().strip(),
+    "a generation that is none": step(3, generation=None).as_line().strip(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damage_in_the_middle_is_named_with_its_line(what: str, tmp_path: Path) -> None:
+    write(tmp_path, step(1).as_line() + DAMAGED[what] + "\n" + step(2).as_line())
+    with pytest.raises(RunFolderError, match=r"events\.jsonl:2 is no event") as caught:
+        list(events.read(tmp_path))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_later_version_adds_kinds_and_fields_and_a_later_format_is_refused(tmp_path: Path) -> None:
+    row = json.loads(step(1).as_line())
+    write(tmp_path, json.dumps({**row, "novel": 3}) + "\n" + '{"v": 1, "kind": "rewound"}\n')
+    assert [event.kind for event in events.read(tmp_path)] == ["step"]
+    write(tmp_path, json.dumps({**row, "v": 2}) + "\n")
+    with pytest.raises(RunFolderError, match="newer"):
+        list(events.read(tmp_path))
+
+
+def test_a_folder_without_a_log_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no run"):
+        list(events.read(tmp_path))
+    (tmp_path / events.FILE).mkdir()
+    with pytest.raises(RunFolderError, match="no run"):
+        list(events.read(tmp_path))
+    with pytest.raises(StorageError):
+        Journal(tmp_path)
+
+
+def test_of_each_step_the_newest_generation_counts(tmp_path: Path) -> None:
+    fault = ALL[4]
+    rows = [started(1), step(1), step(2), fault, started(2), step(1, 2), started(3, first_step=2), step(2, 3)]
+    journal(tmp_path, *rows)
+    kept = events.newest(events.read(tmp_path))
+    assert [(event.step, event.generation) for event in kept if isinstance(event, Step)] == [(1, 2), (2, 3)]
+    assert [event.kind for event in kept].count("fault") == 1
+
+
+def test_records_are_appended_and_never_rewritten(tmp_path: Path) -> None:
+    journal(tmp_path, step(1))
+    before = (tmp_path / events.FILE).read_bytes()
+    journal(tmp_path, step(2))
+    assert (tmp_path / events.FILE).read_bytes().startswith(before)

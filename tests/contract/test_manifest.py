@@ -1,0 +1,191 @@
+"""A commit exists only when its manifest does, and a manifest is believed only as far as it was checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from surefoot.components import checkpoint
+from surefoot.contract import manifest
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError
+
+
+def commit(run: Path, step: int, model: nn.Module | None = None, generation: int = 1, **more: Any) -> int:
+    torch.manual_seed(step)
+    return checkpoint.commit(run, step, model or nn.Linear(2, 3), generation=generation, spec_id="x", environment={}, **more)
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change a manifest as someone would who knows how to give it the right digest."""
+    path = folder / manifest.FILE
+    row = json.loads(path.read_text())
+    row.pop("sha256")
+    row |= changes
+    digest = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**row, "sha256": digest}))
+
+
+def test_a_commit_reads_back_with_every_digest(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    num_bytes = commit(tmp_path, 7, model, score={"name": "accuracy", "value": 0.5, "better": "higher"})
+    found = manifest.check(manifest.step_folder(tmp_path, 7))
+    assert (found.step, found.generation, found.files[0].num_bytes) == (7, 1, num_bytes)
+    other = nn.Linear(2, 3)
+    checkpoint.load_into(other, tmp_path, 7)
+    assert torch.equal(other.weight, model.weight)
+
+
+HOSTILE = {
+    "a step of another type": {"step": "7"}, "a step of another folder": {"step": 8}, "a generation of another type": {"generation": None},
+    "a spec of another type": {"spec_id": 3}, "files that are none": {"files": 3}, "a file that is none": {"files": [3]},
+    "a file without a name": {"files": [{"num_bytes": 1, "sha256": "x"}]}, "a name that is none": {"files": [{"name": 5, "num_bytes": 1, "sha256": "x"}]},
+    "a size that is none": {"files": [{"name": "a", "num_bytes": "1", "sha256": "x"}]}, "a negative size": {"files": [{"name": "a", "num_bytes": -1, "sha256": "x"}]},
+    "a digest that is none": {"files": [{"name": "a", "num_bytes": 1, "sha256": 1}]}, "a format of another type": {"format": "1"},
+    "a key too many": {"surprise": 1}, "a score that is none": {"score": [1]}, "an environment that is none": {"environment": 3},
+    "the manifest itself as a file": {"files": [{"name": "manifest.json", "num_bytes": 1, "sha256": "x"}]},
+    "one file twice": {"files": [{"name": "a", "num_bytes": 1, "sha256": "x"}] * 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_manifest_of_other_types_is_refused_in_words(what: str, tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    folder = manifest.step_folder(tmp_path, 7)
+    rewrite(folder, **HOSTILE[what])
+    with pytest.raises(RunFolderError, match=r"manifest\.json") as caught:
+        manifest.read(folder)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ["", "spam", "[]", "3", "{}", "[" * 100_000, "\0" * 100, '{"sha256": "x"}'])
+def test_a_file_that_is_no_manifest_is_refused_in_words(text: str, tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    folder = manifest.step_folder(tmp_path, 7)
+    (folder / manifest.FILE).write_text(text)
+    with pytest.raises(RunFolderError, match=r"manifest\.json"):
+        manifest.check(folder)
+
+
+def test_a_newer_format_and_a_giant_file_are_refused(tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    folder = manifest.step_folder(tmp_path, 7)
+    rewrite(folder, format=2)
+    with pytest.raises(RunFolderError, match="newer"):
+        manifest.read(folder)
+    with (folder / manifest.FILE).open("wb") as file:
+        file.truncate(manifest.MAX_BYTES + 1)
+    with pytest.raises(RunFolderError, match="larger than 16 MiB"):
+        manifest.read(folder)
+
+
+def test_only_whole_commits_with_their_own_names_are_steps(tmp_path: Path) -> None:
+    assert manifest.steps(tmp_path) == []
+    commit(tmp_path, 12)
+    commit(tmp_path, 7)
+    folder = tmp_path / manifest.FOLDER
+    for name in (".draft-step-000000000009", "step-9", "step-000000000010", "notes", "step-0000000000111"):
+        (folder / name).mkdir()
+    (folder / "step-000000000013").write_text("a file")
+    assert manifest.steps(tmp_path) == [7, 12]
+
+
+def test_weights_of_a_damaged_commit_never_reach_the_model(tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    path = manifest.step_folder(tmp_path, 7) / "model.safetensors"
+    whole = bytearray(path.read_bytes())
+    whole[-1] ^= 1
+    path.write_bytes(whole)
+    model = nn.Linear(2, 3)
+    before = model.weight.detach().clone()
+    with pytest.raises(RunFolderError, match="damaged"):
+        checkpoint.load_into(model, tmp_path, 7)
+    assert torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("other", [nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))])
+def test_weights_of_another_model_are_refused_by_name(other: nn.Module, tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    with pytest.raises(RunFolderError, match="do not fit the model") as caught:
+        checkpoint.load_into(other, tmp_path, 7)
+    assert "weight" in str(caught.value) or "bias" in str(caught.value)
+
+
+def test_the_best_is_by_score_the_last_by_step_and_a_number_is_itself(tmp_path: Path) -> None:
+    for step, value in ((1, 0.5), (2, 0.9), (3, 0.9), (4, None), (5, 0.1)):
+        score = None if value is None else {"name": "accuracy", "value": value, "better": "higher"}
+        commit(tmp_path, step, score=score)
+    assert [checkpoint.find_step(tmp_path, which) for which in ("best", "last", 4)] == [2, 5, 4]
+    with pytest.raises(RunFolderError, match="holds no step 9"):
+        checkpoint.find_step(tmp_path, 9)
+    with pytest.raises(RunFolderError, match="holds no saved weights"):
+        checkpoint.find_step(tmp_path / "elsewhere", "last")
+
+
+def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        commit(tmp_path, step)
+    (tmp_path / manifest.FOLDER / "step-000000000001" / "mine.txt").write_text("beside the weights")
+    (tmp_path / manifest.FOLDER / "notes").mkdir()
+    assert checkpoint.retain(tmp_path, keep=2, best=3, generation=1) == [1, 2, 4]
+    assert manifest.steps(tmp_path) == [3, 5, 6]
+    assert (tmp_path / manifest.FOLDER / "notes").is_dir()
+    assert not list((tmp_path / manifest.FOLDER).glob(".*"))
+
+
+def test_a_commit_of_the_same_attempt_is_not_written_twice_and_that_of_an_earlier_one_is_replaced(tmp_path: Path) -> None:
+    assert commit(tmp_path, 7) > 0
+    assert commit(tmp_path, 7) == 0
+    shutil.copytree(manifest.step_folder(tmp_path, 7), manifest.step_folder(tmp_path, 9))
+    assert commit(tmp_path, 7, generation=2) > 0
+    assert manifest.read(manifest.step_folder(tmp_path, 7)).generation == 2
+
+
+class Shared(nn.Module):
+    """A tied head, a slice of another tensor, a mask of -inf, a frozen parameter that is none, complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("whole", torch.arange(6.0).reshape(2, 3))
+        self.register_buffer("part", self.get_buffer("whole")[1])
+        self.register_buffer("mask", torch.full((2, 2), -math.inf))
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.still = nn.Parameter(torch.tensor([math.nan]), requires_grad=False)
+
+
+def test_a_model_with_tied_sliced_masked_and_complex_tensors_comes_back_whole(tmp_path: Path) -> None:
+    model, other = Shared(), Shared()
+    commit(tmp_path, 7, model)
+    checkpoint.load_into(other, tmp_path, 7)
+    assert other.head.weight is other.embed.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(other.state_dict()[name])), name
+    assert math.isnan(other.still)
+
+
+def test_a_trained_parameter_that_is_not_finite_is_not_committed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    with torch.no_grad():
+        model.bias[1] = math.inf
+    with pytest.raises(NumbersError, match="the parameter bias is not finite"):
+        commit(tmp_path, 7, model)
+    assert manifest.steps(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_that_cannot_be_written_leaves_no_trace_of_itself(tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    (tmp_path / "b").write_text("a file where a folder should be")
+    with pytest.raises(StorageError, match="step 8 could not be saved"):
+        commit(tmp_path / "b", 8)
+    assert manifest.steps(tmp_path) == [7]

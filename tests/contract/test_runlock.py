@@ -1,0 +1,129 @@
+"""One writer for a run folder, whoever comes and however it dies, and a generation that only rises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from surefoot.contract.runlock import FILE, RunLock
+from surefoot.core.errors import RunFolderError
+from surefoot.core.place import child_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+HOLD = """
+import sys, time
+from pathlib import Path
+from surefoot.contract.runlock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print(lock.generation, flush=True)
+time.sleep(60)
+"""
+COMPETE = """
+import os, sys, time
+from pathlib import Path
+from surefoot.contract.runlock import RunLock
+from surefoot.core.errors import RunFolderError
+folder, won = Path(sys.argv[1]), []
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(40):
+    try:
+        with RunLock(folder) as lock:
+            (folder / "held").touch(exist_ok=False)  # two at once would fail here
+            won.append(lock.generation)
+            (folder / "held").unlink()
+    except RunFolderError as error:
+        assert "is being written by process" in error.message, error
+print(*won)
+"""
+
+
+def start(source: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", source, str(folder)], env={**child_environment(threads=1), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of `tmp_path`."""
+    with start(HOLD, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_writer_is_refused_and_told_who_holds_it(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=f"is being written by process {holder.pid}"):
+        RunLock(tmp_path)
+    assert json.loads((tmp_path / FILE).read_text())["process"] == holder.pid
+
+
+def test_a_killed_writer_leaves_no_lock_behind(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    with RunLock(tmp_path) as lock:
+        assert lock.generation == 2
+
+
+def test_of_many_writers_one_holds_it_at_a_time_and_every_hold_has_its_own_generation(tmp_path: Path) -> None:
+    processes = [start(COMPETE, tmp_path) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor() as pool:
+        told = list(pool.map(lambda process: process.communicate("go\n")[0], processes))
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    generations = [int(number) for text in told for number in text.split()]
+    assert sorted(generations) == list(range(1, len(generations) + 1))
+
+
+def test_the_generation_rises_with_every_attempt(tmp_path: Path) -> None:
+    found = []
+    for _ in range(12):
+        with RunLock(tmp_path) as lock:
+            assert lock.still_ours()
+            found.append(lock.generation)
+    assert found == list(range(1, 13))
+
+
+@pytest.mark.parametrize("text", ["", "spam", "[]", '{"generation": "x"}', "[" * 4000, '{"generation": 3, "proc', "\0" * 64])
+def test_a_damaged_lock_file_is_overruled_and_the_log_knows_the_generation(text: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(text)
+    with RunLock(tmp_path, after=7) as lock:
+        assert lock.generation == 8
+        assert json.loads((tmp_path / FILE).read_text())["generation"] == 8
+
+
+def test_a_longer_earlier_text_leaves_nothing_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"generation": 4, "process": 1, "more": "x" * 300}))
+    with RunLock(tmp_path) as lock:
+        assert lock.still_ours()
+        assert json.loads((tmp_path / FILE).read_text()) == {"generation": 5, "process": os.getpid()}
+
+
+def test_a_lock_that_was_removed_or_taken_over_is_no_longer_ours(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as first:
+        (tmp_path / FILE).unlink()
+        assert not first.still_ours()
+        with RunLock(tmp_path, after=1) as second:
+            assert second.still_ours()
+            assert not first.still_ours()
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        RunLock(tmp_path / "missing")
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        RunLock(tmp_path)
