@@ -89,11 +89,13 @@ def read(folder: Path) -> Manifest:
             raise RunFolderError(f"{path} is damaged: its digest does not match")
         files = tuple(Entry(**entry) for entry in row.pop("files"))
         made = Manifest(files=files, **row)
-        _check_types(made)
+        is_typed = _is_typed(made)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise RunFolderError(f"{path} is no manifest") from None
+    if not is_typed:
+        raise RunFolderError(f"{path} is no manifest: a value has another type than it should")
     bad = [entry.name for entry in files if not NAME.match(entry.name) or entry.name == FILE]
     if bad:
         raise RunFolderError(f"{path} names the file {bad[0][:200]!r}, which is no plain name")
@@ -103,19 +105,17 @@ def read(folder: Path) -> Manifest:
     return made
 
 
-def _check_types(made: Manifest) -> None:
-    """Raise TypeError for a value of another type than it should be: a digest protects from accidents, not from a stranger."""
+def _is_typed(made: Manifest) -> bool:
+    """Whether every value has its type: a digest protects from accidents, not from a stranger."""
     fits = (
         isinstance(made.step, int), isinstance(made.generation, int), isinstance(made.spec_id, str), isinstance(made.format, int),
         isinstance(made.environment, Mapping), made.score is None or isinstance(made.score, Mapping),
         len({entry.name for entry in made.files}) == len(made.files),
     )  # fmt: skip
-    whole = all(
+    return all(fits) and all(
         isinstance(each.name, str) and isinstance(each.sha256, str) and isinstance(each.num_bytes, int) and each.num_bytes >= 0
         for each in made.files
     )
-    if not (all(fits) and whole):
-        raise TypeError
 
 
 def check(folder: Path) -> Manifest:

@@ -126,11 +126,19 @@ def test_zeros_that_a_power_cut_leaves_at_the_end_are_a_torn_line(tmp_path: Path
 
 
 DAMAGED = {
-    "no json": "spam", "a list": "[1]", "a number": "3", "no kind": "{}", "another kind of kind": '{"kind": []}', "a version of another type":
-    '{"kind": "step", "v": "1"}', "deep nesting": "[" * 100_000, "a field is missing": '{"v": 1, "kind": "step", "generation": 1}',
-    "zeros": "\0\0", "a step that is none": step(3, step="three").as_line().strip(), "a time that is none": step(3, time_s="now").as_line().strip(),
+    "no json": "spam",
+    "a list": "[1]",
+    "a number": "3",
+    "no kind": "{}",
+    "another kind of kind": '{"kind": []}',
+    "a version of another type": '{"kind": "step", "v": "1"}',
+    "deep nesting": "[" * 100_000,
+    "a field is missing": '{"v": 1, "kind": "step", "generation": 1}',
+    "zeros": "\0\0",
+    "a step that is none": step(3, step="three").as_line().strip(),
+    "a time that is none": step(3, time_s="now").as_line().strip(),
     "a generation that is none": step(3, generation=None).as_line().strip(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DAMAGED)

@@ -43,16 +43,26 @@ def test_a_commit_reads_back_with_every_digest(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
-HOSTILE = {
-    "a step of another type": {"step": "7"}, "a step of another folder": {"step": 8}, "a generation of another type": {"generation": None},
-    "a spec of another type": {"spec_id": 3}, "files that are none": {"files": 3}, "a file that is none": {"files": [3]},
-    "a file without a name": {"files": [{"num_bytes": 1, "sha256": "x"}]}, "a name that is none": {"files": [{"name": 5, "num_bytes": 1, "sha256": "x"}]},
-    "a size that is none": {"files": [{"name": "a", "num_bytes": "1", "sha256": "x"}]}, "a negative size": {"files": [{"name": "a", "num_bytes": -1, "sha256": "x"}]},
-    "a digest that is none": {"files": [{"name": "a", "num_bytes": 1, "sha256": 1}]}, "a format of another type": {"format": "1"},
-    "a key too many": {"surprise": 1}, "a score that is none": {"score": [1]}, "an environment that is none": {"environment": 3},
-    "the manifest itself as a file": {"files": [{"name": "manifest.json", "num_bytes": 1, "sha256": "x"}]},
-    "one file twice": {"files": [{"name": "a", "num_bytes": 1, "sha256": "x"}] * 2},
-}  # fmt: skip
+FILE = {"name": "a", "num_bytes": 1, "sha256": "x"}
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a step of another type": {"step": "7"},
+    "a step of another folder": {"step": 8},
+    "a generation of another type": {"generation": None},
+    "a spec of another type": {"spec_id": 3},
+    "a format of another type": {"format": "1"},
+    "a score that is none": {"score": [1]},
+    "an environment that is none": {"environment": 3},
+    "a key too many": {"surprise": 1},
+    "files that are none": {"files": 3},
+    "a file that is none": {"files": [3]},
+    "a file without a name": {"files": [{"num_bytes": 1, "sha256": "x"}]},
+    "a name that is none": {"files": [{**FILE, "name": 5}]},
+    "a size that is none": {"files": [{**FILE, "num_bytes": "1"}]},
+    "a negative size": {"files": [{**FILE, "num_bytes": -1}]},
+    "a digest that is none": {"files": [{**FILE, "sha256": 1}]},
+    "the manifest itself as a file": {"files": [{**FILE, "name": "manifest.json"}]},
+    "one file twice": {"files": [FILE, FILE]},
+}
 
 
 @pytest.mark.parametrize("what", HOSTILE)
