@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
+import sys
 import tarfile
 from itertools import islice
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from surefoot.cli.main import main
 from surefoot.components.data.order import Keys
 from surefoot.components.data.shards import decode_class, read_shard
 from surefoot.contract import spec_file
@@ -218,3 +221,34 @@ def test_the_quick_recipe_is_the_full_one_with_two_epochs() -> None:
     assert quick.train.length == "2 epochs"
     assert quick.optim.name == full.optim.name == "muon"
     assert quick.task.use == full.task.use == "cifar10"
+
+
+def command(monkeypatch: pytest.MonkeyPatch, folder: Path, cache: Path, *words: str) -> int:
+    """The exit code of `surefoot train cifar10` with a small net on one thread, its run folder being `run` beside the cache."""
+    small = ("task.widths=[8,8,8]", f"task.cache='{cache}'", "train.batch=40", "train.threads=1", "observe.tensorboard=false")
+    settings = [word for setting in small for word in ("--set", setting)]
+    run = ("--run", str(cache.parent / "run"))
+    monkeypatch.setattr(sys, "argv", ["surefoot", "train", "cifar10", "--data", str(folder), *run, *settings, *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def test_the_recipe_trains_by_name_and_prints_its_accuracy(
+    small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, small_set, tmp_path / "cache", "--steps", "3") == 0
+    assert re.search(r"accuracy +\d+(\.\d+)? %", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("content", [b"10", None], ids=["label out of range", "no label"])
+def test_a_bad_set_ends_the_command_with_code_2_and_nothing_written(
+    content: bytes | None, small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken(small_set, tmp_path, "cls", content)
+    assert command(monkeypatch, tmp_path / "set", tmp_path / "cache") == 2
+    shown = capsys.readouterr()
+    assert "train-00001.tar: 000040.cls" in " ".join((shown.out + shown.err).split())
+    assert "Traceback" not in shown.out + shown.err
+    assert not (tmp_path / "run").exists()
