@@ -230,3 +230,41 @@ def test_a_loss_is_diverged_when_it_stays_out_of_all_proportion(losses: list[flo
             ended = step
             break
     assert ended == ends_at
+
+
+class Counting(nn.Module):
+    """Buffers of every kind: changed in place, replaced, constant, of whole numbers, and one that is no tensor yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("in_place", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("constant", torch.ones(2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("absent", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.get_buffer("in_place").add_(x.detach().mean())
+            self.replaced = self.replaced + x.detach().mean()
+            self.get_buffer("steps").add_(1)
+        output: Tensor = self.linear(x)
+        return output
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_of_every_kind_are_as_before_a_skipped_step_and_as_after_an_applied_one(on_device: bool) -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    buffers = optim.LiveBuffers(model)
+    for step in range(6):
+        before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        is_skipped = step in (2, 3)
+        buffers.keep()
+        model(torch.full((2, 4), math.nan) if is_skipped else torch.ones(2, 4))
+        after = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        buffers.put_back_unless(torch.tensor(not is_skipped) if on_device else not is_skipped)
+        assert_same(before if is_skipped else after, dict(model.named_buffers()))
+    assert model.get_buffer("steps") == 4
+    assert "absent" not in dict(model.named_buffers())
