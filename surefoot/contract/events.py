@@ -140,6 +140,10 @@ class Ended(Event):
 
 
 KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in (Started, Step, Evaluated, Committed, Fault, Ended)}
+_TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
+_PLAIN: dict[str, type | tuple[type, ...]] = {
+    "Any": object, "int": int, "float": (int, float), "str": str, "bool": bool, "None": type(None),
+}  # fmt: skip
 
 
 def _finite(value: Any) -> Any:
@@ -184,15 +188,28 @@ def _row(line: str) -> dict[str, Any] | None:
 
 def _made(row: Mapping[str, Any], place: str) -> Event:
     kind: Callable[..., Event] = KINDS[row["kind"]]
-    known = {each.name for each in fields(KINDS[row["kind"]])}
+    types = _TYPES[row["kind"]]
+    values = {key: _read_numbers(key, value) for key, value in row.items() if key in types}
+    wrong = next((key for key, value in values.items() if not _fits(value, types[key])), None)
     try:
-        if not (
-            isinstance(row["generation"], int) and isinstance(row["time_s"], int | float) and isinstance(row.get("step", 0), int)
-        ):
-            raise TypeError("generation, time_s and step are numbers")
-        return kind(**{key: _read_numbers(key, value) for key, value in row.items() if key in known})
-    except (TypeError, KeyError) as error:
+        if wrong is not None:
+            raise TypeError(f"{wrong} is not {types[wrong]}")
+        return kind(**values)
+    except TypeError as error:
         raise RunFolderError(f"{place} is no event: {error}", hint="the file was changed by hand") from None
+
+
+def _fits(value: Any, type_: str) -> bool:
+    """Whether a value out of JSON is what a field's annotation says; a number that is none may stand as its name."""
+    if type_.startswith("Mapping[str, "):
+        return isinstance(value, dict) and all(_fits(part, type_[13:-1]) for part in value.values())
+    if type_.startswith("tuple["):
+        return isinstance(value, list) and all(_fits(part, type_[6:-6]) for part in value)
+    if " | " in type_:
+        return any(_fits(value, one) for one in type_.split(" | "))
+    if isinstance(value, bool):
+        return type_ in ("bool", "Any")
+    return isinstance(value, _PLAIN[type_]) or (type_ == "float" and value in ("nan", "inf", "-inf"))
 
 
 def _read_numbers(key: str, value: Any) -> Any:

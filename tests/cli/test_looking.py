@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from surefoot.cli import table
+from surefoot.cli.look import side_by_side, story
+from surefoot.cli.look.past import read
+from surefoot.contract import events
+from surefoot.core.errors import RunFolderError
 from tests.cli import past_runs as past
 from tests.cli.conftest import Command
 
@@ -215,6 +219,12 @@ def test_a_comparison_in_json_has_a_value_for_each_run(surefoot: Command) -> Non
     assert [each["state"] for each in row["runs"]] == ["finished"] * 3
 
 
+def test_losses_are_compared_only_at_steps_that_every_run_recorded(surefoot: Command) -> None:
+    for name, steps in (("a", (1, 10, 20, 40)), ("b", (1, 15, 20, 30, 40))):
+        past.write(Path(name), [past.started(), *(past.step(each, 1.0) for each in steps)])
+    assert [each["step"] for each in surefoot("compare", "a", "b", "--json").row["losses"]] == [1, 20, 40]
+
+
 def test_a_default_that_one_run_states_is_no_difference(surefoot: Command) -> None:
     past.write(Path("a"), [past.started(spec={"task": {"use": "digits"}, "optim": {"lr": 0.001}})])
     past.write(Path("b"), [past.started(spec={"task": {"use": "digits"}, "schedule": {"name": "cosine", "floor": 0.0}})])
@@ -244,3 +254,29 @@ def test_a_command_to_copy_is_never_folded(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("COLUMNS", "40")
     table.print_pairs([("repeat", "surefoot train " + "x " * 40)], whole=True)
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+JUNK = (None, "x", -1, 0.5, True, [], {"a": {"b": []}}, [[]], {"task": 1, "evaluate": "x", "optim": []})
+
+
+@pytest.mark.parametrize("kind", events.KINDS)
+def test_a_record_of_other_types_is_refused_or_told_but_never_breaks_a_verb(kind: str, tmp_path: Path) -> None:
+    whole = [past.started(), past.step(1, 1.0), past.step(10, 0.5), past.evaluated(10, 0.5), past.fault(10), past.ended(10)]
+    committed = events.Committed(generation=1, time_s=0.0, step=10, folder="f", num_bytes=1, elapsed_s=0.1)
+    lines = [record.as_line() for record in (*whole, committed)]
+    at = next(index for index, line in enumerate(lines) if json.loads(line)["kind"] == kind)
+    refused = 0
+    for field in json.loads(lines[at]):
+        for junk in JUNK:
+            (tmp_path / events.FILE).write_text(
+                "".join([*lines[:at], json.dumps({**json.loads(lines[at]), field: junk}) + "\n", *lines[at + 1 :]])
+            )
+            try:
+                found = read(tmp_path)
+            except RunFolderError:
+                refused += 1
+                continue
+            story.tell(found)
+            side_by_side.tell([found, found])
+            json.dumps([story.as_row(found), side_by_side.as_row([found, found])], allow_nan=False)
+    assert refused > len(JUNK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,15 @@ class Past:
     @property
     def scored(self) -> list[Evaluated]:
         """The evaluations of the split that decides; those of other splits do not count."""
-        split = self.started.spec.get("evaluate", {}).get("split", "test")
+        stated = self.started.spec.get("evaluate")
+        split = stated.get("split", "test") if isinstance(stated, Mapping) else "test"
         return [each for each in self.evaluations if each.split == split]
+
+    @property
+    def use(self) -> str | None:
+        """What `[task] use` names; None for a task that was built in a script."""
+        stated = self.started.spec.get("task")
+        return stated.get("use") if isinstance(stated, Mapping) else None
 
     @property
     def last(self) -> Evaluated | None:

@@ -87,7 +87,7 @@ def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
 
 
-def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
     """A run's spec with every default; as it was stated when it is one that this version does not know."""
     from surefoot.contract.spec import RunSpec
 
@@ -101,8 +101,9 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]
     return {**tables, "task": {"use": use, **spec.task.parameters}, "schedule": spec.schedule.effective()}
 
 
-def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{table}.{key}": _listed(value) for table, keys in tables.items() for key, value in keys.items()}
+def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
+    named = {table: keys for table, keys in tables.items() if isinstance(keys, Mapping)}
+    return {f"{table}.{key}": _listed(value) for table, keys in named.items() for key, value in keys.items()}
 
 
 def _listed(value: Any) -> Any:

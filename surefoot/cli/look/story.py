@@ -138,16 +138,15 @@ def _end(past: Past) -> Iterator[tuple[str, str]]:
 
 def _again(past: Past) -> Pairs:
     spec = past.folder / "spec.toml"
-    use = past.started.spec.get("task", {}).get("use")
     command = (
-        f"surefoot train {shlex.quote(str(spec))}" if use else "n/a: the task was built in a script, so only that script can"
+        f"surefoot train {shlex.quote(str(spec))}" if past.use else "n/a: the task was built in a script, so only that script can"
     )
     steps = past.weights()
     weights = [("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps] or [
         ("weights", "none saved")
     ]
     pairs = [(name if not index else "", value) for index, (name, value) in enumerate(weights)]
-    return [("repeat", command), *pairs, *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and use else [])]
+    return [("repeat", command), *pairs, *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and past.use else [])]
 
 
 def as_row(past: Past) -> dict[str, Any]:
