@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's 1,797 images of 8 x 8 pixels, a small convolutional net, whole-pixel translation.
+"""Handwritten digits: scikit-learn's 1,797 images of 8 x 8 pixels, a small convolutional net, translation by parts of a pixel.
 
 E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
@@ -31,12 +31,12 @@ TEST_EVERY = 5  # every fifth image of the set sorted by digit: 360 of 1,797, st
 class Digits:
     """Ten digits; `width` channels in the first of three convolutions, translation by up to `shift` pixels while training.
 
-    Batches are (images (B, 1, 8, 8) in [-1, 1], labels (B,)). Raises MissingExtra without scikit-learn.
+    Batches are (images (B, 1, 8, 8), 0 is blank and 1 is ink, labels (B,)). Raises MissingExtra without scikit-learn.
     """
 
-    def __init__(self, width: int = 32, shift: int = 1) -> None:
+    def __init__(self, width: int = 32, shift: float = 1.0) -> None:
         if width < 1 or not 0 <= shift < SIZE:
-            raise ValueError(f"width {width} and shift {shift}: use a width of 1 or more and a shift of 0 to {SIZE - 1}")
+            raise ValueError(f"width {width} and shift {shift}: use a width of 1 or more and a shift from 0 to under {SIZE}")
         self.width, self.shift = width, shift
 
     def model(self) -> nn.Module:
@@ -62,20 +62,15 @@ class Digits:
         is_test = np.zeros(len(labels), dtype=bool)
         is_test[np.argsort(labels, kind="stable")[::TEST_EVERY]] = True
         chosen = is_test if split == "test" else ~is_test
-        images = (pixels[chosen] / 8.0 - 1.0).astype(np.float32).reshape(-1, 1, SIZE, SIZE)
+        images = (pixels[chosen] / 16.0).astype(np.float32).reshape(-1, 1, SIZE, SIZE)
         return Arrays(images, labels[chosen].astype(np.int64))
 
     def augment(self, batch: tuple[Tensor, Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
-        """Move each image by its own whole number of pixels, up to `shift` each way; what comes in is blank."""
+        """Move each image by its own way, up to `shift` pixels up, down, left and right, linear between pixels; what comes in is blank."""
         images, labels = batch
-        if not self.shift:
-            return batch
-        padded = F.pad(images, (self.shift,) * 4, value=-1.0)
-        corner = keys.integers(0, 2 * self.shift + 1, 2).to(images.device)
-        along = torch.arange(SIZE, device=images.device)
-        rows, columns = corner[:, :1] + along, corner[:, 1:] + along
-        which = torch.arange(len(images), device=images.device)[:, None, None]
-        return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2), labels
+        moves = (keys.uniform(2) * 2.0 - 1.0).to(images.device) * self.shift
+        down, across = _moved(moves[:, :1]), _moved(moves[:, 1:])
+        return down @ images @ across.transpose(-1, -2), labels
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         logits: Tensor = model(batch[0])
@@ -90,3 +85,10 @@ class Digits:
 
 def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+
+
+def _moved(moves: Tensor) -> Tensor:
+    """Matrices (B, 1, 8, 8) that move the 8 rows of an image by `moves` (B, 1) pixels: row i is what stood at i + move."""
+    along = torch.arange(SIZE, device=moves.device, dtype=moves.dtype)
+    apart = along[:, None] + moves[:, :, None, None] - along
+    return (1.0 - apart.abs()).clamp(min=0.0)

@@ -1,0 +1,122 @@
+"""Python's own standard library, byte by byte: the source files of the interpreter that runs, by a small decoder-only transformer."""
+
+# B batch, T bytes, V 256 values
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from surefoot.components.data.sources import Tokens
+from surefoot.components.metrics import Mean, bits_per_byte
+from surefoot.contract.task import Guarantee, Loss
+from surefoot.core.errors import DataError
+from surefoot.tasks.transformer import Transformer, nats
+
+__all__ = ["PyCorpus"]
+
+# pydoc_data is 0.7 MB of the manual, not source
+NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+BUILD_RECORD = "_sysconfigdata"  # names of paths of the machine that built this Python
+HELD_OUT_SHARE = 0.1  # of the files, by a hash of their name
+
+
+class PyCorpus:
+    """Windows of `length` bytes: batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is none.
+
+    `folder` holds .py files at any depth; by default it is the standard library of this Python. Raises DataError without any.
+    """
+
+    unit = "bytes"
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        *,
+        layers: int = 4,
+        width: int = 192,
+        heads: int = 6,
+        length: int = 256,
+        dropout: float = 0.0,
+    ) -> None:
+        self.folder = Path(folder or sysconfig.get_paths()["stdlib"]).expanduser()
+        self.layers, self.width, self.heads, self.length, self.dropout = layers, width, heads, length, dropout
+        self._sources: dict[str, Files] = {}
+
+    def model(self) -> nn.Module:
+        return Transformer(256, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout)
+
+    def data(self, split: str) -> Files:
+        """`train`, or `heldout`: every tenth file or so, chosen by a hash of its name."""
+        if split not in ("train", "heldout"):
+            raise DataError(f"pycorpus has no split {split!r}", hint='use "train" or "heldout"')
+        if split not in self._sources:
+            names = [name for name in find_files(self.folder) if is_held_out(name) == (split == "heldout")]
+            self._sources[split] = Files(self.folder, names, self.length)
+        return self._sources[split]
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits_BTV: Tensor = model(batch["inputs"])
+        return logits_BTV
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+        return Loss.sum(*nats(output, batch["targets"]))
+
+    def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
+        return {"bits_per_byte": bits_per_byte(*nats(output, batch["targets"]))}
+
+
+class Files:
+    """The bytes of `names` below `folder`, one after another, as windows of `length`. Its digest covers names, bytes and Python."""
+
+    guarantee: Guarantee = "proven"
+
+    def __init__(self, folder: Path, names: list[str], length: int) -> None:
+        contents = [_read(folder / name) for name in names]
+        if sum(map(len, contents)) < 2:
+            raise DataError(
+                f"{folder} holds no Python source for this split", hint="name a folder of .py files with --data DIR, or none"
+            )
+        self._tokens = Tokens(np.frombuffer(bytearray(b"".join(contents)), dtype=np.uint8), length)
+        self.names, self.tokens_per_sample = names, length
+        self.listing = hashlib.sha256("\n".join(names).encode()).hexdigest()
+        self.digest = hashlib.sha256(f"{platform.python_version()} {self.listing} {self._tokens.digest}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor]:
+        return self._tokens.read(ids)
+
+    def describe(self) -> str:
+        what = f"{len(self.names)} files of Python {platform.python_version()}, list {self.listing[:12]}"
+        return f"{what}: {self._tokens.describe().replace('tokens', 'bytes')}"
+
+
+def find_files(folder: Path) -> list[str]:
+    """The source files below `folder`, as sorted POSIX names, without tests, installed packages and the record of the build."""
+    if not folder.is_dir():
+        raise DataError(
+            f"there is no folder {folder}", hint="name a folder of .py files with --data DIR, or none for Python's own"
+        )
+    found = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    return sorted(
+        path.as_posix() for path in found if not NOT_SOURCE.intersection(path.parts) and not path.name.startswith(BUILD_RECORD)
+    )
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file is kept for evaluation: a function of its name alone, so that it is so in every version of Python."""
+    return hashlib.sha256(name.encode()).digest()[0] < 256 * HELD_OUT_SHARE
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="make it readable, or name another folder") from None
