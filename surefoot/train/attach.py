@@ -282,13 +282,24 @@ class _Record:
 
 def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     """What can be promised of going on in the middle of `data`, and why: proven, replayed or none."""
-    if callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None)):
+    if _saves_its_place(data):
         return "proven", "they save and restore their own place"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return "proven", "any batch of them can be read by its number"
     if isinstance(data, Iterator):
         return "none", "an iterator is read once and cannot go back"
     return "replayed", "they are read forwards: going on reads what was read before once more"
+
+
+def _saves_its_place(data: Any) -> bool:
+    """Whether it really does: some loaders have the methods and raise unless they were built for it (Accelerate's)."""
+    if not all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    try:
+        data.state_dict()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _length_of(data: Iterable[Any]) -> int | None:

@@ -15,8 +15,8 @@ from surefoot.components.data import as_source
 from surefoot.components.precision import compute_context
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved
-from surefoot.core.errors import InputError, RunFolderError, TaskError
+from surefoot.contract.task import Resolved, resolve
+from surefoot.core.errors import InputError, RunFolderError, SpecError, TaskError
 from surefoot.train.assemble import load_task
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
@@ -25,25 +25,38 @@ from surefoot.train.quiet import untouched
 ENDINGS = (".safetensors", ".npz")
 
 
-def load(run: str | Path, step: int | str = "best") -> nn.Module:
+def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
     """The model of a run with the weights of `step` ("best", "last" or a number), in evaluation mode, on the CPU.
 
-    Every digest is checked first. Raises RunFolderError for a folder that is no run, or holds no such step, or is damaged.
+    `task` is the object for a run whose spec cannot build it, as of a notebook. Every digest is checked first. Raises
+    RunFolderError for a folder that is no run, or holds no such step, or is damaged, SpecError where the task is not known.
     """
-    return load_with_task(Path(run), step)[0]
+    if task is None:
+        return load_with_task(Path(run), step)[0]
+    model = resolve(task).task.model()
+    checkpoint.load_into(model, Path(run), _find_step(Path(run), step))
+    return model.eval()
 
 
 def load_with_task(run: Path, step: int | str = "best", *, data: str | None = None) -> tuple[nn.Module, Resolved, RunSpec, int]:
     """The model, the task, the spec and the step that was chosen."""
+    found = _find_step(run, step)
     path = run / SPEC_FILE
-    if not path.is_file():
-        raise RunFolderError(f"{run} is no run: it holds no {SPEC_FILE}", hint="surefoot runs lists the runs below a folder")
-    found = checkpoint.find_step(run, int(step) if isinstance(step, str) and step.isdigit() else step)
     origin = spec_file.read(str(path.resolve()), [] if data is None else [("data.folder", data, "--data")])
+    if origin.spec.task.use is None:
+        raise SpecError(
+            f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
+        )
     task = load_task(origin.spec)
     model = task.task.model()
     checkpoint.load_into(model, run, found)
     return model.eval(), task, origin.spec, found
+
+
+def _find_step(run: Path, step: int | str) -> int:
+    if not (run / SPEC_FILE).is_file():
+        raise RunFolderError(f"{run} is no run: it holds no {SPEC_FILE}", hint="surefoot runs lists the runs below a folder")
+    return checkpoint.find_step(run, int(step) if isinstance(step, str) and step.isdigit() else step)
 
 
 def evaluate_run(run: Path, step: str, split: str | None, data: str | None) -> tuple[Evaluation, int]:

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import surefoot
-from surefoot import Run, RunSpec
+from surefoot import Loss, Run, RunSpec
 from surefoot.cli.main import app
+from surefoot.components.data import Arrays
 from surefoot.contract import events, spec_file
 from surefoot.contract.events import Ended, Evaluated, Event, Started
 from surefoot.core.errors import TaskError
@@ -36,7 +37,7 @@ LOOPS = ("attach", "plain_loop")
 @pytest.fixture(autouse=True)
 def has_its_extras(request: pytest.FixtureRequest) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: the extra demo")
-    if "hf_causal_lm" in request.node.name:
+    if "hf_causal_lm" in request.node.name or "transformers" in request.node.name:
         pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 
 
@@ -185,6 +186,39 @@ def test_documents_and_canvases_of_unequal_content_accumulate_to_the_whole_batch
     kind = getattr(load(name), made)
     whole = losses_of(kind(), spec_of(16), tmp_path / "whole")
     assert losses_of(kind(), spec_of(16, microbatch=4), tmp_path / "split") == pytest.approx(whole, rel=1e-5)
+
+
+class Encoder:
+    """An encoder of transformers that tells lines of source that begin in the earlier half of the alphabet from the others."""
+
+    def model(self) -> torch.nn.Module:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        config = BertConfig(vocab_size=256, max_position_embeddings=24, num_labels=2, hidden_dropout_prob=0.0, **sizes)
+        return BertForSequenceClassification(config)
+
+    def data(self, split: str) -> Arrays:
+        lines = [line.strip()[:24].ljust(24) for line in Path(ast.__file__).read_bytes().splitlines() if line.strip()]
+        ids = np.array([list(line) for line in lines])
+        return Arrays(input_ids=ids, labels=(ids[:, 0] < np.median(ids[:, 0])).astype(np.int64))
+
+    def forward(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=batch["input_ids"]).logits
+        return logits
+
+    def loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
+        return Loss.sum(torch.nn.functional.cross_entropy(output, batch["labels"], reduction="sum"), len(output))
+
+
+def test_an_encoder_of_transformers_trains_unchanged(tmp_path: Path) -> None:
+    task = Encoder()
+    labels = task.data("train").read(np.arange(500))["labels"]
+    share = float(labels.double().mean())
+    chance = -(share * np.log(share) + (1 - share) * np.log(1 - share))  # of a net that says how often it is so
+    spec = RunSpec(train={"length": "40 steps", "batch": 64}, optim={"lr": 1e-2}, observe={"tensorboard": False})
+    losses = losses_of(task, spec, tmp_path / "run")
+    assert sum(losses[-10:]) / 10 < 0.6 * chance
 
 
 def test_a_loss_over_pairs_is_refused_with_microbatches(tmp_path: Path) -> None:

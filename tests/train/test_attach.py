@@ -192,9 +192,15 @@ class Resumable:
         pass
 
 
+class Pretending(Resumable):
+    def state_dict(self) -> dict[str, int]:
+        raise AttributeError("built without it")
+
+
 GUARANTEES: dict[str, tuple[Any, str]] = {
     "a list of batches": ([1, 2], "proven"),
     "a loader that saves its place": (Resumable(), "proven"),
+    "a loader that has the methods and raises": (Pretending(), "replayed"),
     "torch's loader": (DataLoader([1, 2]), "replayed"),  # type: ignore[arg-type]
     "an iterator": (iter([1, 2]), "none"),
     "a generator": ((number for number in range(2)), "none"),

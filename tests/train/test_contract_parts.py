@@ -389,8 +389,10 @@ def test_an_object_that_cannot_be_built_anew_trains_and_says_what_it_cannot(tmp_
     run = train(Lost(3), tmp_path / "run")
     started = next(iter(surefoot.contract.events.read(run.folder)))
     assert any("needs one that can be imported" in note for note in started.notes)  # type: ignore[attr-defined]
-    with pytest.raises(SpecError):
+    with pytest.raises(SpecError, match="was built in place and cannot be imported"):
         surefoot.load(run.folder)
+    model = surefoot.load(run.folder, task=Lost(3))
+    torch.testing.assert_close(model.state_dict(), run.model.state_dict(), rtol=0, atol=0)
 
 
 def test_the_object_given_is_the_one_that_is_recorded(tmp_path: Path) -> None:
