@@ -44,15 +44,16 @@ class HardClasses:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         losses = F.cross_entropy(output, batch["labels"], reduction="none")
-        weights = (self.hardness / self.hardness.mean())[batch["labels"]]
-        self._remember(losses.detach(), batch["labels"])
+        hardness = self.hardness.to(losses.device)  # a task is not told the device; the batch knows it
+        weights = (hardness / hardness.mean())[batch["labels"]]
+        self._remember(hardness, losses.detach(), batch["labels"])
         return Loss.sum((weights * losses).sum(), count=len(losses))
 
-    def _remember(self, losses: Tensor, labels: Tensor) -> None:
-        sums = torch.zeros(10).index_add_(0, labels, losses)
+    def _remember(self, hardness: Tensor, losses: Tensor, labels: Tensor) -> None:
+        sums = torch.zeros_like(hardness).index_add_(0, labels, losses)
         seen = labels.bincount(minlength=10)
-        means = torch.where(seen > 0, sums / seen.clamp(min=1), self.hardness)
-        self.hardness.lerp_(means, 1 / self.memory)  # in place: the name in state() stays true
+        means = torch.where(seen > 0, sums / seen.clamp(min=1), hardness)
+        self.hardness.copy_(hardness.lerp(means, 1 / self.memory))  # in place: the name in state() stays true
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}
