@@ -35,6 +35,7 @@ class RunLock:
         """
         self._path = folder / FILE
         self._descriptor = -1
+        self._process = os.getpid()
         try:
             self._open(folder)
             self.generation = max(self._previous(), after) + 1
@@ -93,6 +94,11 @@ class RunLock:
 
     def release(self) -> None:
         if self._descriptor >= 0:
+            if fcntl is not None and os.getpid() == self._process:
+                with contextlib.suppress(
+                    OSError
+                ):  # a loader's workers hold the file too: closing ours alone would leave it locked
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -329,6 +329,19 @@ def test_the_same_script_again_takes_the_next_number_after_an_end_and_the_next_g
     assert after.folder == tmp_path / "run-1"
 
 
+def test_a_folder_is_let_go_although_workers_of_the_loader_live_on(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.data = DataLoader(
+        TensorDataset(torch.zeros(8, 4), torch.zeros(8).long()), batch_size=4, num_workers=1, persistent_workers=True
+    )
+    for generation in (1, 2):
+        with pytest.raises(ValueError, match="spilled"), loop.attach(tmp_path / "run") as run:
+            for batch in run.batches():
+                run.step_done(loop.train_on(batch))
+            raise ValueError("spilled")
+        assert read(tmp_path / "run")[-1].generation == generation
+
+
 def test_the_folder_of_a_run_with_a_spec_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunFolderError, match="is not empty and holds no run"):
