@@ -72,6 +72,11 @@ WRONG = {
     "a key of another schedule": ("[schedule]\nname = 'cosine'\npower = 2.0", "mine.toml:5: ", "power belongs to polynomial"),
     "a schedule without what it needs": ("[schedule]\nname = 'step'", "schedule.every is not given", "for example"),
     "a warm-up longer than the run": ("[train]\nlength = '10 steps'\n[schedule]\nwarmup = '20 steps'", "mine.toml:6: ", "hint:"),
+    "a warm-up longer than the run, in epochs": (
+        "[train]\nlength = '1 epoch'\n[schedule]\nwarmup = '2 epochs'",
+        "mine.toml:6: the schedule does not fit into train.length = '1 epoch'",
+        "make the warm-up shorter",
+    ),
     "a key of a table that comes later": ("[compile]\nmode = 'max'", "mine.toml:4: [compile] has no keys", "leave [compile] out"),
     "what is no TOML": ("[optim", "is not TOML", "hint:"),
     "a value outside a table": ("x = 1\n[optim]", "mine.toml:", "hint:"),
@@ -211,3 +216,13 @@ def test_a_comparison_with_no_such_schedule_is_bad_input(surefoot: Command, spec
     answer = surefoot("spec", "show", spec_file, "--compare", "step,cosin")
     assert answer.code == 2
     assert "did you mean 'cosine'?" in answer.err
+
+
+def test_a_variant_with_another_task_drops_the_parameters_of_the_first(
+    surefoot: Command, spec_file: Path, tmp_path: Path
+) -> None:
+    spec_file.write_text(spec_file.read_text().replace(':Mine"', ":Mine\"\nkind = 'other'"))
+    (tmp_path / "digits.toml").write_text('base = "mine.toml"\n[task]\nuse = "digits"\nwidth = 16\n')
+    found = origins(surefoot, "./digits.toml")
+    assert found["task.width"] == (16, "digits.toml:4")
+    assert "task.kind" not in found

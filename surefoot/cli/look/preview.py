@@ -199,4 +199,6 @@ def check(origin: Origin) -> None:
     except SpecError as error:
         named = re.search(r"schedule\.(\w+)", error.message)
         where = find_place(("schedule", named.group(1)) if named else ("schedule",), origin.places)
-        raise SpecError(error.message, hint=error.hint, where=where) from None
+        steps_are_real = units <= {"steps", "samples"}
+        message = error.message if steps_are_real else f"the schedule does not fit into train.length = {spec.train.length!r}"
+        raise SpecError(message, hint=error.hint, where=where) from None
