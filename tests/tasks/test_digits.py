@@ -69,11 +69,34 @@ def test_without_a_shift_images_stay_as_they_are() -> None:
     torch.testing.assert_close(moved, images, rtol=0.0, atol=0.0)
 
 
+def test_evaluation_averages_the_logits_of_five_views_and_training_looks_once() -> None:
+    torch.manual_seed(0)
+    task, batch = Digits(width=4, reach=1.0), everything("test")
+    model = task.model().eval()
+    still = [Digits(width=4, reach=0.0).forward(model, (moved, batch[1])) for moved in five_views(batch[0])]
+    torch.testing.assert_close(task.forward(model, batch), torch.stack(still).mean(0), rtol=1e-5, atol=1e-6)
+    model.train()
+    torch.manual_seed(1)
+    looked = task.forward(model, batch)
+    torch.manual_seed(1)
+    torch.testing.assert_close(looked, model(batch[0]), rtol=0.0, atol=0.0)
+
+
+def five_views(images: torch.Tensor) -> list[torch.Tensor]:
+    """As it is, and one whole pixel each way, by slices."""
+    up, down, left, right = (torch.zeros_like(images) for _ in range(4))
+    up[..., :-1, :], down[..., 1:, :] = images[..., 1:, :], images[..., :-1, :]
+    left[..., :-1], right[..., 1:] = images[..., 1:], images[..., :-1]
+    return [images, up, down, left, right]
+
+
 def test_an_unknown_split_a_size_of_nothing_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match='use "train" or "test"'):
         Digits().data("valid")
     with pytest.raises(ValueError, match="width of 1 or more"):
         Digits(width=0)
+    with pytest.raises(ValueError, match="under 1"):
+        Digits(dropout=1.0)
     with pytest.raises(TaskError, match="cannot be built"), Run(spec_file.read("digits", [("task.shift", 8.0, "--set")]).spec):
         pass
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
