@@ -261,7 +261,9 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     allowed = str(fault["msg"]).removeprefix("Input should be ")
     options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
     near = difflib.get_close_matches(str(given), options, n=1)
-    return SpecError(f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path)
+    return SpecError(
+        f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path
+    )
 
 
 def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:

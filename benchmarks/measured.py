@@ -1,0 +1,74 @@
+"""What every benchmark's `run.py` does alike: its flags, the interleaved run with its conditions, the tables of its README."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from surefoot.core.units import format_seconds
+from surefoot.trial import Arm, Trial, find_conditions, markdown, run_rounds, write_trial
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 15
+
+
+def make_parser(description: str | None, results: Path) -> argparse.ArgumentParser:
+    """The flags of every benchmark: --rounds, --out and --show."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--out", type=Path, default=results, help="where the raw outcomes go, as JSON")
+    parser.add_argument("--show", action="store_true", help="only make the tables from the results that are there")
+    return parser
+
+
+def measure(
+    title: str, arms: Sequence[Arm], *, rounds: int, packages: Sequence[str], out: Path, said: Mapping[str, str] | None = None
+) -> Trial:  # fmt: skip
+    """Run the arms interleaved, one warm-up round first, say on stderr how far it is, and write the trial to `out`.
+
+    `said` are conditions that only the benchmark knows.
+    """
+    conditions = {**find_conditions(packages), **(said or {}), "load when begun": f"{os.getloadavg()[0]:.2f}"}
+    outcomes = []
+    for outcome in run_rounds(arms, rounds=rounds):
+        outcomes.append(outcome)
+        where = "warm-up" if outcome.is_warmup else f"round {outcome.round + 1} of {rounds}"
+        told = outcome.error or f"{format_seconds(outcome.measures['process_cpu_s'])} of CPU time"
+        print(f"{title}: {where}: {outcome.arm}: {outcome.ended}, {told}", file=sys.stderr, flush=True)
+    conditions["load when done"] = f"{os.getloadavg()[0]:.2f}"
+    names = tuple(arm.name for arm in arms)
+    trial = Trial(title=title, arms=names, rounds=rounds, seed=0, conditions=conditions, outcomes=tuple(outcomes))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_trial(trial, out)
+    return trial
+
+
+def render_conditions(trial: Trial) -> str:
+    """What the trial was measured under, the rounds of each arm that ended well, and how others failed."""
+    done = {arm: sum(o.arm == arm and o.ended == "done" and not o.is_warmup for o in trial.outcomes) for arm in trial.arms}
+    rounds = ", ".join(f"{arm} {count}" for arm, count in done.items())
+    failures = [(f"failure of {arm}", text.splitlines()[0]) for arm in trial.arms if (text := trial.failure(arm))]
+    return markdown(("condition", "value"), [*trial.conditions.items(), ("rounds", rounds), *failures])
+
+
+def show(parts: Mapping[str, str], readme: Path | None) -> None:
+    """Print the tables and, where `readme` is given, put each between its marks `<!-- name -->` and `<!-- /name -->` there."""
+    print("\n".join(parts.values()))
+    if readme is not None and readme.is_file():
+        readme.write_text(replace_parts(readme.read_text(), parts))
+
+
+def replace_parts(text: str, parts: Mapping[str, str]) -> str:
+    """`text` with what stands between the marks of each part replaced; a part without marks is left out.
+
+    >>> replace_parts("<!-- a -->\\nold\\n<!-- /a -->", {"a": "new\\n", "b": "x"})
+    '<!-- a -->\\nnew\\n<!-- /a -->'
+    """
+    for name, part in parts.items():
+        before, opening, rest = text.partition(f"<!-- {name} -->\n")
+        _, closing, after = rest.partition(f"<!-- /{name} -->")
+        text = f"{before}{opening}{part}{closing}{after}" if closing else text
+    return text

@@ -1,0 +1,84 @@
+"""The cost benchmarks' tables: bars out of raw outcomes, and documents that say what the raw data beside them says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import measured
+from benchmarks.input import run as input_run
+from benchmarks.memory import run as memory_run
+from benchmarks.startup import run as startup_run
+from benchmarks.step_cost import run as step_cost_run
+from benchmarks.step_cost import tables
+from surefoot.trial import Outcome, Trial, read_trial
+
+RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
+    step_cost_run.RESULTS: (tables.render_bars, tables.render_arms, measured.render_conditions),
+    startup_run.RESULTS: (startup_run.render, measured.render_conditions),
+    memory_run.RESULTS: (memory_run.render, measured.render_conditions),
+    input_run.RESULTS: (input_run.render, measured.render_conditions),
+}
+
+
+def trial_of(seconds: dict[str, float], measure: str = "mlp/cpu_s_per_step") -> Trial:
+    """Eight rounds in which every arm takes its seconds, the machine being slower in some rounds."""
+    outcomes = [
+        Outcome(arm=arm, round=number, ended="done", measures={measure: value * (1 + 0.1 * number)})
+        for number in range(8)
+        for arm, value in seconds.items()
+    ]
+    return Trial(title="t", arms=tuple(seconds), rounds=8, seed=0, outcomes=tuple(outcomes))
+
+
+def test_the_bars_of_a_step_are_judged_on_paired_ratios_and_differences() -> None:
+    text = tables.render_bars(
+        trial_of({"idiomatic": 400e-6, "fused": 300e-6, "bare": 200e-6, "surefoot": 216e-6, "fabric": 300e-6})
+    )
+    assert "| mlp | surefoot against idiomatic | 0.54 (0.54 to 0.54) | <= 0.55 | holds |" in text
+    assert "| mlp | surefoot against fused | 0.72 (0.72 to 0.72) | <= 0.75 | holds |" in text
+    assert "| mlp | surefoot against bare | 21.6 us (16 us to 27.2 us) | <= 40 us | holds |" in text
+    assert "| mlp | what surefoot adds, against what fabric adds | 0.16 (0.16 to 0.16) | <= 0.25 | holds |" in text
+    assert "| gpt | surefoot against bare | n/a | <= 1.02 | not measured |" in text
+
+
+def test_a_step_that_costs_too_much_fails_its_bars() -> None:
+    text = tables.render_bars(trial_of({"idiomatic": 400e-6, "bare": 200e-6, "surefoot": 260e-6, "fabric": 300e-6}))
+    assert text.count("| fails |") == 3
+
+
+def test_composer_is_held_against_the_floor_of_its_own_torch() -> None:
+    arms = {"bare": 200e-6, "surefoot": 210e-6, "bare_for_composer": 300e-6, "composer": 1300e-6}
+    row = next(line for line in tables.render_arms(trial_of(arms)).splitlines() if line.startswith("| composer"))
+    assert "1.35 ms (1 ms to 1.7 ms)" in row
+
+
+def test_every_arm_of_a_step_is_a_module_that_stands() -> None:
+    folder = Path(step_cost_run.__file__).parent / "arms"
+    named = {module for module, _ in step_cost_run.ARMS.values()} | set(step_cost_run.COMPOSER.values())
+    assert named == {path.stem for path in folder.glob("*.py")}
+
+
+def test_a_benchmarks_table_stands_between_its_marks() -> None:
+    text = "a\n<!-- bars -->\nold\n<!-- /bars -->\nb\n"
+    assert measured.replace_parts(text, {"bars": "new\n", "absent": "x"}) == "a\n<!-- bars -->\nnew\n<!-- /bars -->\nb\n"
+
+
+@pytest.mark.parametrize("results", RENDER, ids=lambda path: path.stem)
+def test_a_benchmarks_document_shows_what_its_raw_outcomes_say(results: Path) -> None:
+    readme = (results.parents[1] / "README.md").read_text()
+    assert "What makes it unfair" in readme
+    if not results.is_file():
+        pytest.skip(f"{results.parent.parent.name} has not been measured yet")
+    trial = read_trial(results)
+    assert [render.__name__ for render in RENDER[results] if render(trial) not in readme] == []
+
+
+def test_the_parity_table_shows_what_its_raw_rows_say() -> None:
+    path = tables.PARITY
+    if not path.is_file():
+        pytest.skip("parity has not been measured yet")
+    assert tables.render_parity(json.loads(path.read_text())) in (path.parents[1] / "README.md").read_text()
