@@ -32,8 +32,10 @@ class StepReport:
         return {name: float(total) / float(count) if float(count) else None for name, (total, count, _) in self.totals.items()}
 
     @property
-    def loss(self) -> float:
-        """The weighted sum of the terms' means over the whole global batch."""
+    def loss(self) -> float | None:
+        """The weighted sum of the terms' means over the whole global batch; None where no update ran in this step."""
+        if not self.totals:
+            return None
         return sum(weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count))
 
     @property

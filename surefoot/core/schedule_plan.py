@@ -108,7 +108,7 @@ class _Builder:
         self._warmup = to_steps(settings.warmup)
         if self._total is not None and self._warmup > self._total:
             raise SpecError(
-                f"schedule.warmup is {settings.warmup}, {self._warmup} steps, and there are {self._total} in all",
+                f"schedule.warmup is {settings.warmup}, which ends at step {self._warmup}, and there are {self._total} in all",
                 hint="make the warm-up shorter, or the run longer",
             )
 

@@ -70,11 +70,11 @@ class Assembly:
     def feed(self) -> Feed:
         return self.course.feed
 
-    def started(self, generation: int, code_digest: str, notes: tuple[str, ...]) -> events.Started:
-        """The record that opens an attempt."""
-        spec, source = self.spec, self.feed.source
+    def started(self, generation: int, spec: RunSpec, code_digest: str, notes: tuple[str, ...]) -> events.Started:
+        """The record that opens an attempt; `spec` is this one's with what the environment decided."""
+        source = self.feed.source
         return events.Started(
-            generation=generation, spec_id=spec.id, spec=spec.as_tables(), task=self.task.name, code_digest=code_digest,
+            generation=generation, spec_id=self.spec.id, spec=spec.as_tables(), task=self.task.name, code_digest=code_digest,
             data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
             total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes,
@@ -320,7 +320,7 @@ def _optimizers(
                 f"update {update.name} names {len(mine)} parameters, its optimiser holds {len(held)}, not the same ones",
                 hint="give both the same parameters",
             )
-        return (update.optimizer,), (f"{type(update.optimizer).__name__} of the task",)
+        return (_stepping_alone(update.optimizer),), (f"{type(update.optimizer).__name__} of the task",)
     trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
     if not trained:
         raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
@@ -344,7 +344,17 @@ def _optimizers(
         raise TaskError(
             f"optimizer(groups) of task {task.name} gave a {type(made).__name__}", hint="return a torch.optim.Optimizer"
         )
-    return (made,), (f"{type(made).__name__} of the task's optimizer(groups)",)
+    return (_stepping_alone(made),), (f"{type(made).__name__} of the task's optimizer(groups)",)
+
+
+def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Refuse one that computes the loss again by itself: the order of a step, and its count of samples, would not be the run's."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TaskError(
+            "LBFGS calls the loss several times in a step, which a run cannot do",
+            hint="use another optimiser, or keep your own loop and surefoot.attach",
+        )
+    return optimizer
 
 
 def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:

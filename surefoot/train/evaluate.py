@@ -21,6 +21,7 @@ from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
 
 NUM_TRIED = 8
+Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,21 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
-    compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext, tell: Tell | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate `model` on every sample of `source`, `batch` at a time; the numbers do not depend on `batch`.
+    """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
-    Raises SpecError when `score` is no metric of the task, TaskError when the task's parts give something else than they should.
+    Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
+    since its terms are those of one batch. Raises SpecError when `score` is no metric of the task, TaskError when the task's parts
+    give something else than they should.
     """
     started_s = time.perf_counter()
-    num_samples = 0 if isinstance(source, Iterated) else len(source)  # an iterable's length is in batches
+    total_samples = None if isinstance(source, Iterated) else len(source)  # an iterable's length is in batches
+    size, num_samples = _batch_size(source, batch), 0
     merged: dict[str, Metric] = {}
     terms: dict[str, tuple[Mean, float]] = {}
     with untouched(model, task.state):
         for inputs in batches(source, batch, device):
-            num_samples += size_of(inputs) if isinstance(source, Iterated) else 0
             with compute():
                 output, loss = _outcome(model, task, inputs)
             if loss is not None:
@@ -72,6 +75,9 @@ def evaluate(
                     terms[term.name] = (partial if old is None else old[0].merge(partial), term.weight)
             for name, metric in _metrics(task, output, inputs).items():
                 merged[name] = merged[name].merge(metric) if name in merged else metric
+            num_samples = num_samples + size_of(inputs) if total_samples is None else min(num_samples + size, total_samples)
+            if tell is not None:
+                tell(num_samples, total_samples)
     values = {name: metric.value() for name, metric in merged.items()}
     chosen, better = _choose(score, merged)
     means = [(mean.value(), weight) for mean, weight in terms.values()]
@@ -82,10 +88,14 @@ def evaluate(
 
 def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:
     """Every sample of `source` once, in order; the last batch may be short."""
-    size = 1 if source.guarantee != "proven" else batch
+    size = _batch_size(source, batch)
     for start in range(0, len(source), size):
         ids = np.arange(start, min(start + size, len(source)), dtype=np.int64)
         yield to_device(source.read(ids), device)
+
+
+def _batch_size(source: Source, batch: int) -> int:
+    return batch if source.guarantee == "proven" else 1  # what is read forwards gives whole batches
 
 
 def find_direction(

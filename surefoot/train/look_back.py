@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
-from surefoot.components.data import as_source
+from surefoot.components.data import as_source, size_of
+from surefoot.components.observe import Console
 from surefoot.components.precision import compute_context
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
@@ -59,20 +62,23 @@ def _find_step(run: Path, step: int | str) -> int:
     return checkpoint.find_step(run, int(step) if isinstance(step, str) and step.isdigit() else step)
 
 
-def evaluate_run(run: Path, step: str, split: str | None, data: str | None) -> tuple[Evaluation, int]:
+def evaluate_run(run: Path, step: str, split: str | None, data: str | None, *, quiet: bool = True) -> tuple[Evaluation, int]:
     """Evaluate the weights of `step` on `split`; gives the result and the step that was chosen."""
     model, task, spec, used = load_with_task(run, step, data=data)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
-    result = evaluate(
-        model, task, as_source(task.task.data(name)), split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
-        score=spec.evaluate.score, compute=compute_context(spec.precision.compute, device),
-    )  # fmt: skip
+    source = as_source(task.task.data(name))
+    with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
+        result = evaluate(
+            model, task, source, split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
+            score=spec.evaluate.score, compute=compute_context(spec.precision.compute, device),
+            tell=functools.partial(console.reading, name),
+        )  # fmt: skip
     return result, used
 
 
 def predict_run(
-    run: Path, step: str, split: str | None, data: str | None, output: Path | None
+    run: Path, step: str, split: str | None, data: str | None, output: Path | None, *, quiet: bool = True
 ) -> tuple[Path, dict[str, tuple[int, ...]], int]:
     """Write the outputs of a split; gives the file, the shape of each array, and the step. Raises InputError for the file's name."""
     if output is not None and output.suffix not in ENDINGS:
@@ -83,12 +89,15 @@ def predict_run(
     collected: dict[str, list[Tensor]] = {}
     device = torch.device("cpu")
     compute = compute_context(spec.precision.compute, device)
-    with untouched(model):
-        for batch in batches(as_source(task.task.data(name)), spec.evaluate.batch or spec.train.batch, device):
+    source, num_done = as_source(task.task.data(name)), 0
+    with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
+        for batch in batches(source, spec.evaluate.batch or spec.train.batch, device):
             with compute():
                 made = task.task.forward(model, batch)
             for key, tensor in _named(made).items():
                 collected.setdefault(key, []).append(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+            num_done += size_of(batch)
+            console.reading(name, num_done, len(source))
     arrays = {key: np.ascontiguousarray(torch.cat(parts).numpy()) for key, parts in collected.items()}
     try:
         if path.suffix == ".npz":

@@ -109,7 +109,7 @@ class Run:
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
         self._commit_every = None if self.spec.checkpoint.every is None else course.to_steps(self.spec.checkpoint.every)
         self.started_s = time.perf_counter()
-        self._write(self.assembly.started(self.generation, digest, (*chosen.notes, *notes)))
+        self._write(self.assembly.started(self.generation, environment.as_run(self.spec), digest, (*chosen.notes, *notes)))
         self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet)
         self._opened.callback(self._console.close)
         for note in (*chosen.notes, f"run folder {self.folder}"):
@@ -216,6 +216,7 @@ class Run:
                 result = evaluate(
                     self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.engine.compute,
+                    tell=functools.partial(self._console.evaluating, name),
                 )  # fmt: skip
         except Exception as error:
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error

@@ -31,8 +31,9 @@ def main(words: Sequence[str] | None = None) -> None:
         with clock:
             for num_measured, report in enumerate(steps, start=1):  # noqa: B007 - the last ones are used below
                 _keep(found, run, report, asked.capture)
-    if report is not None and math.isfinite(report.loss):
-        measures["loss"] = report.loss
+    loss = None if report is None else report.loss
+    if loss is not None and math.isfinite(loss):
+        measures["loss"] = loss
     if num_measured and not found:  # taking tensors is no part of a step
         measures |= clock.per(num_measured)
     measures["peak_bytes"] = float(peak_bytes())
@@ -42,8 +43,9 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _keep(found: dict[str, np.ndarray], run: Run, report: StepReport, wanted: list[int]) -> None:
-    if report.step in wanted:
-        found |= capture(run.model, report.loss, report.step)
+    loss = report.loss if report.step in wanted else None
+    if loss is not None:
+        found |= capture(run.model, loss, report.step)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a sequence whose open end has no step left": (
         {"sequence": (ScheduleSettings(length="10 epochs"), ScheduleSettings())}, "a table has 0 of the run's 100 steps"
     ),
-    "a warm-up longer than the run": ({"warmup": "11 epochs"}, "11 epochs, 110 steps, and there are 100 in all"),
+    "a warm-up longer than the run": ({"warmup": "11 epochs"}, "11 epochs, which ends at step 110, and there are 100 in all"),
     "a cycle of nothing": ({"name": "cosine_restarts", "cycle": "0 steps"}, "schedule.cycle is 0 steps"),
     "milestones out of order": ({"name": "multi_step", "milestones": ("30 steps", "3 epochs")}, "comes after the one before"),
     "more decay than run": ({"name": "warmup_stable_decay", "stable": "60 steps", "decay_length": "50 steps"}, "60 .* 50 steps"),

@@ -252,6 +252,29 @@ def test_a_loss_that_differentiates_by_itself_trains(tmp_path: Path) -> None:
 # ---- own optimiser and schedule
 
 
+class EveryThird(Plain):
+    """One update alone, in every third step."""
+
+    def updates(self, model: nn.Module) -> list[Update]:
+        return [Update("only", lambda net, batch: self.loss(self.forward(net, batch), batch), model.parameters(), every=3)]
+
+
+def test_a_step_without_an_update_has_no_loss_and_is_no_reference_for_divergence(tmp_path: Path) -> None:
+    with Run(spec_of("90 steps"), EveryThird(), folder=tmp_path / "run", quiet=True) as run:
+        losses = [report.loss for report in run.steps()]
+    assert [loss is None for loss in losses[:6]] == [True, True, False, True, True, False]
+    assert run.outcome == "finished"
+
+
+class Quadratic(Plain):
+    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([parameter for group in groups for parameter in group["params"]])
+
+
+def test_an_optimiser_that_computes_the_loss_by_itself_is_refused(tmp_path: Path) -> None:
+    assert "LBFGS calls the loss several times" in refused(Quadratic(), tmp_path)
+
+
 class Own(Plain):
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(groups, lr=0.02)

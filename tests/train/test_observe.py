@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data import Synthetic
 from surefoot.components.metrics import Mean, accuracy
-from surefoot.components.observe import Meter
+from surefoot.components.observe import Console, Meter
 from surefoot.contract import events
 from surefoot.contract.events import Ended, Evaluated, Event, Started, Step
 from surefoot.contract.state import StepReport
@@ -163,3 +164,12 @@ def test_a_window_of_no_time_has_no_rate() -> None:
     assert summary is not None
     assert summary.samples_per_s is not None
     assert summary.items_per_s == summary.samples_per_s
+
+
+@pytest.mark.parametrize(("quiet", "told"), [(False, "test 30/60 samples\n"), (True, "")])
+def test_how_much_of_an_evaluation_is_done_is_told_unless_quiet(quiet: bool, told: str) -> None:
+    stream = io.StringIO()
+    console = Console(total_steps=None, unit="samples", quiet=quiet, stream=stream)
+    console.reading("test", 30, 60)
+    console.reading("test", 60, 60)  # within the same seconds: not said again
+    assert stream.getvalue() == told

@@ -14,7 +14,7 @@ def evaluate(
     from surefoot.components.observe.console import format_score
     from surefoot.train.look_back import evaluate_run
 
-    result, used = evaluate_run(run, step, split, data)
+    result, used = evaluate_run(run, step, split, data, quiet=quiet or json)
     if json:
         options.print_json({"run": str(run), "step": used, "split": result.split, "num_samples": result.num_samples,
                             "loss": result.loss, "metrics": result.metrics, "score": result.score, "value": result.value})  # fmt: skip

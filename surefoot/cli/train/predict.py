@@ -24,7 +24,7 @@ def predict(
     """
     from surefoot.train.look_back import predict_run
 
-    path, shapes, used = predict_run(run, step, split, data, output)
+    path, shapes, used = predict_run(run, step, split, data, output, quiet=quiet or json)
     if json:
         options.print_json({"run": str(run), "step": used, "file": str(path), "shapes": shapes})
         return

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.contract import manifest as manifests
@@ -52,9 +52,8 @@ def commit(
             return 0
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True, mode=0o700)
-        payload = save(_stored(model), metadata={"format": "pt"})
-        _write_synced(draft / WEIGHTS, payload)
-        entry = Entry(name=WEIGHTS, num_bytes=len(payload), sha256=hashlib.sha256(payload).hexdigest())
+        save_file(_stored(model), draft / WEIGHTS, metadata={"format": "pt"})
+        entry = _sync_and_digest(draft / WEIGHTS)
         made = Manifest(
             step=step, generation=generation, spec_id=spec_id, files=(entry,), environment=environment or {}, score=score
         )  # fmt: skip
@@ -67,19 +66,22 @@ def commit(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise StorageError(f"step {step} could not be saved in {run}: {_reason(error)}", hint="free some space") from error
-    return len(payload)
+    return entry.num_bytes
 
 
 def _find_not_finite(model: nn.Module) -> str | None:
     """The first trained parameter that holds a number that is none. Buffers and frozen ones may: a mask of -inf does."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    sound = torch.stack([torch.isfinite(parameter).all() for _, parameter in trained]).tolist() if trained else []
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad and each.numel()]
+    # the largest magnitude is not finite where any number is not; isfinite would make three tensors of the parameter's size
+    largest = [torch.linalg.vector_norm(parameter.detach(), math.inf) for _, parameter in trained]
+    sound = [bool(value.isfinite()) for value in largest]
     return next((name for (name, _), is_sound in zip(trained, sound, strict=True) if not is_sound), None)
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with shared storage stored once, contiguous, on the host."""
     seen: set[tuple[int, int, tuple[int, ...]]] = set()
+    storages: set[int] = set()
     stored = {}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
@@ -88,8 +90,20 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
         if key in seen and tensor.numel():
             continue
         seen.add(key)
-        stored[name] = tensor.detach().cpu().contiguous().clone()
+        whole = tensor.detach().cpu().contiguous()
+        storage = whole.untyped_storage()
+        if storage.nbytes() != whole.nbytes or storage.data_ptr() in storages:
+            whole = whole.clone()  # a part or another view of a storage, which safetensors refuses
+        storages.add(storage.data_ptr())
+        stored[name] = whole
     return stored
+
+
+def _sync_and_digest(path: Path) -> Entry:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Entry(name=path.name, num_bytes=file.tell(), sha256=digest)
 
 
 def _write_synced(path: Path, payload: bytes) -> None:

@@ -8,7 +8,8 @@ import time
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from surefoot.components.observe.meter import Summary
 from surefoot.core.units import format_bytes, format_number, format_percent, format_rate, format_seconds
@@ -19,6 +20,13 @@ LINE_EVERY_S = 5.0  # plain lines: at most so often
 def format_score(name: str, value: float | None, unit: str = "") -> str:
     """`accuracy 99.4 %`, `perplexity 164.2`."""
     return f"{name} {format_percent(value) if unit == '%' else format_number(value)}"
+
+
+class _Count(ProgressColumn):
+    """How many are done, and of how many where that is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed:>7,.0f}" + (f"/{task.total:,.0f}" if task.total else ""))
 
 
 class Console:
@@ -37,7 +45,7 @@ class Console:
 
     def _start_bar(self) -> None:
         self._bar = Progress(
-            TextColumn("{task.completed:>7,.0f}/{task.total:,.0f}" if self._total else "{task.completed:>7,.0f}"),
+            _Count(),
             BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             console=RichConsole(file=self._stream), expand=True,
         )  # fmt: skip
@@ -89,6 +97,25 @@ class Console:
             return ""
         left_s = (time.monotonic() - self._started_s) / step * (self._total - step)
         return f"  left {format_seconds(left_s)}"
+
+    def reading(self, split: str, done: int, total: int | None) -> None:
+        """Show how many samples of a split are done, where a whole run has no steps."""
+        if self._bar is not None and self._row is not None:
+            self._bar.update(self._row, completed=done, total=total, description=f"samples of {split}")
+        else:
+            self.evaluating(split, done, total)
+
+    def evaluating(self, split: str, done: int, total: int | None) -> None:
+        """Show how many samples of a split are done, beside the steps of the run."""
+        if self._quiet:
+            return
+        now_s = time.monotonic()
+        text = f"{split} {done:,}/{total:,} samples" if total else f"{split} {done:,} samples"
+        if self._bar is not None and self._row is not None:
+            self._bar.update(self._row, description=text)
+        elif now_s - self._last_line_s > LINE_EVERY_S:
+            self._last_line_s = now_s
+            self.say(text)
 
     def evaluated(self, step: int, epoch: float, name: str, value: float | None, unit: str, best: bool) -> None:
         self._score = format_score(name, value, unit)

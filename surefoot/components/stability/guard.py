@@ -46,6 +46,8 @@ class Guard:
 
     def _judge(self, report: StepReport) -> GuardFault | None:
         loss = report.loss
+        if loss is None:
+            return None  # no update ran in this step
         if not report.applied:
             return self._skipped(report, loss)
         self._applied_before = True
