@@ -78,7 +78,7 @@ def test_a_fast_source_is_not_said_to_be_waited_for(folder: Path) -> None:
 
 def test_started_says_what_where_and_with_which_versions(folder: Path) -> None:
     started = next(event for event in events.read(folder) if isinstance(event, Started))
-    assert started.spec["train"] == {"length": "20 steps", "batch": 8}
+    assert started.spec["train"] == {"length": "20 steps", "batch": 8, "threads": torch.get_num_threads()}
     assert {"python", "torch", "numpy"} <= set(started.versions)
     assert started.versions["torch"] == torch.__version__
     assert started.machine["cores"] >= 1
