@@ -4,8 +4,8 @@ python examples/plain_loop.py runs/mine
 python examples/plain_loop.py runs/mine     # again: goes on from the last commit, here after it was stopped
 
 Data in a seekable order, bf16 compute, warm-up and cosine, accumulation, clipping and a guard against non-finite steps, a meter,
-commits of the weights. Plain SGD holds nothing but the weights, and order and schedule are functions of the step alone: a loop
-that goes on ends with the same bits as one that was never stopped.
+commits of all that is needed to go on: weights, optimiser, random states. Order, augmentation and schedule are functions of the
+step alone. So a loop that goes on ends with the same bits as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -72,18 +72,16 @@ def main(folder: Path, stop_after: int | None = None) -> float:
 
     model = build_model()
     groups = build_groups(find_trained(model), decay=1e-4)  # norms and biases do not decay
-    optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
+    optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.7, fused=True)
     compute = compute_context("bf16", DEVICE)
 
     def curve(step: int) -> float:
         return warmup(step, WARMUP_STEPS) * cosine(step, total_steps)
 
     update = GuardedUpdate([optimizer], clip=1.0, curve=curve)
-    first = 0
-    if (folder / "checkpoints").is_dir():
-        first = checkpoint.find_step(folder, "last")
-        checkpoint.load_into(model, folder, first)  # every digest is checked first
-        update.applied_steps = first  # where the schedule goes on
+    restored = checkpoint.load(folder, {"model": model, "update": update})  # the newest that is whole, every byte checked
+    first = restored.step if restored else 0
+    if first:
         print(f"going on after step {first}")
 
     meter = Meter()
@@ -112,7 +110,7 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         if report.step % REPORT_EVERY == 0 and (seen := meter.take()):
             print(f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  {seen.samples_per_s:,.0f} samples/s")
         if report.step % COMMIT_EVERY == 0 or report.step == total_steps:
-            checkpoint.commit(folder, report.step, model)  # there whole, or not at all
+            checkpoint.save(folder, report.step, {"model": model, "update": update})  # there whole, or not at all
             checkpoint.retain(folder, keep=2)
 
     share = evaluate(model, test)

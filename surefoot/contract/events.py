@@ -101,13 +101,14 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """The weights after `step` are on disk, synced and named by a manifest."""
+    """The state after `step` is on disk, synced and named by a manifest."""
 
     kind: ClassVar[str] = "committed"
     step: int
     folder: str
     num_bytes: int
     elapsed_s: float
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

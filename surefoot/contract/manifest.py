@@ -1,7 +1,7 @@
-"""A commit's manifest: which files it holds, their sizes and SHA-256. Read, checked and written without torch.
+"""A commit's manifest: which files it holds, what is in each, and their digests. Read, checked and written without torch.
 
 A commit exists only when its manifest does: `checkpoints/step-000000001234/manifest.json` is written last, inside a hidden draft
-folder that is renamed only after everything in it is synced.
+folder that is renamed only after everything in it is synced. docs/reference/checkpoints.md describes the format for a second reader.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,52 @@ from surefoot.core.errors import RunFolderError
 FORMAT = 1
 FILE = "manifest.json"
 FOLDER = "checkpoints"
-MAX_BYTES = 16 << 20
+MAX_BYTES = 64 << 20
+MAX_COUNT = 2**48  # numbers in one tensor, bytes in one file: more is no checkpoint of today
+MAX_DIMS = 64
 STEP_FOLDER = re.compile(r"^step-(\d{12})$")
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+# what safetensors calls a dtype, and its bytes
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One tensor of a file, or one rank's part of it: `shape` numbers at `offset` of the whole, which has `whole`, held by `owner`.
+
+    `start` is where its bytes begin after the header.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    sha256: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    owner: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One file of a commit."""
+    """One file of a commit. A file of tensors says what it holds; `since` is the step that wrote it, earlier where it was linked."""
 
     name: str
     num_bytes: int
     sha256: str
+    tensors: Mapping[str, Piece] | None = None
+    since: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a commit says of itself; `score` is the evaluation that chose it, if one did."""
+    """What a commit says of itself; `score` is the evaluation of its step, if there was one, `parent` what a fork came from."""
 
     step: int
     generation: int
@@ -44,7 +73,18 @@ class Manifest:
     files: tuple[Entry, ...]
     environment: Mapping[str, str]
     score: Mapping[str, Any] | None = None
+    layout: Mapping[str, int] = field(default_factory=lambda: {"world_size": 1})
+    parent: Mapping[str, Any] | None = None
     format: int = FORMAT
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.files)
+
+    @property
+    def is_whole_state(self) -> bool:
+        """Whether a run can go on from it, or only its weights are held."""
+        return any(entry.name == "state.json" for entry in self.files)
 
     def as_text(self) -> str:
         """JSON with its own digest over everything else; a score that is no number is null, since JSON has none."""
@@ -76,60 +116,118 @@ def steps(run: Path) -> list[int]:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a step folder, its own digest, names and types checked; raises RunFolderError that names the file."""
+    """The manifest of a step folder, its own digest, names, sizes and types checked; raises RunFolderError that names the file."""
     path = folder / FILE
+    row = _read_row(path)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise RunFolderError(f"{path} is larger than 16 MiB, which no manifest is")
-        row = json.loads(path.read_text(encoding="utf-8"))
-        stated = row.pop("sha256")
-        if row.get("format", 0) > FORMAT:
-            raise RunFolderError(f"{path} is of format {row['format']}, newer than {FORMAT}", hint="use a newer surefoot")
-        if stated != _digest(row):
-            raise RunFolderError(f"{path} is damaged: its digest does not match")
-        files = tuple(Entry(**entry) for entry in row.pop("files"))
-        made = Manifest(files=files, **row)
-        is_typed = _is_typed(made)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise RunFolderError(f"{path} is no manifest") from None
-    if not is_typed:
-        raise RunFolderError(f"{path} is no manifest: a value has another type than it should")
-    bad = [entry.name for entry in files if not NAME.match(entry.name) or entry.name == FILE]
-    if bad:
-        raise RunFolderError(f"{path} names the file {bad[0][:200]!r}, which is no plain name")
+        made = _made(row)
+    except RunFolderError as error:
+        raise RunFolderError(f"{path} is no manifest: {error.message}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunFolderError(f"{path} is no manifest: {_short(error)}") from None
     named = STEP_FOLDER.match(folder.name)
     if named is not None and int(named.group(1)) != made.step:
         raise RunFolderError(f"{path} is the manifest of step {made.step}")
     return made
 
 
-def _is_typed(made: Manifest) -> bool:
-    """Whether every value has its type: a digest protects from accidents, not from a stranger."""
-    fits = (
-        isinstance(made.step, int), isinstance(made.generation, int), isinstance(made.spec_id, str), isinstance(made.format, int),
-        isinstance(made.environment, Mapping), made.score is None or isinstance(made.score, Mapping),
-        len({entry.name for entry in made.files}) == len(made.files),
-    )  # fmt: skip
-    return all(fits) and all(
-        isinstance(each.name, str) and isinstance(each.sha256, str) and isinstance(each.num_bytes, int) and each.num_bytes >= 0
-        for each in made.files
-    )
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
-def check(folder: Path) -> Manifest:
-    """Read the manifest and hold every file against its size and digest; raises RunFolderError that names the file."""
-    manifest = read(folder)
-    for entry in manifest.files:
-        path = folder / entry.name
-        if path.is_symlink() or not path.is_file() or path.stat().st_size != entry.num_bytes:
-            raise RunFolderError(f"{path} is missing or not of {entry.num_bytes} bytes")
-        if file_sha256(path) != entry.sha256:
+def _read_row(path: Path) -> dict[str, Any]:
+    try:
+        if path.is_symlink():
+            raise RunFolderError(f"{path} is a link, which no manifest is")
+        if path.stat().st_size > MAX_BYTES:
+            raise RunFolderError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no manifest is")
+        row = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twice)
+        stated = row.pop("sha256")
+        if isinstance(row.get("format"), int) and row["format"] > FORMAT:
+            raise RunFolderError(f"{path} is of format {row['format']}, newer than {FORMAT}", hint="use a newer surefoot")
+        if stated != _digest(row):
             raise RunFolderError(f"{path} is damaged: its digest does not match")
-    return manifest
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RunFolderError(f"{path} is no manifest: {_short(error)}") from None
+    return dict(row)
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise RunFolderError("it is no manifest: a key stands twice")
+    return row
+
+
+def _made(row: dict[str, Any]) -> Manifest:
+    """Every value has its type and its bounds: a digest protects from accidents, not from a stranger."""
+    files = tuple(_entry(entry) for entry in _typed(row.pop("files"), list))
+    names = [entry.name for entry in files]
+    _demand(len(set(names)) == len(names), "a file is named twice")
+    made = Manifest(files=files, **row)
+    _demand(0 <= _typed(made.step, int) < 10**12 and _typed(made.generation, int) >= 0, "its step or generation is negative")
+    _typed(made.spec_id, str), _typed(made.format, int)
+    _demand(
+        all(isinstance(key, str) and isinstance(value, str) for key, value in _typed(made.environment, dict).items()),
+        "environment",
+    )
+    _demand(all(type(value) is int and value > 0 for value in _typed(made.layout, dict).values()), "layout")
+    _demand(made.score is None or isinstance(made.score, dict), "score")
+    _demand(made.parent is None or isinstance(made.parent, dict), "parent")
+    return made
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    tensors = row.get("tensors")
+    pieces = None if tensors is None else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
+    made = Entry(**{**row, "tensors": pieces})
+    if not NAME.match(_typed(made.name, str)) or made.name == FILE:
+        raise RunFolderError(f"it names the file {made.name[:100]!r}, which is no plain name")
+    _demand(
+        0 <= _typed(made.num_bytes, int) <= MAX_COUNT and len(_typed(made.sha256, str)) == 64,
+        f"{made.name} has no size or digest",
+    )
+    _demand(made.since is None or _typed(made.since, int) >= 0, "since")
+    if pieces is not None:
+        _check_tiling(made.name, pieces, made.num_bytes)
+    return made
+
+
+def _piece(row: dict[str, Any]) -> Piece:
+    shapes = {key: tuple(_size(size) for size in _typed(row[key], list)) for key in ("shape", "whole", "offset")}
+    made = Piece(**{**row, **shapes})
+    _demand(made.dtype in ITEM_BYTES and len(_typed(made.sha256, str)) == 64, "a tensor has no known dtype or no digest")
+    _demand(len(made.shape) == len(made.whole) == len(made.offset) <= MAX_DIMS, "the shapes of a tensor have other dimensions")
+    _demand(
+        all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)), "a piece lies outside its tensor"
+    )
+    _demand(math.prod(made.whole) <= MAX_COUNT and 0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor is too large")
+    _demand(_typed(made.owner, int) >= 0, "owner")
+    return made
+
+
+def _size(value: Any) -> int:
+    _demand(0 <= _typed(value, int) <= MAX_COUNT, f"a dimension of {str(value)[:40]}")
+    return int(value)
+
+
+def _check_tiling(name: str, pieces: Mapping[str, Piece], num_bytes: int) -> None:
+    """Tensors follow one another without gap or overlap: every byte of the file is one tensor's, or the header's."""
+    end = 0
+    for piece in sorted(pieces.values(), key=lambda each: (each.start, each.num_bytes)):
+        _demand(piece.start == end, f"{name}: tensors overlap or leave a gap")
+        end += piece.num_bytes
+    _demand(end <= num_bytes, f"{name}: its tensors are larger than the file")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RunFolderError(f"{str(value)[:40]!r} is no {kind.__name__}")
+    return value
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise RunFolderError(otherwise)

@@ -129,8 +129,11 @@ class PrecisionTable(Table):
 
 
 class CheckpointTable(Table):
-    every: DurationText | None = Field(None, description="commit the weights so often, besides the best and the last")
-    keep: Positive = Field(2, description="how many of the newest commits stay, besides the best")
+    every: DurationText | None = Field("10 min", description="commit so often, besides the best and the last")
+    keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
+    keep_every: DurationText | None = Field(None, description="commits at multiples of this stay for ever")
+    keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
+    background: bool = Field(True, description="write while training goes on; costs one copy of the state in host memory")
 
 
 class StabilityTable(Table):
@@ -211,12 +214,13 @@ class RunSpec(Table):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, or what is observed."""
+        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, or what is observed or saved."""
         tables = self.model_dump(exclude_defaults=True, mode="python")
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        tables.pop("observe", None)
+        for table in ("observe", "checkpoint"):
+            tables.pop(table, None)
         for table, key in (("data", "folder"), ("train", "threads"), ("train", "device")):
             tables.get(table, {}).pop(key, None)
         tables = {table: keys for table, keys in tables.items() if keys}

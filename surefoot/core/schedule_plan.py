@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from surefoot.core import schedules
 from surefoot.core.errors import SpecError
@@ -40,6 +41,16 @@ class Curve:
     def is_pure(self) -> bool:
         """Whether the step alone decides, so that the curve may be tabulated beforehand."""
         return self.plateau is None
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold: where a plateau stands; None for the other curves, which the step alone decides."""
+        plateau = self.plateau
+        return None if plateau is None else {"best": plateau.best, "num_bad": plateau.num_bad, "multiplier": plateau.multiplier}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint's `state`."""
+        if self.plateau is not None and state is not None:
+            self.plateau = replace(self.plateau, **state)
 
     def observe(self, score: float) -> None:
         """Tell a plateau one more check of the score, the same on every rank; other curves do not listen."""

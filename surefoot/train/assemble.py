@@ -70,14 +70,16 @@ class Assembly:
     def feed(self) -> Feed:
         return self.course.feed
 
-    def started(self, generation: int, spec: RunSpec, code_digest: str, notes: tuple[str, ...]) -> events.Started:
+    def started(
+        self, generation: int, spec: RunSpec, code_digest: str, notes: tuple[str, ...], *, first_step: int
+    ) -> events.Started:
         """The record that opens an attempt; `spec` is this one's with what the environment decided."""
         source = self.feed.source
         return events.Started(
             generation=generation, spec_id=self.spec.id, spec=spec.as_tables(), task=self.task.name, code_digest=code_digest,
             data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
-            total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes,
+            total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, first_step=first_step,
             **circumstances(str(self.engine.device)),
         )  # fmt: skip
 

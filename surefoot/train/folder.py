@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from surefoot.contract import events, signature, spec_file
+from surefoot.contract import events, ledger, signature, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock
@@ -88,7 +88,7 @@ def _chosen(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh:
             f"the task's code has changed since {wanted} was begun",
             hint="go on with --accept-code-change, or begin anew with --fresh",
         )
-    note = f"{wanted} is unfinished: going on in it, from the start, since no state to resume from is saved yet"
+    note = f"{wanted} is unfinished: going on in it"
     return Chosen(wanted, True, (note,), generation=started[-1].generation if started else 0)
 
 
@@ -126,7 +126,7 @@ class _Taken:
     def give_back(self) -> None:
         """Remove what opening the folder made."""
         with contextlib.suppress(OSError):
-            for name in {events.FILE, SPEC_FILE, DRAFT_FILE, LOCK_FILE} - self.there:
+            for name in {events.FILE, ledger.FILE, SPEC_FILE, DRAFT_FILE, LOCK_FILE} - self.there:
                 (self.chosen.folder / name).unlink(missing_ok=True)
             _remove_empty(self.created)
         self.lock.release()

@@ -13,15 +13,19 @@ from typing import Any, Self
 import torch
 
 from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Saved
+from surefoot.components.data import Feed
 from surefoot.components.observe import Console, Journal, Meter, Summary, TensorBoard, peak_resident_bytes
-from surefoot.components.stability import Guard
+from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
+from surefoot.contract.ledger import Ledger, Plan
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError, SurefootError, TaskError
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
+from surefoot.train.resume.keeper import Keeper
 from surefoot.train.scores import Scores
 
 
@@ -98,22 +102,46 @@ class Run:
         """Open what is written to and write the first record."""
         self.folder, self.generation = chosen.folder, self._lock.generation
         course = self.assembly.course
+        self._scores = Scores(self.assembly)
+        self._guard = Guard(self.spec.stability)
+        checkpoint.clear_drafts(self.folder)
+        self._keeper = Keeper(self.folder, self._lock, self.assembly)
+        troubles = self._resume(chosen.is_again)
         self._tensorboard = TensorBoard(
-            self.folder / "tensorboard", wanted=self.spec.observe.tensorboard, purge_step=0 if chosen.is_again else None
+            self.folder / "tensorboard",
+            wanted=self.spec.observe.tensorboard,
+            purge_step=self.step + 1 if chosen.is_again else None,
         )
         self._journal = Journal(self.folder)
         self._opened.callback(self._journal.abandon)
-        checkpoint.clear_drafts(self.folder)
-        self._scores = Scores(self.assembly)
-        self._guard = Guard(self.spec.stability)
+        self._ledger = Ledger(self.folder, _plan(self.assembly.feed), self.generation)
+        self._opened.callback(self._ledger.close)
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
-        self._commit_every = None if self.spec.checkpoint.every is None else course.to_steps(self.spec.checkpoint.every)
         self.started_s = time.perf_counter()
-        self._write(self.assembly.started(self.generation, environment.as_run(self.spec), digest, (*chosen.notes, *notes)))
+        told = (*chosen.notes, *self._where_from(chosen.is_again), *notes)
+        self._write(self.assembly.started(self.generation, environment.as_run(self.spec), digest, told, first_step=self.step + 1))
         self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet)
         self._opened.callback(self._console.close)
-        for note in (*chosen.notes, f"run folder {self.folder}"):
+        for trouble in troubles:
+            self._tell_fault(self._guard.damaged_commit(self.step, trouble))
+        for note in (*chosen.notes, *self._where_from(chosen.is_again), f"run folder {self.folder}"):
             self._console.say(note)
+
+    def _resume(self, is_again: bool) -> list[str]:
+        """Go on from the newest whole commit of the folder, if there is one; gives what was damaged."""
+        if not is_again:
+            return []
+        saved, step, troubles = self._keeper.resume()
+        if saved is not None:
+            self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
+            self._scores.restore(saved["scores"])
+            self._guard.restore(saved["guard"])
+        return troubles
+
+    def _where_from(self, is_again: bool) -> tuple[str, ...]:
+        if not is_again:
+            return ()
+        return (f"going on after step {self.step:,}" if self.step else "no commit was there to go on from: from the start",)
 
     def _check_begun(self) -> None:
         if not self._is_open:
@@ -139,14 +167,17 @@ class Run:
             except Exception as error:
                 raise blame.as_run_error(error, f"step {number}:") from error
             self.step = number
+            self._ledger.add(number, stepper.consumed)
             self.num_samples += report.num_samples
             self._meter.add(report)
             self._guard.watch(report)
             if number % window == 0 or number == 1 or report.was_applied is False:
                 self._close_window()
             yield report
-            if self._commit_every and number % self._commit_every == 0:
+            if self._keeper.is_due(number):
                 self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
+            else:
+                self._keeper.settle(self._saved)
         self._close_window()
         if self._stop is None:
             self._stop = ("finished", "the length of the run was reached")
@@ -233,45 +264,58 @@ class Run:
         return result
 
     def _averaged(self) -> Any:
+        self._keeper.before_update()  # the average takes the place of the weights
         return self.assembly.engine.average.swapped_in() if self.assembly.engine.average is not None else torch.no_grad()
 
-    def _commit(self) -> None:
-        """Commit the weights; what the disk refuses ends this commit, not the run."""
-        started_s = time.perf_counter()
+    def save(self) -> None:
+        """Save the state of this step now, whatever the spec says of when; returns once it is on disk, or was given up."""
+        self._check_begun()
+        self._commit()
+        self._keeper.settle(self._saved, wait=True)
+
+    def _commit(self, *, last: bool = False) -> None:
+        """Save the state; what the disk refuses ends this save, not the run."""
         if not self._lock.still_ours():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+        self._close_window()
+        more = {
+            "num_samples": self.num_samples, "scores": self._scores.state(),
+            "guard": self._guard.state(),
+        }  # fmt: skip
         try:
-            with self._averaged():
-                num_bytes = checkpoint.commit(
-                    self.folder, self.step, self.model, generation=self.generation, spec_id=self.spec.id,
-                    environment=environment.versions(), score=self._scores.score_of(self.step),
-                )  # fmt: skip
+            self._ledger.sync()
+            clock = {"training_s": self.training_s}
+            self._keeper.save(self.step, more, clock, self._scores.score_of(self.step), self._saved, last=last)
         except StorageError as error:
             self._give_up("this commit", error)
-            return
-        if num_bytes:
+
+    def _saved(self, saved: Saved) -> None:
+        """Record what became of a save."""
+        if isinstance(saved.error, StorageError) and self._lock.still_ours():
+            self._give_up("this commit", saved.error, saved.step)
+        elif saved.error is not None:
+            raise saved.error
+        elif saved.manifest is not None:
             committed = events.Committed(
-                generation=self.generation, time_s=time.time(), step=self.step, num_bytes=num_bytes,
-                folder=f"checkpoints/step-{self.step:012d}", elapsed_s=time.perf_counter() - started_s,
+                generation=self.generation, time_s=time.time(), step=saved.step, num_bytes=saved.manifest.num_bytes,
+                folder=f"checkpoints/step-{saved.step:012d}", elapsed_s=saved.elapsed_s, waited_s=saved.waited_s,
             )  # fmt: skip
             self._write(committed)
-            checkpoint.retain(
-                self.folder, keep=self.spec.checkpoint.keep, best=self._scores.best_step, generation=self.generation
-            )
 
     # ---- ending
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None and self.step:
-                self._close_window()
-                self._commit()
+                self._commit(last=True)
+                self._keeper.settle(self._saved, wait=True)
         except BaseException as problem:
             error = problem
             raise
         finally:
             self._is_open = False
             with self._opened:
+                self._keeper.abandon()
                 self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -327,8 +371,24 @@ class Run:
         except StorageError as error:
             self._give_up("TensorBoard", error)
 
-    def _give_up(self, what: str, error: StorageError) -> None:
+    def _give_up(self, what: str, error: StorageError, step: int | None = None) -> None:
         """Go on without what the disk refused, and say so."""
-        fault = self._guard.storage_fault(self.step, error.message, what)
+        self._tell_fault(self._guard.storage_fault(self.step if step is None else step, error.message, what))
+
+    def _tell_fault(self, fault: GuardFault) -> None:
         self._journal.write(environment.fault(self.generation, fault))
         self._console.warn(f"{fault.detail}; {fault.action}")
+
+
+def _plan(feed: Feed) -> Plan:
+    order = feed.order
+    return Plan(samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0)
+
+
+def drive(run: Run) -> None:
+    """Take every step of an entered run and evaluate when the spec says so, and once more at the end."""
+    for _ in run.steps():
+        if run.evaluation_due:
+            run.evaluate()
+    if run.step > run.last_evaluated and run.is_stopping != "interrupted":
+        run.evaluate()

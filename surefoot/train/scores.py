@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from surefoot.components.observe import peak_resident_bytes
@@ -31,6 +33,19 @@ class Scores:
         self.best_step: int | None = None
         self.last: Evaluation | None = None
         self.last_step = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {
+            "best": _without_time(self.best), "best_step": self.best_step, "since_best": self._since_best,
+            "last": _without_time(self.last), "last_step": self.last_step,
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's `state`: a later evaluation is held against the best of all attempts."""
+        self.best = Evaluation(**state["best"]) if state["best"] else None
+        self.last = Evaluation(**state["last"]) if state["last"] else None
+        self.best_step, self.last_step, self._since_best = state["best_step"], state["last_step"], state["since_best"]
 
     def is_due(self, step: int) -> bool:
         if self._every_steps is not None:
@@ -89,3 +104,8 @@ class Scores:
             "samples_per_s": run.num_samples / run.training_s if run.training_s > 0 else None,
             "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
         }  # fmt: skip
+
+
+def _without_time(result: Evaluation | None) -> dict[str, Any] | None:
+    """What the same steps give at any speed."""
+    return None if result is None else {**asdict(result), "elapsed_s": 0.0}

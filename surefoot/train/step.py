@@ -54,6 +54,8 @@ class Stepper:
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
+        self.consumed = np.empty(0, dtype=np.int64)  # the samples of the step before, in the order they were read
+        self.before_update: Callable[[], None] | None = None  # set while the state is being copied
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -62,6 +64,7 @@ class Stepper:
         started_s = time.perf_counter()
         window = self._feed.window(number - 1)
         batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
+        self.consumed = window.ids
         waiting_s = time.perf_counter() - started_s
         self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else len(window.ids)
@@ -119,6 +122,8 @@ class Stepper:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
         elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
+        if self.before_update is not None:
+            self.before_update()
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         return guarded.step_if_finite(factor)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.checkpoint import weights
+from surefoot.components import checkpoint
 from surefoot.core.errors import NumbersError
 
 
@@ -28,8 +28,8 @@ class Sharing(nn.Module):
 
 def test_tensors_that_share_storage_come_back_as_they_were(tmp_path: Path) -> None:
     model, other = Sharing(), Sharing()
-    weights.commit(tmp_path, 3, model)
-    weights.load_into(other, tmp_path, 3)
+    checkpoint.save(tmp_path, 3, {"model": model})
+    checkpoint.load_into(other, tmp_path, 3)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
 
@@ -40,5 +40,5 @@ def test_one_number_that_is_not_finite_is_never_committed(tmp_path: Path, name: 
     model = Sharing()
     getattr(model, name).data.view(-1)[1] = value
     with pytest.raises(NumbersError, match=name):
-        weights.commit(tmp_path, 3, model)
+        checkpoint.save(tmp_path, 3, {"model": model})
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.contract import manifest, spec_file
+from surefoot.contract import commits, digest, manifest, spec_file
 from surefoot.core.errors import InputError, RunFolderError, SpecError
 
 TASK = """
@@ -30,7 +30,7 @@ def commit(folder: Path, *names: str) -> None:
     for name in names:
         if "/" not in name:
             (folder / name).write_bytes(b"weights")
-        entries.append(manifest.Entry(name=name, num_bytes=7, sha256=hashlib.sha256(b"weights").hexdigest()))
+        entries.append(manifest.Entry(name=name, num_bytes=7, sha256=digest.of_bytes(b"weights")))
     made = manifest.Manifest(step=1, generation=1, spec_id="x", files=tuple(entries), environment={})
     (folder / manifest.FILE).write_text(made.as_text())
 
@@ -63,24 +63,24 @@ def test_a_manifest_that_names_anything_but_a_plain_file_is_refused(name: str, t
     row = json.loads(path.read_text())
     row.pop("sha256")
     row["files"][0]["name"] = name
-    digest = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()  # a hostile writer gives the right digest
-    path.write_text(json.dumps({**row, "sha256": digest}))
+    own = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()  # a hostile writer gives the right digest
+    path.write_text(json.dumps({**row, "sha256": own}))
     with pytest.raises(RunFolderError, match="no plain name"):
-        manifest.check(tmp_path / "step")
+        commits.check(tmp_path / "step")
 
 
 def test_every_flipped_bit_of_a_commit_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "step"
     commit(folder, "model.safetensors")
-    manifest.check(folder)
+    commits.check(folder)
     for path in (folder / "model.safetensors", folder / manifest.FILE):
         whole = path.read_bytes()
         for position in range(len(whole)):
             path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
             with pytest.raises(RunFolderError, match=path.name):
-                manifest.check(folder)
+                commits.check(folder)
         path.write_bytes(whole)
-    manifest.check(folder)
+    commits.check(folder)
 
 
 def test_weights_that_are_a_symbolic_link_are_refused(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_weights_that_are_a_symbolic_link_are_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunFolderError, match=r"model\.safetensors"):
-        manifest.check(folder)
+        commits.check(folder)
 
 
 HOSTILE = {

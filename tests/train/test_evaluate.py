@@ -19,10 +19,9 @@ from surefoot.components.metrics import bits_per_byte, perplexity
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Loss, resolve
 from surefoot.core.errors import UserCodeError
-from surefoot.train.drive import drive
 from surefoot.train.evaluate import evaluate
 from surefoot.train.quiet import untouched
-from surefoot.train.run import Run
+from surefoot.train.run import Run, drive
 from tests.train.small import SAMPLES, Small, assert_same, records, spec, state_of
 
 

@@ -199,7 +199,7 @@ def test_a_schedule_that_turns_to_nan_ends_the_run_before_the_weights_do(tmp_pat
 
 
 def test_weights_that_became_infinite_are_not_committed_and_end_the_run(tmp_path: Path) -> None:
-    how = spec(12, checkpoint={"every": "2 steps", "keep": 9})
+    how = spec(12, checkpoint={"every": "2 steps", "keep": 9, "background": False})
     with pytest.raises(NumbersError, match=r"4\.bias is not finite"), Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
         for report in run.steps():
             if report.step == 4:

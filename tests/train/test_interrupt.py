@@ -21,8 +21,7 @@ from surefoot.contract import manifest
 from surefoot.contract.events import Evaluated, Step
 from surefoot.core.errors import NumbersError, UserCodeError
 from surefoot.core.place import child_environment
-from surefoot.train.drive import drive
-from surefoot.train.run import Run
+from surefoot.train.run import Run, drive
 from tests.train.small import Small, end_of, records, spec, write_task
 
 

@@ -21,7 +21,7 @@ from tests.train.small import Small, assert_same, spec, write_task
 AGAIN = """
 import sys
 from surefoot.contract import spec_file
-from surefoot.train.drive import drive
+from surefoot.train.run import drive
 from surefoot.train.run import Run
 from safetensors.torch import save_file
 with Run(spec_file.read(sys.argv[1]).spec, folder="again", quiet=True) as run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 import surefoot
 from surefoot.components import checkpoint
-from surefoot.contract import manifest
+from surefoot.contract import commits, manifest
 from surefoot.contract.events import Committed, Ended, Fault, Started
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
@@ -57,7 +58,7 @@ def test_a_finished_folder_is_left_alone_and_the_run_goes_to_a_new_one(tmp_path:
     assert any("is finished" in note for note in started.notes)
 
 
-def test_an_unfinished_folder_is_gone_on_in_from_the_start_and_that_is_said_loudly(
+def test_an_unfinished_folder_without_a_commit_is_gone_on_in_from_the_start_and_that_is_said_loudly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = write_task(tmp_path)
@@ -65,27 +66,31 @@ def test_an_unfinished_folder_is_gone_on_in_from_the_start_and_that_is_said_loud
     assert call(monkeypatch, *words) == 0
     lines = (tmp_path / "a" / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a" / "events.jsonl").write_text("".join(lines[:-1]) + '{"v": 1, "kind": "en')
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
     capsys.readouterr()
     assert call(monkeypatch, *words) == 0
-    assert "is unfinished: going on in it, from the start" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is unfinished: going on in it" in said
+    assert "from the start" in said
     starts = [event for event in records(tmp_path / "a") if isinstance(event, Started)]
     assert [start.generation for start in starts] == [1, 2]
     assert any("from the start" in note for note in starts[1].notes)
     assert end_of(tmp_path / "a").generation == 2
 
 
-def test_a_run_that_goes_on_replaces_the_weights_of_the_attempt_before(tmp_path: Path) -> None:
+def test_a_damaged_commit_is_set_aside_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
     folder = tmp_path / "a"
-    leave_unfinished(folder, steps=12)
-    stale = manifest.step_folder(folder, 12)
-    (stale / "model.safetensors").write_bytes(b"of another attempt")
+    train(folder, 12, checkpoint={"every": "4 steps"})
+    whole = (manifest.step_folder(folder, 12) / "model.safetensors").read_bytes()
+    (folder / "events.jsonl").write_text("".join((folder / "events.jsonl").read_text().splitlines(keepends=True)[:-1]))
+    (manifest.step_folder(folder, 12) / "model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with Run(spec(12), Small(), folder=folder, quiet=True) as run:
-        for report in run.steps():
-            if report.step == 6:
-                run.evaluate()
-                assert manifest.steps(folder) == [6]  # what the new attempt overrules is gone, what it made is there
-    assert [manifest.read(manifest.step_folder(folder, step)).generation for step in manifest.steps(folder)] == [2, 2]
-    surefoot.load(folder, step=12)  # every digest holds
+        assert run.step == 8
+        for _ in run.steps():
+            pass
+    assert (folder / "checkpoints" / ".bad-step-000000000012").is_dir()
+    assert [event.fault for event in records(folder) if isinstance(event, Fault)] == ["damaged-commit"]
+    assert (manifest.step_folder(folder, 12) / "model.safetensors").read_bytes() == whole
 
 
 def test_drafts_of_a_killed_attempt_are_cleared_away(tmp_path: Path) -> None:
@@ -248,7 +253,7 @@ def test_a_folder_that_another_launcher_finished_meanwhile_is_not_written_again(
 
 def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4M") as disk:
-        with Run(spec(12, checkpoint={"every": "4 steps"}), Small(), folder=disk / "a", quiet=True) as run:
+        with Run(spec(12, checkpoint={"every": "4 steps", "background": False}), Small(), folder=disk / "a", quiet=True) as run:
             for report in run.steps():
                 if report.step == 4:
                     ballast = fill(disk, leaving=6 << 10)  # room for a line of the log, none for a file
@@ -284,7 +289,7 @@ def test_a_disk_that_is_full_under_the_log_ends_the_run_with_whole_lines_and_who
         assert all(json.loads(line)["v"] == 1 for line in text.splitlines())
         assert manifest.steps(disk / "a")[0] in (2, 4)
         for step in manifest.steps(disk / "a"):
-            manifest.check(manifest.step_folder(disk / "a", step))
+            commits.check(manifest.step_folder(disk / "a", step))
         (disk / ".ballast").unlink()
 
 
@@ -328,7 +333,7 @@ from tests.train.small import Small, spec
 with Run(spec(40, observe={"every": "1 step"}), Small(), folder=Path("a"), quiet=True) as run:
     for report in run.steps():
         if report.step == 6:
-            run.evaluate()
+            run.save()
         if report.step == 9:
             os.write(run._journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
             os.kill(os.getpid(), signal.SIGKILL)
@@ -382,6 +387,6 @@ def test_a_score_that_is_no_number_is_never_the_best(value: float, tmp_path: Pat
     model = torch.nn.Linear(2, 2)
     for step, score in ((1, value), (2, 0.5), (3, 0.4)):
         row = {"name": "accuracy", "value": score, "better": "higher", "split": "test"}
-        checkpoint.commit(tmp_path, step, model, generation=1, spec_id="x", environment={}, score=row)
+        checkpoint.save(tmp_path, step, {"model": model}, checkpoint.Stamp(score=row))
     assert checkpoint.find_step(tmp_path, "best") == 2
     assert "NaN" not in (manifest.step_folder(tmp_path, 1) / manifest.FILE).read_text()

@@ -37,8 +37,7 @@ def train(
 
     from surefoot.components.observe import final_table
     from surefoot.components.observe.console import result_rows
-    from surefoot.train.drive import drive
-    from surefoot.train.run import Run
+    from surefoot.train.run import Run, drive
 
     with Run(origin.spec, folder=run, fresh=fresh, accept_code_change=accept_code_change, quiet=quiet) as attempt:
         drive(attempt)

@@ -1,5 +1,17 @@
-"""Commits of weights: written aside, synced, renamed last; read back only after their digests were checked."""
+"""Commits: written aside, synced, renamed last, beside the training; read back into place, every byte held against its digest."""
 
-from surefoot.components.checkpoint.weights import clear_drafts, commit, find_step, load_into, retain
+from surefoot.components.checkpoint.background import Saved, Saver
+from surefoot.components.checkpoint.load import MODEL, Commit, newest_loadable, read_weights
+from surefoot.components.checkpoint.own import Restored, load, load_into, save
+from surefoot.components.checkpoint.random import random_states, restore_random
+from surefoot.components.checkpoint.retention import retain
+from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
+from surefoot.components.checkpoint.tensors import check_storable, create
+from surefoot.components.checkpoint.tree import join, split
+from surefoot.contract.commits import find_step
 
-__all__ = ["clear_drafts", "commit", "find_step", "load_into", "retain"]
+__all__ = [
+    "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "check_storable", "clear_drafts", "commit", "create",
+    "find_step", "join", "load", "load_into", "newest_loadable", "random_states", "read_weights", "restore_random", "retain", "save",
+    "split",
+]  # fmt: skip

@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from surefoot.contract.manifest import file_sha256
+from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
 
 FORMAT = 1
@@ -57,7 +57,7 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
     found = _open(folder) if folder else None
     if found is not None:
         return found
-    digests = [file_sha256(shard) for shard in shards]
+    digests = [of_file(shard) for shard in shards]
     if stamps != [_stamp(shard) for shard in shards]:
         raise DataError(f"a shard in {shards[0].parent} changed while it was read", hint="wait until it is written")
     known = [[shard.name, digest] for shard, digest in zip(shards, digests, strict=True)]
@@ -110,7 +110,7 @@ def _open(folder: Path) -> Decoded | None:
         return None
     try:
         for name, entry in row["arrays"].items():
-            if file_sha256(folder / name) != entry["sha256"]:
+            if of_file(folder / name) != entry["sha256"]:
                 return None
         # mode "c": torch wants writable memory, and nothing ever reaches the file
         arrays = {

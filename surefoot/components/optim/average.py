@@ -17,12 +17,16 @@ class WeightAverage:
     def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
         self.decay = decay
         self._num_updates: int | Tensor = 0
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self.averages = [parameter.detach().clone() for parameter in parameters]
 
     @property
     def num_updates(self) -> int:
         return int(self._num_updates)
+
+    def restore(self, num_updates: int) -> None:
+        """Go on counting from a checkpoint's number; the averages themselves are read in place."""
+        self._num_updates = num_updates
 
     @torch.no_grad()
     def update(self, applied: bool | Tensor = True) -> None:
@@ -38,7 +42,7 @@ class WeightAverage:
         self._num_updates = done + applied
 
     def _move(self, share: float | Tensor) -> None:
-        move_towards(self.averages, [parameter.detach() for parameter in self._parameters], share)
+        move_towards(self.averages, [parameter.detach() for parameter in self.parameters], share)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -51,7 +55,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for parameter, average in zip(self._parameters, self.averages, strict=True):
+        for parameter, average in zip(self.parameters, self.averages, strict=True):
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)

@@ -7,16 +7,16 @@ counter and learning rate stay tensors on the device and nobody waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from surefoot.components.optim import fused
+from surefoot.components.optim import fused, saving
 from surefoot.components.optim.muon import FlatMuon
-from surefoot.core.errors import NumbersError, SpecError
+from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 
 Curve = Callable[[int], float]
 RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
@@ -46,10 +46,7 @@ class GuardedUpdate:
         for each in self.optimizers:
             if fused.supports(each):
                 fused.create_state(each)
-        self._fused = [
-            [fused.FusedGroup(each, group) for group in each.param_groups] if fused.supports(each) else None
-            for each in self.optimizers
-        ]
+        self._take_groups()
         self._scale = torch.ones((), device=device)
         self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
         if self.on_device and total_steps is not None:
@@ -59,6 +56,39 @@ class GuardedUpdate:
                 raise SpecError(_no_rate(table[wrong[0]], wrong[0]), hint=RATE_HINT)
             self._table = torch.tensor(table, dtype=torch.float64, device=device)
             self._applied = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _take_groups(self) -> None:
+        """The fused groups hold the tensors of the state as lists: taken again whenever those are replaced."""
+        self._fused = [
+            [fused.FusedGroup(each, group) for group in each.param_groups] if fused.supports(each) else None
+            for each in self.optimizers
+        ]
+
+    def state(self, names: Mapping[int, str]) -> dict[str, Any]:
+        """All that a checkpoint must hold, by the parameters' `names` (id -> name); tensors are not copied."""
+        if self.on_device:
+            self.applied_steps = int(self._applied)
+        made = [saving.state_of(each, held, names) for each, held in zip(self.optimizers, self._held, strict=True)]
+        return {"applied_steps": self.applied_steps, "optimizers": made}
+
+    def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        """Put a saved state back. Raises RunFolderError where it is that of other optimisers."""
+        if len(saved["optimizers"]) != len(self.optimizers):
+            raise RunFolderError("the saved state is that of other optimisers", hint="go on with the spec that the run had")
+        for optimizer, held, each in zip(self.optimizers, self._held, saved["optimizers"], strict=True):
+            saving.restore(optimizer, each, held, names)
+        self.applied_steps = int(saved["applied_steps"])
+        if self.on_device:
+            self._applied.fill_(self.applied_steps)
+        self._take_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by the parameters' numbers, for a loop of one's own."""
+        return self.state({})
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self.restore(saved, {})
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters:

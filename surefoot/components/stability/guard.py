@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from surefoot.contract.spec import StabilityTable
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import NumbersError
 
 DIVERGED_STEPS = 5
+_REMEMBERED = ("_applied_before", "_skips_in_row", "_high_in_row", "_first_loss", "num_skipped")
 MIN_REFERENCE = 1.0  # a first loss near zero is no scale to hold others against
 
 
@@ -35,6 +38,15 @@ class Guard:
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
         self.num_skipped = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold; every report was judged before."""
+        return {name: getattr(self, name) for name in _REMEMBERED}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's `state`."""
+        for name in _REMEMBERED:
+            setattr(self, name, state[name])
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
@@ -84,6 +96,11 @@ class Guard:
 
     def storage_fault(self, step: int, detail: str, given_up: str) -> GuardFault:
         return GuardFault(step, "storage", f"{given_up} was given up, the run goes on", detail)
+
+    def damaged_commit(self, step: int, detail: str) -> GuardFault:
+        return GuardFault(
+            step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail
+        )
 
     def raise_if_over(self, step: int) -> None:
         """Raise NumbersError when the run cannot come back."""

@@ -1,0 +1,125 @@
+"""Saving beside the training: the state is copied while the next pass runs, and written while training goes on.
+
+One save is in flight at most. `before_update` must be called before anything in the state changes: it waits for the copy alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import Tensor
+
+from surefoot.components.checkpoint.save import Content
+from surefoot.contract.manifest import Manifest
+from surefoot.core.errors import StorageError, SurefootError
+from surefoot.runtime.staging import Staging
+
+Write = Callable[[Content, Callable[[], bool]], Manifest]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of one save: its manifest, or why there is none."""
+
+    step: int
+    elapsed_s: float
+    waited_s: float
+    manifest: Manifest | None = None
+    error: SurefootError | None = None
+
+
+class Saver:
+    """Saves through `write(content, may_commit)`, in the background or at once."""
+
+    def __init__(self, write: Write) -> None:
+        self._write: Final = write
+        self._staging = Staging()
+        self._thread: threading.Thread | None = None
+        self._confirmed = threading.Event()
+        self._torn: str | None = None
+        self._waited_s = 0.0
+        self._done: Saved | None = None
+        self._crash: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def save_now(self, content: Content) -> Saved:
+        """Write from the state itself, which nothing changes meanwhile."""
+        started_s = time.perf_counter()
+        try:
+            made = self._write(content, lambda: True)
+        except SurefootError as error:
+            return Saved(content.step, time.perf_counter() - started_s, 0.0, error=error)
+        return Saved(content.step, time.perf_counter() - started_s, time.perf_counter() - started_s, made)
+
+    def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Begin to save `content` together with the tensors of `moving` (by file), which are copied until `before_update` returns.
+
+        The save before must have been taken with `finish`.
+        """
+        self._done, self._crash, self._torn, self._waited_s = None, None, None, 0.0
+        self._confirmed.clear()
+        self._staging.begin({f"{file}\n{name}": tensor for file, tensors in moving.items() for name, tensor in tensors.items()})
+        self._thread = threading.Thread(target=self._run, args=(content, time.perf_counter()), name="surefoot-save", daemon=True)
+        self._thread.start()
+
+    def _run(self, content: Content, started_s: float) -> None:
+        made: Manifest | None = None
+        problem: SurefootError | None = None
+        try:
+            files = {file: dict(tensors) for file, tensors in content.tensors.items()}
+            for key, copy in self._staging.copy().items():
+                file, _, name = key.partition("\n")
+                files.setdefault(file, {})[name] = copy
+            made = self._write(replace(content, tensors=files), self._is_confirmed)
+        except SurefootError as error:
+            problem = error
+        except BaseException as error:  # noqa: BLE001 - told on the thread of the training
+            self._crash = error
+        self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, made, problem)
+
+    def _is_confirmed(self) -> bool:
+        self._confirmed.wait()
+        if self._torn is not None:
+            raise StorageError(
+                f"{self._torn.replace(chr(10), ': ')} was changed while it was copied, outside an update",
+                hint="set checkpoint.background = false, or change weights only in the optimiser's step",
+            )
+        return True
+
+    def before_update(self) -> None:
+        """Wait until the copy is done; then the state may change."""
+        if self._thread is None or self._confirmed.is_set():
+            return
+        started_s = time.perf_counter()
+        self._staging.wait()
+        self._torn = self._staging.find_changed()
+        self._waited_s = time.perf_counter() - started_s
+        self._confirmed.set()
+
+    def finish(self, *, wait: bool) -> Saved | None:
+        """What became of the save in flight, once; None while it goes on, unless `wait`, and where there is none."""
+        if self._thread is None:
+            return None
+        if wait:
+            self.before_update()
+        elif self._thread.is_alive():
+            return None
+        self._thread.join()
+        self._thread = None
+        if self._crash is not None:
+            raise self._crash
+        return self._done
+
+    def abandon(self) -> None:
+        """Wait for a save in flight and say nothing of it."""
+        if self._thread is not None:
+            self.before_update()
+            self._thread.join()
+            self._thread = None

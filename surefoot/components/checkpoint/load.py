@@ -1,0 +1,161 @@
+"""Reading a commit back: names, shapes and dtypes compared first, then every byte hashed where it arrives.
+
+What is damaged is set aside as `.bad-step-...`, never deleted, and the next older commit is taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.components.checkpoint import tensors as files
+from surefoot.components.checkpoint.tree import join
+from surefoot.contract import commits, digest
+from surefoot.contract import manifest as manifests
+from surefoot.contract.manifest import Entry, Manifest, Piece
+from surefoot.core.errors import RunFolderError
+
+BAD = ".bad-"
+MODEL = "model"  # the files whose names begin so hold the weights that are evaluated and served
+
+
+class Commit:
+    """One commit, opened: its manifest is read; its files are read, and held against their digests, when they are asked for."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        self.folder = manifests.step_folder(run, step)
+        self.manifest: Manifest = manifests.read(self.folder)
+        self._entries = {entry.name: entry for entry in self.manifest.files}
+
+    def names(self, prefix: str) -> list[str]:
+        """The files of tensors whose names begin with `prefix`."""
+        return [entry.name for entry in self.manifest.files if entry.tensors is not None and entry.name.startswith(prefix)]
+
+    def pieces(self, prefix: str) -> dict[str, Piece]:
+        """What those files hold."""
+        return {name: piece for file in self.names(prefix) for name, piece in (self._entries[file].tensors or {}).items()}
+
+    def read(self, prefix: str, give: files.Give = files.create) -> dict[str, Tensor]:
+        """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged."""
+        found: dict[str, Tensor] = {}
+        with commits.hashing() as pool:
+            for file in self.names(prefix):
+                found |= files.read(self.folder, self._entries[file], give, pool)
+        return found
+
+    def text(self, name: str) -> bytes:
+        """A small file, whole."""
+        entry = self._entry(name)
+        with commits.opened(self.folder, entry) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            data = file.read(entry.num_bytes)
+        if digest.of_bytes(data) != entry.sha256:
+            raise RunFolderError(f"{self.folder / name} is damaged: its digest does not match")
+        return data
+
+    def json(self, name: str) -> Any:
+        try:
+            return json.loads(self.text(name))
+        except (ValueError, RecursionError):
+            raise RunFolderError(f"{self.folder / name} is no JSON") from None
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise RunFolderError(f"{self.folder} holds no {name}", hint="it is a commit of weights alone")
+        return self._entries[name]
+
+
+def read_weights(commit: Commit, own: Mapping[str, Any], prefix: str) -> None:
+    """Read into the tensors of a state dict; a tied tensor is held once, under any of its names."""
+    stored = commit.pieces(prefix)
+    live = {name: tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    check_fit(commit.folder, stored, live)
+    commit.read(prefix, lambda name, piece: live[name])
+
+
+def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor]) -> None:
+    """Raise RunFolderError, listing both sides, unless `stored` holds what `live` needs."""
+    held = {_identity(live[name]) for name in stored if name in live}
+    missing = [
+        name for name, tensor in live.items() if name not in stored and (_identity(tensor) not in held or not tensor.numel())
+    ]
+    unexpected = [name for name in stored if name not in live]
+    both = [(name, piece, live[name]) for name, piece in stored.items() if name in live]
+    reshaped = [
+        f"{name} {list(piece.whole)}, now {list(tensor.shape)}"
+        for name, piece, tensor in both
+        if piece.whole != tuple(tensor.shape)
+    ]
+    retyped = [
+        f"{name} {piece.dtype}, now {files.DTYPES.get(tensor.dtype)}"
+        for name, piece, tensor in both
+        if piece.dtype != files.DTYPES.get(tensor.dtype)
+    ]
+    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another dtype": retyped}
+    if any(wrong.values()):
+        told = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
+        raise RunFolderError(
+            f"the weights of {place} do not fit the model: {told}", hint="build the model with the parameters that the run had"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int | None = None) -> tuple[int | None, list[str]]:
+    """Load the newest commit that is whole; what is damaged is set aside. Gives its step (None where none is), and what was wrong.
+
+    `load` may be called again after it raised RunFolderError, and must then replace all that it had put in place.
+    """
+    troubles: list[str] = []
+    for step in reversed(manifests.steps(run)):
+        if at_most is not None and step > at_most:
+            continue
+        try:
+            commit = Commit(run, step)
+            if not commit.manifest.is_whole_state:
+                continue
+            load(commit)
+        except RunFolderError as error:
+            if _is_sound(run, step):
+                raise  # the commit is whole and does not fit: another one would not either
+            troubles.append(error.message)
+            set_aside(manifests.step_folder(run, step))
+            continue
+        return step, troubles
+    return None, troubles
+
+
+def _is_sound(run: Path, step: int) -> bool:
+    try:
+        commits.check(manifests.step_folder(run, step))
+    except RunFolderError:
+        return False
+    return True
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged commit out of sight, to a name that is free; nothing of it is deleted."""
+    number = 1
+    while (aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    try:
+        folder.rename(aside)
+    except OSError as error:
+        raise RunFolderError(f"{folder} is damaged and could not be set aside: {error.strerror}") from None
+    return aside
+
+
+@torch.no_grad()
+def load_tree(commit: Commit, name: str) -> Any:
+    """The tree of `<name>.json` with the tensors of `<name>.safetensors`."""
+    return join(commit.json(f"{name}.json"), commit.read(f"{name}.safetensors"))

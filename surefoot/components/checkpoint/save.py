@@ -1,0 +1,193 @@
+"""One commit: a hidden draft, every file synced, the manifest last, then the rename. RELIABILITY: a step folder is whole or not there.
+
+Draft folder, files (digested while they are written), fsync of each, fsync of the folder, manifest, fsync, rename, fsync of the
+parent; nothing is ever changed after the rename. What fails ends this commit and no earlier one; a failed fsync is not tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.components.checkpoint import tensors as files
+from surefoot.contract import commits, digest
+from surefoot.contract import manifest as manifests
+from surefoot.contract.manifest import Entry, Manifest
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError
+
+DRAFT, GONE, OLD = ".draft-", ".gone-", ".old-"
+FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What one commit holds: tensors on the host by file and name, other files by name, and the names that must be finite."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    texts: Mapping[str, bytes] = field(default_factory=dict)
+    finite: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """What a manifest says besides its files."""
+
+    generation: int = 1
+    spec_id: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    score: Mapping[str, Any] | None = None
+    parent: Mapping[str, Any] | None = None
+
+
+def commit(
+    run: Path, content: Content, stamp: Stamp, *, may_commit: Callable[[], bool] = lambda: True, link: bool = True
+) -> Manifest:
+    """Commit `content` as a step of `run`; files whose every byte is that of the newest commit's are linked to it.
+
+    What an earlier generation committed as the same step is replaced, once the new one is whole. `may_commit` is asked just before
+    the rename. Raises StorageError, and NumbersError for a tensor of `finite` that is not; what was committed before stays as it is.
+    """
+    _check_finite(content)
+    final = manifests.step_folder(run, content.step)
+    draft = final.with_name(f"{DRAFT}{final.name}")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        _make_folders(draft)
+        earlier = _newest(run, content.step) if link else None
+        with commits.hashing() as pool:
+            entries = [_write(draft, name, tensors, content.step, earlier, pool) for name, tensors in content.tensors.items()]
+        entries += [_write_text(draft / name, text) for name, text in content.texts.items()]
+        made = Manifest(step=content.step, files=tuple(entries), **vars(stamp))
+        _sync_folder(draft)
+        _write_text(draft / manifests.FILE, made.as_text().encode())
+        _sync_folder(draft)
+        if not may_commit():
+            raise StorageError(f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+        _replace(final, draft)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise StorageError(
+            f"step {content.step} could not be saved in {run}: {error.strerror}", hint="free some space"
+        ) from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return made
+
+
+def _make_folders(draft: Path) -> None:
+    """The draft, and `checkpoints/` where it is new: a folder is durable once its parent is synced."""
+    parent = draft.parent
+    if not parent.is_dir():
+        parent.mkdir(parents=True, mode=0o700)
+        _sync_folder(parent.parent)
+    draft.mkdir(mode=0o700)
+
+
+def _check_finite(content: Content) -> None:
+    for tensors in content.tensors.values():
+        for name in content.finite & tensors.keys():
+            tensor = tensors[name]
+            # the largest magnitude is not finite where any number is not; isfinite would make a mask of the tensor's size
+            if tensor.numel() and not bool(torch.linalg.vector_norm(tensor.detach(), torch.inf).isfinite()):
+                raise NumbersError(f"step {content.step}: {name} is not finite", hint="lower optim.lr, or warm up longer")
+
+
+def _newest(run: Path, step: int) -> Manifest | None:
+    """The newest commit before `step` that reads, if one does: what may be linked to."""
+    for number in reversed([each for each in manifests.steps(run) if each < step]):
+        with contextlib.suppress(RunFolderError):
+            return manifests.read(manifests.step_folder(run, number))
+    return None
+
+
+def _write(
+    draft: Path, name: str, tensors: Mapping[str, Tensor], step: int, earlier: Manifest | None, pool: Executor
+) -> Entry:  # fmt: skip
+    before = next((entry for entry in earlier.files if entry.name == name), None) if earlier is not None else None
+    known: dict[str, str] = {}
+    if before is not None and earlier is not None and tensors:
+        is_same, known = files.find_unchanged(tensors, before, pool)
+        if is_same and _may_link(draft.parent, earlier, before) and _link(draft, earlier, before):
+            return before
+    return files.write(draft, name, tensors, step=step, pool=pool, known=known)
+
+
+def _may_link(checkpoints: Path, earlier: Manifest, entry: Entry) -> bool:
+    """Whether fewer than FULL_EVERY commits hold the same file: their number of links says it, without a list to keep."""
+    path = checkpoints / f"step-{earlier.step:012d}" / entry.name
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_size == entry.num_bytes and status.st_nlink < FULL_EVERY
+
+
+def _link(draft: Path, earlier: Manifest, entry: Entry) -> bool:
+    """Link a file of an earlier commit; False where the file system has no links."""
+    try:
+        os.link(draft.parent / f"step-{earlier.step:012d}" / entry.name, draft / entry.name)
+    except OSError:
+        return False
+    return True
+
+
+def _write_text(path: Path, text: bytes) -> Entry:
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return Entry(name=path.name, num_bytes=len(text), sha256=digest.of_bytes(text))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(final: Path, draft: Path) -> None:
+    """Give the draft its name; what had it stands aside until that is synced, and comes back if it never is."""
+    old = final.with_name(f"{OLD}{final.name}")
+    if final.exists():
+        final.rename(old)
+    draft.rename(final)
+    _sync_folder(final.parent)
+    if old.exists():
+        remove(old)
+
+
+def clear_drafts(run: Path) -> None:
+    """Delete what a killed attempt left of commits that it began or was deleting; what it was replacing comes back."""
+    folder = run / manifests.FOLDER
+    if not folder.is_dir():
+        return
+    for path in folder.glob(f"{OLD}step-*"):
+        final = path.with_name(path.name.removeprefix(OLD))
+        if final.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(final)
+    for prefix in (DRAFT, GONE):
+        for path in folder.glob(f"{prefix}*step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Out of sight at once, then deleted: a kill in between leaves nothing that looks like a commit."""
+    hidden = folder.with_name(f"{GONE}{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)

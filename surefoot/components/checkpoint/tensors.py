@@ -1,0 +1,178 @@
+"""Files of tensors in the safetensors format, written with a digest for each tensor and read back against it.
+
+https://huggingface.co/docs/safetensors: eight bytes of length, a header of JSON, then the bytes of the tensors without gaps.
+Written here rather than by the library, since the library takes a second copy of all and cannot hash what it writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surefoot.contract import commits, digest
+from surefoot.contract.manifest import Entry, Piece
+from surefoot.core.errors import RunFolderError, TaskError
+
+WRITE_BYTES = 16 << 20
+ALIGNMENT = 8
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
+    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
+Give = Callable[[str, Piece], Tensor]
+
+
+def check_storable(name: str, tensor: Tensor) -> None:
+    """Raise TaskError for a tensor that no file of tensors holds."""
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        raise TaskError(
+            f"{name} is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold",
+            hint=f"keep dense tensors of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}",
+        )
+
+
+def as_buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, not copied."""
+    flat = tensor.detach().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
+
+
+def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Piece]]:
+    """The header of a file of `tensors`, and where each stands in it; widest items first, so that all are aligned."""
+    pieces, start = {}, 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        shape = tuple(tensors[name].shape)
+        piece = Piece(
+            dtype=DTYPES[tensors[name].dtype], shape=shape, start=start, sha256="", whole=shape, offset=(0,) * len(shape)
+        )
+        pieces[name] = piece
+        start += piece.num_bytes
+    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, piece in pieces.items():
+        rows[name] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [piece.start, piece.start + piece.num_bytes],
+        }
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + commits.LENGTH_BYTES) % ALIGNMENT)
+    return len(text).to_bytes(commits.LENGTH_BYTES, "little") + text, pieces
+
+
+def write(
+    folder: Path, name: str, tensors: Mapping[str, Tensor], *, step: int, pool: Executor, known: Mapping[str, str]
+) -> Entry:
+    """Write and sync a file of tensors on the host, hashing on the pool's threads meanwhile; `known` digests are not taken again."""
+    header, pieces = lay_out(tensors)
+    buffers = {key: as_buffer(tensors[key]) for key in pieces}
+    hashing = {key: digest.begin(pool, buffer) for key, buffer in buffers.items() if key not in known}
+    with (folder / name).open("xb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
+        for buffer in _joined(buffers):
+            _write_all(file.fileno(), buffer)
+        os.fsync(file.fileno())
+    found = {key: known[key] if key in known else digest.finish(hashing[key]) for key in pieces}
+    return _entry(name, header, pieces, found, step)
+
+
+def _joined(buffers: Mapping[str, memoryview]) -> list[memoryview]:
+    """Runs of small buffers as one, so that a thousand small tensors are not a thousand calls."""
+    joined: list[memoryview] = []
+    small = bytearray()
+    for buffer in buffers.values():
+        if len(buffer) >= digest.READ_BYTES:
+            joined += [memoryview(small), buffer] if small else [buffer]
+            small = bytearray()
+        else:
+            small += buffer
+    return [*joined, memoryview(small)] if small else joined
+
+
+def _write_all(descriptor: int, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        done += os.write(descriptor, buffer[done : done + WRITE_BYTES])
+
+
+def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping[str, str], step: int) -> Entry:
+    made = {key: Piece(**{**vars(piece), "sha256": found[key]}) for key, piece in pieces.items()}
+    num_bytes = len(header) + sum(piece.num_bytes for piece in pieces.values())
+    return Entry(name=name, num_bytes=num_bytes, sha256=commits.digest_of(header, found, pieces), tensors=made, since=step)
+
+
+def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor) -> tuple[bool, dict[str, str]]:
+    """Whether every tensor has the bytes that `earlier` holds, and the digests that were taken to know it.
+
+    Ends at the first that differs, which in a file of trained tensors is the first.
+    """
+    _, pieces = lay_out(tensors)
+    before = earlier.tensors or {}
+    found: dict[str, str] = {}
+    if {key: (p.dtype, p.shape, p.start) for key, p in pieces.items()} != {
+        key: (p.dtype, p.shape, p.start) for key, p in before.items()
+    }:
+        return False, found
+    for key in sorted(pieces, key=lambda key: pieces[key].num_bytes):
+        found[key] = digest.finish(digest.begin(pool, as_buffer(tensors[key])))
+        if found[key] != before[key].sha256:
+            return False, found
+    return True, found
+
+
+def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Tensor]:
+    """Read a file of tensors into what `give(name, piece)` says, each hashed in the memory that receives it.
+
+    A tensor that is contiguous, on the host and of the same dtype is read in place; another takes a copy of its own size for a
+    moment. Raises RunFolderError, naming the tensor, when a digest does not match: what was read before is then in place.
+    """
+    pieces = entry.tensors or {}
+    given = {name: give(name, piece) for name, piece in pieces.items()}
+    found: dict[str, str] = {}
+    with commits.opened(folder, entry) as file, torch.no_grad():
+        header = commits.read_header(file, folder / entry.name, entry)
+        direct = {
+            name: _begin(file, len(header), pieces[name], tensor, pool)
+            for name, tensor in given.items()
+            if _is_direct(tensor, pieces[name])
+        }
+        for name, parts in direct.items():
+            found[name] = digest.finish(parts)
+        for name, tensor in given.items():
+            if name not in direct:
+                held = torch.empty(pieces[name].shape, dtype=NAMES[pieces[name].dtype])
+                found[name] = digest.finish(_begin(file, len(header), pieces[name], held, pool))
+                tensor.copy_(held)
+    for name, piece in pieces.items():
+        if found[name] != piece.sha256:
+            raise RunFolderError(f"{folder / entry.name} is damaged: the digest of {name} does not match")
+    if commits.digest_of(header, found, pieces) != entry.sha256:
+        raise RunFolderError(f"{folder / entry.name} is damaged: its digest does not match")
+    return given
+
+
+def _is_direct(tensor: Tensor, piece: Piece) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and DTYPES.get(tensor.dtype) == piece.dtype
+        and tuple(tensor.shape) == piece.shape
+    )
+
+
+def _begin(file: int, data: int, piece: Piece, tensor: Tensor, pool: Executor):  # type: ignore[no-untyped-def]
+    start = data + piece.start
+    return digest.begin_read(pool, file, start, start + piece.num_bytes, as_buffer(tensor) if math.prod(piece.shape) else None)
+
+
+def create(name: str, piece: Piece) -> Tensor:
+    """A new tensor on the host to read one into."""
+    return torch.empty(piece.shape, dtype=NAMES[piece.dtype])

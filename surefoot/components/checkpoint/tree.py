@@ -1,0 +1,116 @@
+"""A tree of tensors, arrays and plain values as JSON beside named tensors, and back: state of any kind without a pickle.
+
+What JSON has stands as it is. Anything else is an object with the key "$": a tensor, an array, a number that JSON has not, bytes,
+a tuple, a dict whose keys are no plain strings, a dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import RunFolderError, TaskError
+
+MARK = "$"
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def split(tree: Any, place: str = "state") -> tuple[Any, dict[str, Tensor]]:
+    """The tree as JSON can hold it, and its tensors by name; tensors are not copied.
+
+    Raises TaskError, naming the place, for what a checkpoint cannot hold.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _split(tree, place, tensors), tensors
+
+
+def _split(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {MARK: "float", "value": str(float(value))}
+    if isinstance(value, Tensor):
+        return {MARK: "tensor", "name": _named(value.detach(), place, tensors)}
+    if isinstance(value, np.ndarray | np.generic):
+        return {MARK: "array", "name": _named(_as_tensor(value, place), place, tensors), "scalar": isinstance(value, np.generic)}
+    if isinstance(value, bytes | bytearray):
+        return {
+            MARK: "bytes",
+            "name": _named(torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)[: len(value)], place, tensors),
+        }
+    if isinstance(value, torch.dtype):
+        return {MARK: "dtype", "value": str(value)}
+    if isinstance(value, list):
+        return [_split(part, f"{place}/{number}", tensors) for number, part in enumerate(value)]
+    if isinstance(value, tuple):
+        return {MARK: "tuple", "items": [_split(part, f"{place}/{number}", tensors) for number, part in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return _split_mapping(value, place, tensors)
+    raise TaskError(
+        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold",
+        hint="keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them",
+    )
+
+
+def _split_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor]) -> Any:
+    if all(isinstance(key, str) and key != MARK for key in value):
+        return {key: _split(part, f"{place}/{key}", tensors) for key, part in value.items()}
+    pairs = [[_split(key, place, tensors), _split(part, f"{place}/{key}", tensors)] for key, part in value.items()]
+    return {MARK: "dict", "items": pairs}
+
+
+def _named(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
+    name, number = place, 1
+    while name in tensors:
+        number += 1
+        name = f"{place}#{number}"
+    tensors[name] = tensor
+    return name
+
+
+def _as_tensor(value: Any, place: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.array(value))
+    except TypeError:
+        raise TaskError(
+            f"{place} is an array of {np.asarray(value).dtype}, which a checkpoint cannot hold", hint="keep numbers or booleans"
+        ) from None
+
+
+def join(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that was split. Raises RunFolderError for what `split` never wrote."""
+    try:
+        return _join(skeleton, tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"the state is not one that a checkpoint holds: {error!r}") from None
+
+
+def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_join(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if MARK not in value:
+        return {key: _join(part, tensors) for key, part in value.items()}
+    kind = value[MARK]
+    if kind == "tensor":
+        return tensors[value["name"]]
+    if kind == "array":
+        array = tensors[value["name"]].numpy()
+        return array[()] if value["scalar"] else array
+    if kind == "bytes":
+        return tensors[value["name"]].numpy().tobytes()
+    if kind == "float":
+        return float(value["value"])
+    if kind == "dtype":
+        return DTYPES[value["value"]]
+    if kind == "tuple":
+        return tuple(_join(part, tensors) for part in value["items"])
+    if kind == "dict":
+        return {_join(key, tensors): _join(part, tensors) for key, part in value["items"]}
+    raise RunFolderError(f"the state is not one that a checkpoint holds: unknown kind {str(kind)[:40]!r}")

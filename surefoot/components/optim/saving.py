@@ -1,0 +1,89 @@
+"""An optimiser's state as a tree of tensors and plain values, by the names of the parameters; and back, in place where it can be.
+
+Optimisers that define a state_dict of their own are taken at their word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from surefoot.core.errors import RunFolderError
+
+NOT_SAVED = ("params", "names", "lr")  # the parameters themselves, and the rate: the schedule says it anew at every step
+
+
+def has_own_form(optimizer: Optimizer) -> bool:
+    return type(optimizer).state_dict is not Optimizer.state_dict
+
+
+def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Any]:
+    """The state, tensors not copied; `held` are the parameters in the order of the groups, as the model knows them."""
+    if has_own_form(optimizer):
+        return {"own": optimizer.state_dict()}
+    called = names_of(held, names)
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {name: dict(optimizer.state[p]) for name, p in zip(called, params, strict=True) if p in optimizer.state}
+    return {"state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
+
+
+def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
+    """The name of each parameter; one that the model does not hold is called by its number."""
+    return [names.get(id(parameter), f"parameter-{number}") for number, parameter in enumerate(held)]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_SAVED}
+
+
+def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]) -> None:
+    """Put a saved state into place. Raises RunFolderError where it is that of other parameters."""
+    if has_own_form(optimizer) != ("own" in saved):
+        raise RunFolderError(
+            f"the saved state is not that of a {type(optimizer).__name__}", hint="go on with the optimiser of the run"
+        )
+    if has_own_form(optimizer):
+        optimizer.load_state_dict(saved["own"])
+        return
+    called = names_of(held, names)
+    unknown = sorted(set(saved["state"]) - set(called))
+    if unknown or len(saved["groups"]) != len(optimizer.param_groups):
+        raise RunFolderError(
+            f"the saved state of {type(optimizer).__name__} is of other parameters: {', '.join(unknown[:8]) or 'another number of groups'}",
+            hint="go on with the task and the spec that the run had",
+        )
+    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(settings)
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(called, params, strict=True):
+        if name in saved["state"]:
+            _fill(optimizer.state[parameter], saved["state"][name], parameter)
+        else:
+            optimizer.state.pop(parameter, None)
+    _share_counters(optimizer)
+
+
+def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) -> None:
+    for key in [key for key in state if key not in saved]:
+        del state[key]
+    for key, value in saved.items():
+        held = state.get(key)
+        if isinstance(value, Tensor) and value is not held:
+            where = held.device if isinstance(held, Tensor) else parameter.device if value.ndim else value.device
+            value = value.to(where)
+        state[key] = value
+
+
+@torch.no_grad()
+def _share_counters(optimizer: Optimizer) -> None:
+    """One counter for all parameters of a group that stand at the same step: a fused update then moves one number."""
+    for group in optimizer.param_groups:
+        states = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]
+        steps = [state["step"] for state in states if isinstance(state.get("step"), Tensor)]
+        if len(steps) == len(group["params"]) and all(torch.equal(step, steps[0]) for step in steps):
+            for state in states:
+                state["step"] = steps[0]

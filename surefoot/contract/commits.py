@@ -1,0 +1,141 @@
+"""The commits of a run on disk: found, and held against their manifests, without torch.
+
+A file is opened without following links, its size and the header of a file of tensors are compared before a byte is taken, and every
+byte is hashed. What is read for loading is hashed in the memory that receives it: nothing lies between the check and the use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from surefoot.contract import digest, manifest
+from surefoot.contract.manifest import Entry, Manifest, Piece
+from surefoot.core.errors import RunFolderError
+
+NUM_THREADS = 2
+LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+
+
+@contextlib.contextmanager
+def hashing() -> Iterator[Executor]:
+    """The threads that hash."""
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="surefoot-digest") as pool:
+        yield pool
+
+
+def check(folder: Path) -> Manifest:
+    """Read the manifest and hold every file against it; raises RunFolderError that names the first one that is damaged."""
+    made = manifest.read(folder)
+    with hashing() as pool:
+        for entry in made.files:
+            check_file(folder, entry, pool)
+    return made
+
+
+def check_file(folder: Path, entry: Entry, pool: Executor) -> None:
+    """Hold one file against its entry, every byte of it; raises RunFolderError."""
+    with opened(folder, entry) as file:
+        if entry.tensors is None:
+            found = digest.finish(digest.begin_read(pool, file, 0, entry.num_bytes))
+        else:
+            header = read_header(file, folder / entry.name, entry)
+            parts = {name: digest.begin_read(pool, file, len(header) + piece.start, len(header) + piece.start + piece.num_bytes)
+                     for name, piece in entry.tensors.items()}  # fmt: skip
+            found = digest_of(header, {name: digest.finish(each) for name, each in parts.items()}, entry.tensors)
+            _name_damage(folder / entry.name, entry.tensors, {name: digest.finish(each) for name, each in parts.items()})
+        if found != entry.sha256:
+            raise RunFolderError(f"{folder / entry.name} is damaged: its digest does not match")
+
+
+def _name_damage(path: Path, pieces: Mapping[str, Piece], found: Mapping[str, str]) -> None:
+    for name, piece in pieces.items():
+        if found[name] != piece.sha256:
+            raise RunFolderError(f"{path} is damaged: the digest of {name} does not match")
+
+
+def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piece]) -> str:
+    """The digest of a file of tensors: over its header's, and its tensors' in the order of the file."""
+    order = sorted(pieces, key=lambda name: (pieces[name].start, pieces[name].num_bytes, name))
+    return digest.combine([bytes.fromhex(digest.of_bytes(header)), *(bytes.fromhex(found[name]) for name in order)])
+
+
+@contextlib.contextmanager
+def opened(folder: Path, entry: Entry) -> Iterator[int]:
+    """A descriptor of a file of a commit, read-only; raises RunFolderError for a link, a missing file or one of another size."""
+    path = folder / entry.name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be opened: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != entry.num_bytes:
+            raise RunFolderError(f"{path} is missing or not of {entry.num_bytes} bytes")
+        yield descriptor
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+
+
+def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
+    """The header of a file of tensors, which must say what the manifest says; raises RunFolderError."""
+    pieces = entry.tensors or {}
+    num_data = sum(piece.num_bytes for piece in pieces.values())
+    header = os.pread(descriptor, entry.num_bytes - num_data, 0)
+    stated = int.from_bytes(header[:LENGTH_BYTES], "little")
+    if len(header) < LENGTH_BYTES or stated != len(header) - LENGTH_BYTES:
+        raise RunFolderError(f"{path} is damaged: its header is not of the size that the manifest says")
+    try:
+        rows: dict[str, Any] = json.loads(header[LENGTH_BYTES:])
+        rows.pop("__metadata__", None)
+        fits = rows == {
+            name: {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [piece.start, piece.start + piece.num_bytes]}
+            for name, piece in pieces.items()
+        }
+    except (ValueError, AttributeError, RecursionError):
+        fits = False
+    if not fits:
+        raise RunFolderError(f"{path} is damaged: its header names other tensors than the manifest")
+    return header
+
+
+def find_step(run: Path, step: int | str) -> int:
+    """The step that `step` names: a number, "last", or "best" by the scores in the manifests. Raises RunFolderError."""
+    steps = manifest.steps(run)
+    if not steps:
+        raise RunFolderError(f"{run} holds no commit", hint="a run commits at evaluations, every checkpoint.every and at its end")
+    if step == "last":
+        return steps[-1]
+    if step == "best":
+        best = find_best(run, steps)
+        return steps[-1] if best is None else best
+    if step in steps:
+        return int(step)
+    raise RunFolderError(f"{run} holds no step {step}", hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"')
+
+
+def find_best(run: Path, steps: list[int]) -> int | None:
+    """The best of `steps` by the scores in their manifests, the earliest of equals; None where none has a score that is a number."""
+    ranked = rank(run, steps)
+    return ranked[0] if ranked else None
+
+
+def rank(run: Path, steps: list[int]) -> list[int]:
+    """The steps that have a score, the best first."""
+    scored = []
+    for step in steps:
+        with contextlib.suppress(RunFolderError):
+            score = manifest.read(manifest.step_folder(run, step)).score
+            value = None if score is None else score.get("value")
+            if score is not None and isinstance(value, int | float) and math.isfinite(value):
+                scored.append((-value if score.get("better") == "higher" else value, step))
+    return [step for _, step in sorted(scored)]

@@ -1,0 +1,148 @@
+"""`ledger.bin`: which samples each step consumed, 16 bytes a step, appended; read and held against the plan without torch.
+
+A header of 256 bytes says the plan: the order is arithmetic, so a step's samples follow from it. A row is (step, generation, checksum
+of the samples' ids in the order they were read). Rows reach the disk before the commit of their step does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surefoot.core.errors import RunFolderError, StorageError
+
+FILE = "ledger.bin"
+FORMAT = 1
+HEADER_BYTES = 256
+ROW = struct.Struct("<IIQ")
+MAX_ROWS = 4096  # rows held back at most: a kill loses them together with the steps that they belong to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What decides which samples a step consumes: `samples` in the set, their order's `seed` and `shuffle`, the batch."""
+
+    samples: int
+    seed: int
+    shuffle: bool
+    batch: int
+    drop_last: bool
+
+
+class Row(NamedTuple):
+    step: int
+    generation: int
+    checksum: int
+
+
+def checksum(ids: Any) -> int:
+    """Of the ids of a step's samples (int64 array), in the order they were read."""
+    return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
+
+
+class Ledger:
+    """Appends to a run's ledger. Raises StorageError when the disk refuses, RunFolderError when the file is of another plan."""
+
+    def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
+        self._path, self._generation = folder / FILE, generation
+        self._rows: list[bytes] = []
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            size = os.fstat(self._descriptor).st_size
+            if size < HEADER_BYTES:
+                os.ftruncate(self._descriptor, 0)
+                self._append(_header(plan))
+            else:
+                os.ftruncate(self._descriptor, size - (size - HEADER_BYTES) % ROW.size)  # a killed attempt may leave half a row
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+        if (found := read_plan(folder)) != plan:
+            raise RunFolderError(f"{self._path} is of another plan: {found}, now {plan}", hint="give another --run folder")
+
+    def add(self, step: int, ids: Any) -> None:
+        self._rows.append(ROW.pack(step, self._generation, checksum(ids)))
+        if len(self._rows) % MAX_ROWS == 0:
+            with contextlib.suppress(OSError):  # kept until `sync`, which says so
+                self._flush()
+
+    def sync(self) -> None:
+        """Everything added is on disk once this returns."""
+        try:
+            self._flush()
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+
+    def _flush(self) -> None:
+        """Write the rows; what the disk refuses is taken back whole, and tried again with the next."""
+        if not self._rows:
+            return
+        size = os.fstat(self._descriptor).st_size
+        try:
+            self._append(b"".join(self._rows))
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+        self._rows = []
+
+    def _append(self, data: bytes) -> None:
+        done = 0
+        while done < len(data):
+            done += os.write(self._descriptor, data[done:])
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _header(plan: Plan) -> bytes:
+    return json.dumps({"surefoot ledger": FORMAT, **asdict(plan)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan of a run's ledger. Raises RunFolderError for a folder without one, or one that is damaged."""
+    path = folder / FILE
+    try:
+        with path.open("rb") as file:
+            row = json.loads(file.read(HEADER_BYTES))
+        if row.pop("surefoot ledger") != FORMAT:
+            raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
+        plan = Plan(**row)
+        if min(plan.samples, plan.batch) < 1:
+            raise ValueError("it plans no samples")
+        return plan
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be read: {error.strerror}", hint="surefoot runs lists the runs below a folder"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(f"{path} is no ledger: {error}") from None
+
+
+def read(folder: Path) -> Iterator[Row]:
+    """Every row in the order written; half a row at the end, which a kill leaves, is left out."""
+    with (folder / FILE).open("rb") as file:
+        file.seek(HEADER_BYTES)
+        while len(data := file.read(ROW.size * 4096)) >= ROW.size:
+            yield from (Row(*fields) for fields in ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size]))
+
+
+def consumed(rows: Iterator[Row]) -> tuple[list[Row], int]:
+    """The rows that count, and how many were overruled: an attempt that went back to step n takes over from there."""
+    kept: list[Row] = []
+    overruled = 0
+    for row in rows:
+        if kept and row.generation > kept[-1].generation:
+            while kept and kept[-1].step >= row.step:
+                kept.pop()
+                overruled += 1
+        kept.append(row)
+    return kept, overruled

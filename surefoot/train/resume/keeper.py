@@ -1,0 +1,127 @@
+"""When a run is saved, by whom, and what became of it: the run says where it stands, the keeper does the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
+from surefoot.contract.manifest import Manifest
+from surefoot.contract.runlock import RunLock
+from surefoot.core.errors import SpecError
+from surefoot.core.units import Duration
+from surefoot.train import environment
+from surefoot.train.assemble import Assembly
+from surefoot.train.resume.state import LiveState
+
+
+class Keeper:
+    """Saves one run into its folder, and loads it back."""
+
+    def __init__(self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None) -> None:
+        self._folder, self._lock, self._assembly, self._parent = folder, lock, assembly, parent
+        self._table = table = assembly.spec.checkpoint
+        every = None if table.every is None else Duration.parse(table.every)
+        self._every_s = every.value if every is not None and every.unit == "s" else None
+        self._every_steps = None if every is None or self._every_s is not None else _steps(assembly, str(table.every))
+        self._keep_every = None if table.keep_every is None else _steps(assembly, table.keep_every)
+        self._state = LiveState(assembly)
+        self._saver = checkpoint.Saver(self._write)
+        self._stamp = Stamp()
+        self._last_s = time.monotonic()
+        self._asked = False
+        self.saved_step = 0
+
+    # ---- when
+
+    def is_due(self, step: int) -> bool:
+        """Whether the spec, or `ask`, wants a save after this step."""
+        if self._asked:
+            return True
+        if self._every_steps is not None:
+            return step % self._every_steps == 0
+        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s and not self._saver.is_busy
+
+    def ask(self) -> None:
+        """Save after this step, whatever the spec says."""
+        self._asked = True
+
+    # ---- saving
+
+    def save(
+        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
+        tell: Callable[[Saved], None], *, last: bool,
+    ) -> None:  # fmt: skip
+        """Save the state after `step`; `tell` hears what became of it, sooner or later. The last one is written at once."""
+        self.settle(tell, wait=True)
+        if step == self.saved_step:
+            return
+        self._asked, self._last_s = False, time.monotonic()
+        self._stamp = Stamp(
+            generation=self._lock.generation, spec_id=self._assembly.spec.id, environment=environment.versions(), score=score,
+            parent=self._parent,
+        )  # fmt: skip
+        content, moving = self._state.take(step, more, clock)
+        if self._table.background and not last:
+            self._saver.begin(content, moving)
+            self._assembly.engine.stepper.before_update = self.before_update
+        else:
+            tell(self._taken(self._saver.save_now(_together(content, moving))))
+
+    def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
+        made = checkpoint.commit(self._folder, content, self._stamp, may_commit=lambda: may_commit() and self._lock.still_ours())
+        checkpoint.retain(self._folder, keep=self._table.keep, every=self._keep_every, keep_best=self._table.keep_best)
+        return made
+
+    def before_update(self) -> None:
+        """Wait until weights and optimiser state were copied; called before anything changes them."""
+        self._saver.before_update()
+        self._assembly.engine.stepper.before_update = None
+
+    def settle(self, tell: Callable[[Saved], None], *, wait: bool = False) -> None:
+        """Tell what became of the save in flight, once it is known."""
+        if wait:
+            self.before_update()
+        done = self._saver.finish(wait=wait)
+        if done is not None:
+            tell(self._taken(done))
+
+    def _taken(self, saved: Saved) -> Saved:
+        if saved.manifest is not None:
+            self.saved_step = saved.step
+        return saved
+
+    def abandon(self) -> None:
+        """Let a save in flight end, and say nothing of it."""
+        self._saver.abandon()
+
+    # ---- loading
+
+    def resume(self) -> tuple[dict[str, Any] | None, int, list[str]]:
+        """Load the newest whole commit: what was saved beside it (None where there is none), its step, and what was damaged."""
+        found: dict[str, Any] = {}
+
+        def load(commit: Commit) -> None:
+            found.clear()
+            found.update(self._state.restore(commit))
+
+        step, troubles = checkpoint.newest_loadable(self._folder, load)
+        self.saved_step = step or 0
+        return (None if step is None else found), step or 0, troubles
+
+
+def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Content:
+    files = {file: dict(tensors) for file, tensors in content.tensors.items()}
+    for file, tensors in moving.items():
+        files.setdefault(file, {}).update({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    return Content(step=content.step, tensors=files, texts=content.texts, finite=content.finite)
+
+
+def _steps(assembly: Assembly, text: str) -> int:
+    steps = assembly.course.to_steps(text)
+    if steps is None:
+        raise SpecError(f"checkpoint.keep_every is {text!r}, a time", hint="say it in steps, epochs, samples or tokens")
+    return max(1, steps)

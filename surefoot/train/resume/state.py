@@ -1,0 +1,207 @@
+"""Everything that a run must not forget, as files of a commit; and back into the objects that train.
+
+What moves only in an update (weights, optimiser state, their average) is handed over as it lives, to be copied beside the next pass.
+All else is copied at once: buffers, random states, counters, the task's own state.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Commit, Content
+from surefoot.contract.manifest import Piece
+from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.train.assemble import Assembly
+
+OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
+ROOT = "state"  # the tree's names begin so
+OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
+Files = dict[str, dict[str, Tensor]]
+
+
+class LiveState:
+    """The state of a run's objects: `take` names its parts, `restore` puts a commit's into place."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly, self._model = assembly, assembly.model
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
+
+    # ---- taking
+
+    def take(self, step: int, more: Mapping[str, Any], clock: Mapping[str, float]) -> tuple[Content, Files]:
+        """What a commit of `step` holds: what was copied just now, with `more` beside, and what the next update will change.
+
+        `clock` stands in a file of its own: all the others have the same bytes whenever the same steps were done.
+        """
+        weights, moving = self._weights()
+        skeleton, tensors = checkpoint.split({**self._tree(), **more}, ROOT)
+        of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_ROOT)}
+        small = {name: tensor.clone().cpu().contiguous() for name, tensor in tensors.items() if name not in of_optimizer}
+        for name, tensor in tensors.items():
+            checkpoint.check_storable(name, tensor)
+        moving[OPTIMIZER] = of_optimizer
+        texts = {
+            "state.json": json.dumps(skeleton).encode(),
+            "clock.json": json.dumps(clock).encode(),
+            **self._texts(weights, moving),
+        }
+        finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
+        content = Content(step=step, tensors={**weights, STATE: small}, texts=texts, finite=frozenset(finite))
+        return content, {file: held for file, held in moving.items() if held}
+
+    def _weights(self) -> tuple[Files, Files]:
+        """The model's tensors by file: buffers copied, parameters as they live; frozen ones in a file of their own."""
+        copied: Files = {}
+        moving: Files = {}
+        averages = self._averages()
+        trained, frozen = self._file_names()
+        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor):
+                continue
+            checkpoint.check_storable(name, tensor)
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if key in seen and tensor.numel():
+                continue  # tied: stored once
+            seen.add(key)
+            if not isinstance(tensor, nn.Parameter):
+                copied.setdefault(trained, {})[name] = tensor.detach().clone().cpu().contiguous()
+            elif not tensor.requires_grad:
+                moving.setdefault(frozen, {})[name] = tensor
+            elif averages:
+                moving.setdefault(trained, {})[name] = averages[id(tensor)]
+                moving.setdefault(LIVE, {})[name] = tensor
+            else:
+                moving.setdefault(trained, {})[name] = tensor
+        return copied, moving
+
+    def _averages(self) -> dict[int, Tensor]:
+        average = self._assembly.engine.average
+        return {} if average is None else dict(zip(map(id, average.parameters), average.averages, strict=True))
+
+    def _file_names(self) -> tuple[str, str]:
+        """Of trained weights and of frozen ones, as Hugging Face names the parts of a model."""
+        if all(parameter.requires_grad for parameter in self._model.parameters()):
+            return "model.safetensors", ""
+        return "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+    def _texts(self, weights: Files, moving: Files) -> dict[str, bytes]:
+        """What lets others open the folder: the index of a model in parts, and a Hugging Face model's own config."""
+        texts = {}
+        parts = {
+            file: {**weights.get(file, {}), **moving.get(file, {})} for file in {*weights, *moving} if file.startswith("model-")
+        }
+        if parts:
+            total = sum(tensor.numel() * tensor.element_size() for held in parts.values() for tensor in held.values())
+            where = {name: file for file, held in sorted(parts.items()) for name in held}
+            texts["model.safetensors.index.json"] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}).encode()
+        config = getattr(self._model, "config", None)
+        if callable(getattr(config, "to_json_string", None)) and callable(getattr(self._model, "save_pretrained", None)):
+            texts["config.json"] = str(config.to_json_string()).encode()  # type: ignore[union-attr]
+        return texts
+
+    def _tree(self) -> dict[str, Any]:
+        average = self._assembly.engine.average
+        state = self._model.state_dict(keep_vars=True)
+        return {
+            "optimizer": self._optimizers(),
+            "average": None if average is None else average.num_updates,
+            "plateau": self._assembly.course.schedule.state(),
+            "extra": {name: copy.deepcopy(value) for name, value in state.items() if not isinstance(value, Tensor)},
+            "buffers": {name: held for name, held in self._model.named_buffers() if name not in state},
+            "task": {name: _of_task(name, value) for name, value in self._task_state().items()},
+            "random": checkpoint.random_states(),
+        }
+
+    def _task_state(self) -> Mapping[str, Any]:
+        state = self._assembly.task.state
+        return {} if state is None else state()
+
+    def _optimizers(self) -> dict[str, Any]:
+        return {update.name: update.guarded.state(self._names) for update in self._assembly.updates}
+
+    # ---- putting back
+
+    def restore(self, commit: Commit) -> dict[str, Any]:
+        """Read a commit into the objects; gives what was saved beside. Raises RunFolderError, before anything moves, for a misfit."""
+        own = {name: tensor for name, tensor in self._model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+        skeleton = commit.json("state.json")
+        self._check_fit(commit, skeleton)
+        averages = self._averages()
+        served = {name: averages.get(id(tensor), tensor) for name, tensor in own.items()}
+        checkpoint.read_weights(commit, served, checkpoint.MODEL)
+        if averages:
+            live = {name: tensor for name, tensor in own.items() if id(tensor) in averages}
+            checkpoint.read_weights(commit, live, LIVE)
+        _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
+        tensors = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) | commit.read(STATE)
+        tree = checkpoint.join(skeleton, tensors)
+        self._put_back(tree)
+        return {**tree, "clock": commit.json("clock.json")}
+
+    def _check_fit(self, commit: Commit, skeleton: Any) -> None:
+        stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
+        own = {update.name for update in self._assembly.updates}
+        is_averaged = bool(commit.names(LIVE))
+        if stated != own or is_averaged != (self._assembly.engine.average is not None):
+            held = f"{sorted(stated)}{' and an average of the weights' if is_averaged else ''}"
+            raise RunFolderError(
+                f"{commit.folder} holds the updates {held}, the task has {sorted(own)}",
+                hint="go on with the task and the spec that the run had",
+            )
+
+    def _put_back(self, tree: Mapping[str, Any]) -> None:
+        for update in self._assembly.updates:
+            update.guarded.restore(tree["optimizer"][update.name], self._names)
+        if self._assembly.engine.average is not None:
+            self._assembly.engine.average.restore(tree["average"])
+        self._assembly.course.schedule.restore(tree["plateau"])
+        if tree["extra"]:
+            self._model.load_state_dict(tree["extra"], strict=False)
+        buffers = dict(self._model.named_buffers())
+        with torch.no_grad():
+            for name, value in tree["buffers"].items():
+                if name in buffers and buffers[name].shape == value.shape:
+                    buffers[name].copy_(value)
+        state = self._task_state()
+        for name, value in tree["task"].items():
+            if name not in state:
+                raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
+            _restore_of_task(state[name], value)
+        checkpoint.restore_random(tree["random"])
+
+
+def _fitting(held: Tensor | None, piece: Piece) -> Tensor:
+    """Read in place where there is a place; a counter of steps may be one for many parameters, so it is read beside."""
+    fits = held is not None and held.ndim > 0 and tuple(held.shape) == piece.shape
+    return held if held is not None and fits else checkpoint.create("", piece)
+
+
+def _of_task(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return value
+    if all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
+        return value.state_dict()
+    raise TaskError(
+        f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
+        hint="give a tensor or array that is changed in place, or an object with state_dict and load_state_dict",
+    )
+
+
+def _restore_of_task(value: Any, saved: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(saved)
+    elif isinstance(value, np.ndarray):
+        value[...] = saved
+    else:
+        value.load_state_dict(saved)
