@@ -13,7 +13,8 @@
         |-- StorageError      5     the run folder can no longer be written
         `-- BadRecordError    6     a record could not be read
 
-The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 130 interrupted.
+The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 130 interrupted,
+143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ EXIT_OK = 0
 EXIT_VERDICT_FAILS = 1
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 class SurefootError(Exception):

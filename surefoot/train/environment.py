@@ -47,23 +47,24 @@ def apply(spec: RunSpec) -> Callable[[], None]:
     return put_back
 
 
-def listen(on_interrupt: Callable[[], None]) -> Callable[[], None]:
-    """The first Ctrl-C calls `on_interrupt`, the second does what it did before; gives the function that puts that back.
+def listen(number: int, on_signal: Callable[[], None], *, once: bool = True) -> Callable[[], None]:
+    """A signal calls `on_signal`, the first time only with `once`: then it does what it did before; gives what puts that back.
 
     Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one.
     """
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         return lambda: None
 
     def put_back() -> None:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
-    def first(number: int, frame: FrameType | None) -> None:
-        put_back()
-        on_interrupt()
+    def heard(number: int, frame: FrameType | None) -> None:
+        if once:
+            put_back()
+        on_signal()
 
-    signal.signal(signal.SIGINT, first)
+    signal.signal(number, heard)
     return put_back
 
 

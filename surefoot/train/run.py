@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,16 @@ from surefoot.contract import events
 from surefoot.contract.ledger import Ledger, Plan
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError, SurefootError, TaskError
+from surefoot.core.errors import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    InputError,
+    StorageError,
+    SurefootError,
+    TaskError,
+)
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
@@ -49,6 +59,7 @@ class Run:
         self._given_task, self._wanted = task, None if folder is None else Path(folder)
         self._fresh, self._accept, self._quiet = fresh, accept_code_change, quiet
         self._stop: tuple[str, str] | None = None
+        self._stop_code = EXIT_INTERRUPTED
         self._meter = Meter()
         self.step = 0
         self.num_samples = 0
@@ -95,7 +106,7 @@ class Run:
         with folder.taken(choice, environment.as_run(self.spec)) as (chosen, self._lock):
             self._opened.callback(self._lock.release)
             self._open(chosen, digest, notes)
-        self._opened.callback(environment.listen(self._interrupt))
+        self._listen()
         self._is_open = True
 
     def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
@@ -147,11 +158,20 @@ class Run:
         if not self._is_open:
             raise InputError("this run is not open", hint="use it inside its block: with Run(spec) as run: ...")
 
-    def _interrupt(self) -> None:
-        """What the first Ctrl-C does, in the middle of whatever goes on."""
-        self._stop = ("interrupted", "interrupted by Ctrl-C")
+    def _listen(self) -> None:
+        """Ctrl-C and SIGTERM end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
+        interrupt = functools.partial(self._interrupt, EXIT_INTERRUPTED, "interrupted by Ctrl-C", "Ctrl-C")
+        self._opened.callback(environment.listen(signal.SIGINT, interrupt))
+        terminate = functools.partial(self._interrupt, EXIT_TERMINATED, "ended by SIGTERM", "SIGTERM")
+        self._opened.callback(environment.listen(signal.SIGTERM, terminate))
+        if hasattr(signal, "SIGUSR1"):  # not on Windows
+            self._opened.callback(environment.listen(signal.SIGUSR1, self._keeper.ask, once=False))
+
+    def _interrupt(self, exit_code: int, cause: str, name: str) -> None:
+        """What the first signal does, in the middle of whatever goes on."""
+        self._stop, self._stop_code = ("interrupted", cause), exit_code
         with contextlib.suppress(RuntimeError):  # in the middle of a line of our own: a stream is not entered twice
-            self._console.say("ending after this step; Ctrl-C again stops at once")
+            self._console.say(f"ending after this step; {name} again stops at once")
 
     # ---- the loop
 
@@ -247,8 +267,12 @@ class Run:
                 result = evaluate(
                     self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.engine.compute,
-                    tell=functools.partial(self._console.evaluating, name),
+                    tell=functools.partial(self._evaluating, name),
                 )  # fmt: skip
+        except _GraceRunsOut:
+            self._commit(last=True)
+            self._keeper.settle(self._saved, wait=True)
+            raise SystemExit(self._stop_code) from None
         except Exception as error:
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
         counts = name == spec.evaluate.split
@@ -262,6 +286,12 @@ class Run:
             self.stop(reason)
         self._meter.restart_clock()
         return result
+
+    def _evaluating(self, split: str, done: int, total: int | None) -> None:
+        """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
+        if self._stop is not None and self._stop_code == EXIT_TERMINATED and self._stop[0] == "interrupted":
+            raise _GraceRunsOut
+        self._console.evaluating(split, done, total)
 
     def _averaged(self) -> Any:
         self._keeper.before_update()  # the average takes the place of the weights
@@ -354,6 +384,8 @@ class Run:
         if isinstance(error, Exception):
             made = blame.as_run_error(error, f"after step {self.step}:")
             return "failed", made.message, made.exit_code
+        if isinstance(error, SystemExit) and self._stop is not None and error.code == self._stop_code:
+            return *self._stop, self._stop_code
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1  # as Python ends with it
             return "failed" if code else "stopped", f"SystemExit: {error.code}, after step {self.step}", code
@@ -362,7 +394,7 @@ class Run:
         if self._stop is None:
             return "stopped", f"the loop was left at step {self.step}", EXIT_OK
         outcome, cause = self._stop
-        return outcome, cause, EXIT_INTERRUPTED if outcome == "interrupted" else EXIT_OK
+        return outcome, cause, self._stop_code if outcome == "interrupted" else EXIT_OK
 
     def _write(self, event: events.Event) -> None:
         self._journal.write(event)
@@ -378,6 +410,10 @@ class Run:
     def _tell_fault(self, fault: GuardFault) -> None:
         self._journal.write(environment.fault(self.generation, fault))
         self._console.warn(f"{fault.detail}; {fault.action}")
+
+
+class _GraceRunsOut(BaseException):
+    """Leaves an evaluation: the state is that of the step before it."""
 
 
 def _plan(feed: Feed) -> Plan:

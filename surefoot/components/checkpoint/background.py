@@ -88,8 +88,8 @@ class Saver:
         self._confirmed.wait()
         if self._torn is not None:
             raise StorageError(
-                f"{self._torn.replace(chr(10), ': ')} was changed while it was copied, outside an update",
-                hint="set checkpoint.background = false, or change weights only in the optimiser's step",
+                f"{self._torn.replace(chr(10), ': ')} was changed while it was copied: set checkpoint.background = false",
+                hint="or change weights only in the optimiser's step",
             )
         return True
 

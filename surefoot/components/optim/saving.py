@@ -23,12 +23,13 @@ def has_own_form(optimizer: Optimizer) -> bool:
 
 def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Any]:
     """The state, tensors not copied; `held` are the parameters in the order of the groups, as the model knows them."""
+    kind = type(optimizer).__name__
     if has_own_form(optimizer):
-        return {"own": optimizer.state_dict()}
+        return {"type": kind, "own": optimizer.state_dict()}
     called = names_of(held, names)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {name: dict(optimizer.state[p]) for name, p in zip(called, params, strict=True) if p in optimizer.state}
-    return {"state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
+    return {"type": kind, "state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
 
 
 def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
@@ -42,9 +43,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]) -> None:
     """Put a saved state into place. Raises RunFolderError where it is that of other parameters."""
-    if has_own_form(optimizer) != ("own" in saved):
+    if saved["type"] != type(optimizer).__name__ or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
-            f"the saved state is not that of a {type(optimizer).__name__}", hint="go on with the optimiser of the run"
+            f"the saved state is that of {saved['type']}, the optimiser is {type(optimizer).__name__}",
+            hint="go on with the task and the spec that the run had",
         )
     if has_own_form(optimizer):
         optimizer.load_state_dict(saved["own"])

@@ -1,0 +1,179 @@
+"""A run that was stopped anywhere and goes on ends with the bits of one that never was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surefoot.contract import ledger, manifest
+from surefoot.contract.events import Step
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import RunFolderError
+from surefoot.train.run import Run
+from tests.train.small import OPTIMIZERS, Small, records, spec
+
+STEPS, STOP, EVERY = 22, 13, 5
+
+
+class Left(Exception):
+    """Leaves a run as a kill would: nothing is saved on the way out."""
+
+
+class Rich(Small):
+    """Dropout, BatchNorm, draws from every global stream, and state of the task's own."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3, norm=True)
+        self.seen, self.table = torch.zeros(3), np.zeros(3)
+        self.noise = torch.Generator().manual_seed(5)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            self.seen += torch.bincount(batch[1], minlength=3)
+            self.table[0] += np.random.random() + random.random()  # noqa: NPY002 - global streams are what is tested
+        return super().forward(model, batch) * (1 + 0.01 * float(self.seen.sum() % 7) + 0.01 * float(self.table[0] % 1))
+
+    def state(self) -> Mapping[str, Any]:
+        return {"seen": self.seen, "table": self.table}
+
+
+def train(folder: Path, how: RunSpec, task: Any, *, leave_at: int | None = None) -> Run | None:
+    """A run that is evaluated now and then; left at a step as by a kill, or whole."""
+    try:
+        with Run(how, task, folder=folder, quiet=True) as run:
+            for report in run.steps():
+                if run.evaluation_due:
+                    run.evaluate()
+                if report.step == leave_at:
+                    raise Left
+    except Exception as error:
+        if leave_at is None or not isinstance(error.__cause__ or error, Left):
+            raise
+        return None
+    return run
+
+
+def bits(folder: Path, step: int = STEPS) -> dict[str, str]:
+    """The digest of every file of a commit but the one that holds times."""
+    files = manifest.read(manifest.step_folder(folder, step)).files
+    return {entry.name: entry.sha256 for entry in files if entry.name != "clock.json"}
+
+
+def losses(folder: Path) -> dict[int, float | None]:
+    """Each step's loss, of the newest attempt that did it."""
+    return {event.step: event.loss for event in records(folder) if isinstance(event, Step)}
+
+
+HOW: dict[str, dict[str, Any]] = {
+    **{f"optim {name}": {"optim": table} for name, table in OPTIMIZERS.items()},
+    "an average of the weights": {"optim": {"ema": 0.9}},
+    "accumulation": {"train": {"microbatch": 2}},
+    "a plateau schedule": {"schedule": {"name": "plateau", "patience": 1}},
+    "one-cycle": {"schedule": {"name": "one_cycle"}, "optim": {"name": "sgd"}},
+    "frozen weights": {"optim": {"freeze": ["0.*"]}},
+    "blocking saves": {"checkpoint": {"background": False}},
+    "bf16": {"precision": {"compute": "bf16"}},
+    "clipping by value": {"optim": {"clip": 0.0, "clip_value": 0.01}},
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_ledger(name: str, tmp_path: Path) -> None:
+    tables = {key: dict(table) for key, table in HOW[name].items()}
+    tables["checkpoint"] = {"every": f"{EVERY} steps", **tables.get("checkpoint", {})}
+    tables["evaluate"] = {"every": "4 steps"}
+    tables["observe"] = {"every": "1 step"}
+    how = spec(STEPS, **tables)
+    train(tmp_path / "whole", how, Rich())
+    train(tmp_path / "left", how, Rich(), leave_at=STOP)
+    assert STOP - 5 <= max(manifest.steps(tmp_path / "left")) <= STOP
+    train(tmp_path / "left", how, Rich(), leave_at=STOP + 5)
+    train(tmp_path / "left", how, Rich())
+    assert bits(tmp_path / "left") == bits(tmp_path / "whole")
+    assert losses(tmp_path / "left") == losses(tmp_path / "whole")
+    rows, _ = ledger.consumed(ledger.read(tmp_path / "left"))
+    whole, _ = ledger.consumed(ledger.read(tmp_path / "whole"))
+    assert [(row.step, row.checksum) for row in rows] == [(row.step, row.checksum) for row in whole]
+
+
+@pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard"])
+def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes one part away while going on: the end must then differ, or the part would not be worth its place."""
+    how = spec(STEPS, checkpoint={"every": f"{EVERY} steps"}, evaluate={"every": "4 steps"})
+    train(tmp_path / "whole", how, Rich())
+    train(tmp_path / "left", how, Rich(), leave_at=STOP)
+    target = {
+        "optimizer": "surefoot.components.optim.update.GuardedUpdate.restore",
+        "random": "surefoot.components.checkpoint.restore_random",
+        "task": "surefoot.train.resume.state._restore_of_task",
+        "scores": "surefoot.train.scores.Scores.restore",
+        "guard": "surefoot.components.stability.Guard.restore",
+    }[lost]
+    monkeypatch.setattr(target, lambda *given: None)
+    train(tmp_path / "left", how, Rich())
+    assert bits(tmp_path / "left") != bits(tmp_path / "whole")
+
+
+def test_frozen_weights_are_linked_and_not_written_again(tmp_path: Path) -> None:
+    how = spec(12, checkpoint={"every": "2 steps", "keep": 9}, optim={"freeze": ["0.*"]})
+    train(tmp_path / "a", how, Small())
+    entries = [
+        next(
+            each
+            for each in manifest.read(manifest.step_folder(tmp_path / "a", step)).files
+            if each.name.endswith("00002-of-00002.safetensors")
+        )
+        for step in (2, 4, 12)
+    ]
+    assert [entry.since for entry in entries] == [2, 2, 2]
+    assert len({(manifest.step_folder(tmp_path / "a", step) / entries[0].name).stat().st_ino for step in (2, 4, 12)}) == 1
+
+
+def wide(task: Small) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3))
+
+
+def with_momentum(task: Small, groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(("part", "other", "told"), [
+    ("model", wide, "of another shape: 0.bias"), ("optimizer", with_momentum, "go on with the task and the spec"),
+])  # fmt: skip
+def test_a_state_that_does_not_fit_is_refused_in_words_and_nothing_is_set_aside(
+    part: str, other: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = spec(STEPS, checkpoint={"every": "5 steps"})
+    train(tmp_path / "a", how, Small(), leave_at=STOP)
+    before = manifest.steps(tmp_path / "a")
+    with monkeypatch.context() as changed:
+        changed.setattr(Small, part, other, raising=False)
+        with (
+            pytest.raises(RunFolderError, match=told),
+            Run(how, Small(), folder=tmp_path / "a", accept_code_change=True, quiet=True),
+        ):
+            pass
+    assert manifest.steps(tmp_path / "a") == before
+    train(tmp_path / "a", how, Small())
+
+
+def test_a_weight_that_is_changed_while_it_is_copied_costs_that_save_and_is_told(tmp_path: Path) -> None:
+    class Clamped(Small):
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            with torch.no_grad():
+                model.get_parameter("4.bias").clamp_(-1, 1)
+            return super().forward(model, batch)
+
+    run = train(tmp_path / "a", spec(12, checkpoint={"every": "5 steps"}), Clamped())
+    assert run is not None
+    told = [event.detail for event in records(tmp_path / "a") if event.kind == "fault"]  # type: ignore[attr-defined]
+    assert len(told) == 2
+    assert all("4.bias" in detail and "checkpoint.background" in detail for detail in told)
+    assert manifest.steps(tmp_path / "a") == [12]

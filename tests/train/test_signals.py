@@ -1,0 +1,105 @@
+"""SIGTERM and SIGUSR1, as schedulers send them: the state is saved at the step boundary, and the run goes on from there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from surefoot.contract import manifest
+from surefoot.contract.events import Committed, Evaluated
+from surefoot.core.place import child_environment
+from surefoot.train.run import Run, drive
+from tests.train.small import Small, end_of, records, spec, write_task
+
+
+def test_sigterm_ends_after_the_step_saved_and_with_a_code_of_its_own(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 7:
+                signal.raise_signal(signal.SIGTERM)
+    end = end_of(tmp_path / "a")
+    assert (end.outcome, end.step, end.exit_code, run.exit_code) == ("interrupted", 7, 143, 143)
+    assert manifest.steps(tmp_path / "a") == [7]
+    assert signal.getsignal(signal.SIGTERM) is before
+    with Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as again:
+        assert again.step == 7
+
+
+class Terminated(Small):
+    """Is sent SIGTERM in the second batch of an evaluation."""
+
+    def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if not model.training and len(self.seen) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        if not model.training and self.is_begun:
+            self.seen.append(len(batch[0]))
+        return super().forward(model, batch)
+
+    seen: list[int]
+    is_begun = False
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_saved(ema: float | None, tmp_path: Path) -> None:
+    task = Terminated()
+    task.seen = []
+    how = spec(50, evaluate={"batch": 4}, optim={"ema": ema} if ema else {})
+    with pytest.raises(SystemExit) as caught, Run(how, task, folder=tmp_path / "a", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 7:
+                task.is_begun = True
+                weights = run.model.get_parameter("4.bias").detach().clone()
+                run.evaluate()
+    assert caught.value.code == 143
+    assert len(task.seen) == 2
+    end = end_of(tmp_path / "a")
+    assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, 143)
+    assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
+    assert torch.equal(run.model.get_parameter("4.bias"), weights)  # the average went back where it came from
+    assert manifest.steps(tmp_path / "a") == [7]
+
+
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    with Run(spec(20), Small(), folder=tmp_path / "a", quiet=True) as run:
+        for report in run.steps():
+            if report.step in (4, 9):
+                signal.raise_signal(signal.SIGUSR1)
+    assert end_of(tmp_path / "a").outcome == "finished"
+    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Committed)] == [4, 9, 20]
+
+
+def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    task = write_task(
+        tmp_path,
+        change=("# FORWARD", "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0"),
+    )
+    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    words = ["--steps", "30", "--run", str(tmp_path / "a"), "--set", "observe.tensorboard=false", "--set", "train.batch=4"]
+    command = [sys.executable, "-m", "surefoot", "train", task, *words]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in iter(process.stdout.readline, "5\n"):
+            assert line
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    saved = manifest.steps(tmp_path / "a")
+    assert saved == [end_of(tmp_path / "a").step]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"going on after step {saved[0]}" in done.stderr
+
+
+def test_a_run_driven_to_its_end_is_not_disturbed_by_listening(tmp_path: Path) -> None:
+    with Run(spec(8), Small(), folder=tmp_path / "a", quiet=True) as run:
+        drive(run)
+    assert run.exit_code == 0
