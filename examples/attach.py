@@ -3,7 +3,8 @@
 python examples/attach.py
 surefoot show runs/attached
 
-The loop keeps its loader, optimiser and schedule. What is added counts, times and records, and names the cause of the end.
+The loop keeps its loader, optimiser and schedule. What is added counts, times, records and saves, and names the cause of the end;
+the same script, started again after a kill, goes on to the same bits.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def main(folder: str = "runs/attached", epochs: int = 8) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(loader))
 
-    run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder)  # 1
-    for _ in range(epochs):
+    run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, state={"schedule": schedule})  # 1
+    for _ in range(run.first_pass, epochs):
         for pixels, labels in run.batches():  # 2: was `in loader`
             loss = F.cross_entropy(model(pixels), labels)
             optimizer.zero_grad()
@@ -37,6 +38,7 @@ def main(folder: str = "runs/attached", epochs: int = 8) -> float:
             optimizer.step()
             schedule.step()
             run.step_done(loss)  # 3
+    run.close()
 
     with torch.no_grad():
         hits = sum((model(pixels).argmax(-1) == labels).sum().item() for pixels, labels in DataLoader(test, batch_size=64))

@@ -1,7 +1,7 @@
-"""surefoot around a loop that you have: it counts, times and records, and leaves the loop alone.
+"""surefoot around a loop that you have: it counts, times, records and saves, and leaves the loop alone.
 
-What is recorded is what a Run records (`events.jsonl`: Started, Step, Ended), so that `surefoot show` and `runs` read it alike.
-Exact checkpoints and the sample ledger are not written yet: a loop that is started again begins at its own beginning.
+What is recorded is what a Run records (`events.jsonl`: Started, Step, Committed, Ended), so that `surefoot show` and `runs` read it
+alike. A loop that was stopped and is started again in the same folder goes on after its newest whole commit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -29,19 +29,26 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, StorageError, TaskError
 from surefoot.train import blame, environment, folder
+from surefoot.train.resume.loop import LoopKeeper, name_objects
 
 SPEC_ID = "attached"  # such a run has no spec
 
 
 def attach(
-    *, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], data: Iterable[Any], folder: str | Path | None = None, every: int = 10
+    *, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], data: Iterable[Any], folder: str | Path | None = None, every: int = 10,
+    save: str | None = "10 min", state: Mapping[str, Any] | None = None,
 ) -> Attached:  # fmt: skip
-    """Record a loop in `folder` (default: a new one below runs/), one Step record for `every` steps.
+    """Record and save a loop in `folder` (default: a new one below runs/), one Step record for `every` steps.
 
         run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
-        for batch in run.batches():
-            ...                      # your step, as it is
-            run.step_done(loss)
+        for epoch in range(run.first_pass, 10):
+            for batch in run.batches():
+                ...                      # your step, as it is
+                run.step_done(loss)
+
+    Every `save` (a time or steps; None: never) and by `close`, model, optimisers, random states, the place in the data and the
+    objects of `state` (schedulers, scalers: whatever has a state_dict) are committed, between two steps. The same lines go on from
+    there: `first_pass` is how many passes were whole, and the first `batches()` begins in the middle of its pass.
 
     `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
     the loop, which also names the exception that left it, or else when the process ends. Raises DataError for data that cannot be
@@ -55,15 +62,16 @@ def attach(
         )
     if not isinstance(data, Iterable):
         raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
-    return Attached(_Record(model, optimizers, data, None if folder is None else Path(folder), every), data)
+    objects = name_objects(model, optimizers, state or {})
+    return Attached(_Record(objects, optimizers, data, None if folder is None else Path(folder), every, save))
 
 
 @final
 class Attached:
-    """A loop that is recorded. `folder` is where, `step` how many steps were done."""
+    """A loop that is recorded. `folder` is where, `step` how many steps were done, in all attempts."""
 
-    def __init__(self, record: _Record, data: Iterable[Any]) -> None:
-        self._record, self._data = record, data
+    def __init__(self, record: _Record) -> None:
+        self._record = record
         self._left = weakref.finalize(self, record.end)
         self._left.atexit = False  # then the record asks first whether an exception ended the process
         atexit.register(record.end_with_process)
@@ -76,12 +84,21 @@ class Attached:
     def step(self) -> int:
         return self._record.step
 
+    @property
+    def first_pass(self) -> int:
+        """How many passes over the data were whole before this attempt."""
+        return self._record.first_pass
+
+    def save(self) -> None:
+        """Commit now, after a step that was done: for a loop that knows a good moment."""
+        self._record.save()
+
     def batches(self) -> Iterator[Any]:
-        """One pass over the data, as they are; the time spent waiting for them is taken."""
+        """One pass over the data, as they are; the first of an attempt that goes on begins where the one before was left."""
         record = self._record
-        record.begin_pass()
-        batches = iter(self._data)
+        batches = record.begin_pass()
         while True:
+            record.between_steps()
             asked_s = time.perf_counter()
             try:
                 batch = next(batches)
@@ -99,7 +116,8 @@ class Attached:
         self._record.step_done(loss, num_samples)
 
     def close(self) -> None:
-        """Record that the loop is done; a second time does nothing."""
+        """Commit, and record that the loop is done; a second time does nothing."""
+        self._record.save()
         self._record.end("finished", f"the loop was done after step {self.step}")
 
     def __enter__(self) -> Self:
@@ -107,6 +125,7 @@ class Attached:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
+            self._record.save()
             self._record.end()
         else:
             self._record.end_by(error)
@@ -116,8 +135,12 @@ class Attached:
 class _Record:
     """What is counted and written. It does not know the `Attached` that it serves, so that losing that one can end it."""
 
-    def __init__(self, model: nn.Module, optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int) -> None:
-        self._optimizers, self._every = optimizers, max(1, every)
+    def __init__(
+        self, objects: Mapping[str, Any], optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int,
+        save: str | None,
+    ) -> None:  # fmt: skip
+        model: nn.Module = objects["model"]
+        self._optimizers, self._every, self._data = optimizers, max(1, every), data
         self._length = _length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
@@ -126,17 +149,30 @@ class _Record:
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._is_inside = self._is_over = False
-        self.step = self.num_samples = 0
+        self.step = self.num_samples = self.first_pass = self._saved_step = 0
         self.started_s = time.perf_counter()
         name = type(model).__name__.lower()
         digest = folder.code_digest(_script(), model)
         choice = functools.partial(folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True)
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
+            self._keeper = LoopKeeper(self.folder, self._lock, objects, data, save)
+            notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
             self._journal = Journal(self.folder)
-            self._journal.write(self._started(model, name, digest, data, chosen.notes))
-        for note in chosen.notes:
+            self._journal.write(self._started(model, name, digest, data, notes))
+        for note in notes:
             self._console.warn(note)
+
+    def _resume(self) -> tuple[str, ...]:
+        """Go on from the newest commit; gives what to tell the user."""
+        loop, troubles = self._keeper.resume()
+        if loop is None:
+            return ("no commit was there to go on from: from the start",)
+        self.step = self._saved_step = int(loop["step"])
+        self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
+        self.first_pass = self._num_passes = int(loop["num_passes"])
+        set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
+        return (*set_aside, f"going on after step {self.step:,}")
 
     def _started(self, model: nn.Module, name: str, digest: str, data: Iterable[Any], notes: tuple[str, ...]) -> events.Started:
         guarantee, why = find_guarantee(data)
@@ -147,18 +183,47 @@ class _Record:
             generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, code_digest=digest, seed=torch.initial_seed(),
             data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
             num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
+            first_step=self.step + 1,
             notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"), **environment.circumstances(device),
         )  # fmt: skip
 
     # ---- while the loop goes on
 
-    def begin_pass(self) -> None:
+    def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
         self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
+        return self._keeper.begin_pass()
+
+    def between_steps(self) -> None:
+        """The loop asks for its next batch: all that belongs to the step before is done, schedulers too."""
+        if self.step > self._saved_step and self._keeper.is_due(self.step):
+            self.save()
+
+    def save(self) -> None:
+        """Commit the loop as it stands; what the disk refuses ends this commit, never the loop."""
+        if self._is_over or self.step == self._saved_step:
+            return
+        self._close_window()
+        counters = {
+            "step": self.step, "num_samples": self.num_samples, "num_batches": self._num_batches, "num_passes": self._num_passes,
+        }  # fmt: skip
+        try:
+            data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
+            made, elapsed_s = self._keeper.save(self.step, counters, data_state)
+        except StorageError as error:
+            self._console.warn(f"{error.message}; the loop goes on")
+            return
+        self._saved_step = self.step
+        committed = events.Committed(
+            generation=self.generation, time_s=time.time(), step=self.step, num_bytes=made.num_bytes,
+            folder=f"checkpoints/step-{self.step:012d}", elapsed_s=elapsed_s, waited_s=elapsed_s,
+        )  # fmt: skip
+        self._write(committed)
 
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
         self._num_batches += 1
+        self._keeper.position += 1
         self._unreported += size_of(batch)
 
     def end_pass(self) -> None:

@@ -276,7 +276,7 @@ def test_an_end_is_written_once_and_nothing_after_it(tmp_path: Path) -> None:
     run.close()
     run.close()
     run.step_done(1.0)
-    assert [event.kind for event in read(tmp_path / "run")] == ["started", "step", "ended"]
+    assert [event.kind for event in read(tmp_path / "run")] == ["started", "step", "committed", "ended"]
 
 
 SCRIPT = """

@@ -1,0 +1,124 @@
+"""Saving a loop of the user's own, and going on in it: its objects, its place in the data, its random states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Stamp
+from surefoot.contract.manifest import Manifest
+from surefoot.contract.runlock import RunLock
+from surefoot.core.errors import StorageError, TaskError
+from surefoot.core.units import Duration
+from surefoot.train import environment
+
+KEEP = 3
+OWN = ("loop", "data")
+
+
+class LoopKeeper:
+    """Saves a foreign loop between two of its steps, and puts it back where it was."""
+
+    def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Iterable[Any], every: str | None) -> None:
+        self._folder, self._lock, self._objects, self._data = folder, lock, objects, data
+        duration = None if every is None else Duration.parse(every)
+        if duration is not None and duration.unit not in ("s", "steps"):
+            raise TaskError(
+                f"a loop of your own cannot be saved every {every!r}", hint='say it in steps or time, as "500 steps" or "10 min"'
+            )
+        self._every = duration
+        self._last_s = time.monotonic()
+        self._pass_random: Mapping[str, Any] = {}
+        self._wanted: Mapping[str, Any] | None = None  # random states to go on with, once the place in the data is found
+        self.position = 0  # batches read in the pass that goes on
+
+    # ---- going on
+
+    def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+        """Load the newest whole commit: the counters of the loop (None where there is none), and what was damaged."""
+        checkpoint.clear_drafts(self._folder)
+        found = checkpoint.load(self._folder, self._objects)
+        if found is None:
+            return None, ()
+        loop = dict(found.values["loop"])
+        self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
+        self._wanted = checkpoint.random_states()
+        if found.values["data"] is not None:
+            self._data.load_state_dict(found.values["data"])  # type: ignore[attr-defined]
+            self._saves_itself = True
+        return loop, found.troubles
+
+    _saves_itself = False
+
+    def begin_pass(self) -> Iterator[Any]:
+        """An iterator over the data that stands where the loop was left; from the second pass on, at the beginning."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            self.position = 0
+            self._pass_random = self._random()
+            return iter(self._data)
+        if self._saves_itself:
+            checkpoint.restore_random(wanted)
+            return iter(self._data)
+        self._restore(self._pass_random)
+        batches = iter(self._data)
+        for _ in range(self.position):  # what was read before is read once more, and dropped
+            next(batches, None)
+        checkpoint.restore_random(wanted)
+        return batches
+
+    def _random(self) -> dict[str, Any]:
+        """The random states from which this pass over the data draws its order."""
+        own = [each.get_state() for each in self._generators()]
+        return {**checkpoint.random_states(), "own": own}
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        checkpoint.restore_random(states)
+        for generator, state in zip(self._generators(), states["own"], strict=False):
+            generator.set_state(state)
+
+    def _generators(self) -> list[torch.Generator]:
+        """A DataLoader's own generator, and its sampler's."""
+        found = [getattr(place, "generator", None) for place in (self._data, getattr(self._data, "sampler", None))]
+        unique = {id(each): each for each in found if isinstance(each, torch.Generator)}
+        return list(unique.values())
+
+    # ---- saving
+
+    def is_due(self, step: int) -> bool:
+        every = self._every
+        if every is None:
+            return False
+        return step % int(every.value) == 0 if every.unit == "steps" else time.monotonic() - self._last_s >= every.value
+
+    def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
+        """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
+        started_s = self._last_s = time.monotonic()
+        if not self._lock.still_ours():
+            raise StorageError(f"{self._folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+        stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
+        loop = {**counters, "position": self.position, "pass_random": self._pass_random}
+        made = checkpoint.save(self._folder, step, {**self._objects, "loop": loop, "data": data_state}, stamp)
+        checkpoint.retain(self._folder, keep=KEEP)
+        return made, time.monotonic() - started_s
+
+
+def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a loop's commit holds, by name. Raises TaskError for what cannot be put back in place."""
+    named = {"model": model, **{f"optimizer-{number}" if number else "optimizer": each for number, each in enumerate(optimizers)}}
+    for name, value in more.items():
+        if name in named or name in OWN:
+            raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
+        if not all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
+            raise TaskError(
+                f"state gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
+                hint="give objects with state_dict and load_state_dict, as schedulers and scalers have",
+            )
+        named[name] = value
+    return named

@@ -1,0 +1,133 @@
+"""A loop of the user's own that was left anywhere goes on with the bits of one that never was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import surefoot
+from surefoot.contract import manifest
+from surefoot.contract.events import Committed, Started, Step
+from surefoot.core.errors import TaskError
+from tests.train.small import records
+
+PASSES, BATCHES = 4, 5
+
+
+class Left(Exception):
+    """As a kill: nothing is saved on the way out."""
+
+
+class Placed:
+    """A loader that saves and restores its own place."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < BATCHES:
+            self.at += 1
+            yield self._batch(self.at)
+        self.at = 0
+
+    def _batch(self, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(4, 3, generator=generator), torch.arange(4) % 2
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Numbered:
+    """A loader whose batches can be read by number, in the same order each time."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Any:
+        return (self[number] for number in range(BATCHES))
+
+    def __getitem__(self, number: int) -> Any:
+        if number >= BATCHES:
+            raise IndexError
+        return Placed()._batch(number + 1)
+
+
+def shuffled(*, own: bool = False) -> DataLoader[Any]:
+    x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 2
+    return DataLoader(
+        TensorDataset(x, y), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2) if own else None
+    )
+
+
+DATA = {
+    "shuffled by the global generator": shuffled, "shuffled by its own": lambda: shuffled(own=True), "by number": Numbered,
+    "that saves its own place": Placed,
+}  # fmt: skip
+
+
+def train(folder: Path, data: Any, *, leave_at: int | None = None, save: str = "3 steps") -> dict[str, Any]:
+    """A plain loop with dropout, two optimisers and a schedule of epochs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+    first = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+    second = torch.optim.SGD(model[1:].parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+    run = surefoot.attach(
+        model=model, optimizer=[first, second], data=data, folder=folder, every=1, save=save, state={"schedule": schedule}
+    )
+    for _ in range(run.first_pass, PASSES):
+        for x, y in run.batches():
+            loss = F.cross_entropy(model(x), y)
+            for each in (first, second):
+                each.zero_grad()
+            loss.backward()
+            for each in (first, second):
+                each.step()
+            run.step_done(loss)
+            if run.step == leave_at:
+                run._record._let_go()  # as a kill would: the lock is free, nothing more is written
+                raise Left
+        schedule.step()
+    run.close()
+    return {**model.state_dict(), "rate": first.param_groups[0]["lr"], "draw": torch.rand(3)}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("leave_at", [4, 5, 9, 10, 14])
+def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(kind: str, leave_at: int, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", DATA[kind]())
+    with pytest.raises(Left):
+        train(tmp_path / "left", DATA[kind](), leave_at=leave_at)
+    again = train(tmp_path / "left", DATA[kind]())
+    for name, value in whole.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[name])), name
+    starts = [event.first_step for event in records(tmp_path / "left") if isinstance(event, Started)]
+    assert starts == [1, (leave_at - 1) // 3 * 3 + 1]
+    steps = {event.step: event.loss for event in records(tmp_path / "left") if isinstance(event, Step)}
+    assert steps == {event.step: event.loss for event in records(tmp_path / "whole") if isinstance(event, Step)}
+
+
+def test_commits_stand_between_steps_the_last_at_the_end(tmp_path: Path) -> None:
+    train(tmp_path / "a", Numbered(), save="8 steps")
+    assert manifest.steps(tmp_path / "a") == [8, 16, 20]
+    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Committed)] == [8, 16, 20]
+
+
+@pytest.mark.parametrize(("state", "told"), [({"model": nn.Linear(1, 1)}, "taken"), ({"count": 3}, "cannot be put back")])
+def test_a_state_that_cannot_be_kept_is_refused(state: dict[str, Any], told: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(TaskError, match=told):
+        surefoot.attach(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=Numbered(), folder=tmp_path / "a", state=state
+        )
+    assert not (tmp_path / "a").exists()
