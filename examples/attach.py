@@ -29,16 +29,16 @@ def main(folder: str = "runs/attached", epochs: int = 8) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(loader))
 
-    run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, state={"schedule": schedule})  # 1
-    for _ in range(run.first_pass, epochs):
-        for pixels, labels in run.batches():  # 2: was `in loader`
-            loss = F.cross_entropy(model(pixels), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            run.step_done(loss)  # 3
-    run.close()
+    keeping = {"schedule": schedule}
+    with surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, state=keeping) as run:  # 1
+        for _ in range(run.first_pass, epochs):
+            for pixels, labels in run.batches():  # 2: was `in loader`
+                loss = F.cross_entropy(model(pixels), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                run.step_done(loss)  # 3
 
     with torch.no_grad():
         hits = sum((model(pixels).argmax(-1) == labels).sum().item() for pixels, labels in DataLoader(test, batch_size=64))
