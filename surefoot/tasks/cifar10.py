@@ -177,17 +177,21 @@ class Whiten(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions, the first with pooling; both start as near to the identity as their widths allow (dirac)."""
+    """A 3 x 3 convolution with pooling, then a residual pair; all start as near to the identity as their widths allow (dirac)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs, momentum=0.4)  # forgets fast: the weights move fast
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs, momentum=0.4)
-        for conv in (self.conv1, self.conv2):
-            nn.init.dirac_(conv.weight.data[: conv.in_channels])
+        self.conv1, self.norm1 = _convolution(inputs, outputs), nn.BatchNorm2d(outputs)
+        self.conv2, self.norm2 = _convolution(outputs, outputs), nn.BatchNorm2d(outputs)
+        self.conv3, self.norm3 = _convolution(outputs, outputs), nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
-        return F.silu(self.norm2(self.conv2(x)))
+        y = F.silu(self.norm2(self.conv2(x)))
+        return x + F.silu(self.norm3(self.conv3(y)))
+
+
+def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
+    made = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    nn.init.dirac_(made.weight.data[:inputs])
+    return made
