@@ -256,10 +256,15 @@ LAWS: dict[str, Law] = {
                 "passes allow_pickle=True": "import numpy as np\nnp.load('x', allow_pickle=True)\n",
                 "calls torch.distributed.all_gather_object": "import torch.distributed as dist\ndist.all_gather_object([], 1)\n",
             }.items()
+        )
+        + tuple(
+            Plant("calls torch.load", {calls.FOREIGN[0]: f"import pickle, torch\ntorch.load('x'{how})\n"})
+            for how in ("", ", weights_only=False", ", weights_only=True, pickle_module=pickle")
         ),
         {
             "surefoot/core/a.py": "import torch, numpy as np\ndef f(model, executable):\n    model.eval()\n    executable()\n"
             "    np.load('x')\n    np.load('x', allow_pickle=False)\n    open('x').extractfile()\n",
+            calls.FOREIGN[0]: "import pickle, torch\ntorch.load('x', weights_only=True)\n",
         },
     ),
     "the environment is read in one place": Law(

@@ -1,0 +1,342 @@
+"""The process that opens a stranger's file of tensors: the one place that calls torch.load or reads a pickle.
+
+`python -P -m surefoot.components.checkpoint.foreign_child SOURCE FOLDER MEMORY_BYTES CPU_S`. Before the file is touched the process
+gives up the network, its memory, time and processes are bounded, and a hook refuses what no reading needs: starting a program,
+connecting, writing outside FOLDER. Only plain tensors, numbers and text are read (`weights_only`); what was found is committed
+below FOLDER as files of tensors, which run nothing when they are read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from surefoot.components.checkpoint.save import Content, Stamp, commit
+from surefoot.components.checkpoint.tensors import DTYPES
+from surefoot.core.errors import InputError
+
+try:
+    import resource
+except ImportError:  # pragma: no cover - not on Windows
+    resource = None  # type: ignore[assignment]
+
+MAX_DEPTH, MAX_ENTRIES = 100, 1_000_000
+MAX_NAME = 1_000
+CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000  # <linux/sched.h>
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+NEVER = (
+    "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.startfile", "os.kill", "ctypes.",
+    "pty.", "ftplib.", "smtplib.", "urllib.", "os.chmod", "os.chown", "os.symlink", "os.link", "shutil.copy", "shutil.move",
+    "shutil.chown", "shutil.make_archive", "shutil.unpack_archive",
+)  # fmt: skip
+CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
+DCP_FILE = ".metadata"
+# what the metadata of torch.distributed.checkpoint is made of; each becomes a plain record here, and nothing else is looked up
+DCP_RECORDS = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "WindowsPath"),
+}  # fmt: skip
+
+
+# ---- what this process may not do
+
+
+def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
+    """Bound this process; gives what this system could not bound. `memory_bytes` come on top of what it has by now."""
+    missing = [] if _leave_network() else ["the network"]
+    if resource is None:
+        missing.append("memory and time")
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limits = {
+            resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + cpu_s, resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: memory_bytes,
+        }  # fmt: skip
+        if (mapped := _mapped_bytes()) is not None:
+            limits[resource.RLIMIT_AS] = mapped + memory_bytes
+        for which, most in limits.items():
+            resource.setrlimit(which, (most, most))
+    sys.addaudithook(_hook(os.path.realpath(folder)))
+    return missing
+
+
+def _leave_network() -> bool:
+    """A network of its own, with no way out; as nobody in particular where that needs no rights."""
+    try:
+        unshare = ctypes.CDLL(None, use_errno=True).unshare
+    except (AttributeError, OSError, TypeError):
+        return False
+    return any(unshare(flags) == 0 for flags in (CLONE_NEWNET, CLONE_NEWUSER | CLONE_NEWNET))
+
+
+def _mapped_bytes() -> int | None:
+    """The address space of this process; torch alone maps gigabytes of it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _hook(folder: str):  # type: ignore[no-untyped-def]
+    def refuse(event: str, given: tuple[Any, ...]) -> None:
+        if event.startswith(NEVER):
+            raise PermissionError(f"reading a file of tensors asked for {event}")
+        if event.startswith(CHANGES) or (event == "open" and _is_write(given)):
+            paths = [each for each in given[:2] if isinstance(each, str | bytes | os.PathLike)]
+            if event == "open":
+                paths = paths[:1]
+            if any(not _is_below(os.fsdecode(each), folder) for each in paths):
+                raise PermissionError(f"reading a file of tensors asked to write {os.fsdecode(paths[0])}")
+
+    return refuse
+
+
+def _is_write(given: tuple[Any, ...]) -> bool:
+    _, mode, flags = given
+    return (isinstance(mode, str) and bool(set(mode) & set("wax+"))) or (isinstance(flags, int) and bool(flags & WRITES))
+
+
+def _is_below(path: str, folder: str) -> bool:
+    whole = os.path.realpath(path)  # the working folder is FOLDER, so that a name relative to a descriptor there is below it too
+    return path == os.devnull or whole == folder or whole.startswith(folder + os.sep)
+
+
+# ---- reading
+
+
+def read(source: Path) -> Any:
+    """The tree of a file or folder: mappings and lists of tensors, numbers and text. Raises InputError for what is refused."""
+    if source.is_dir():
+        return _read_dcp(source) if (source / DCP_FILE).is_file() else _read_folder(source)
+    if source.suffix == ".safetensors":
+        return _read_safetensors(source)
+    return _load(source)
+
+
+def _load(source: Path) -> Any:
+    """A file of torch.save. Mapped where it is of the newer form, so that weights are not held twice."""
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{source} holds more than tensors, numbers and text: {_first_line(error)}",
+            hint="in the program that wrote it: torch.save(model.state_dict(), FILE); code in a file is never run here",
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    """What the loader says of the thing that it refused, without its advice to trust the file."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (telling or lines or [type(error).__name__])[0][:300]
+
+
+def _read_safetensors(source: Path) -> dict[str, Tensor]:
+    with safe_open(source, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+def _read_folder(source: Path) -> dict[str, Tensor]:
+    """The weights of a folder of safetensors, as Hugging Face's and surefoot's commits are."""
+    files = sorted(source.glob("model*.safetensors")) or sorted(source.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{source} holds no {DCP_FILE} and no .safetensors", hint="give a file, or the folder of a checkpoint")
+    return {name: tensor for file in files for name, tensor in _read_safetensors(file).items()}
+
+
+class _Record:
+    """What stands for any object of a DCP's metadata: what it was made from, and its fields where it has some."""
+
+    given: tuple[Any, ...] = ()
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state if isinstance(state, dict) else {"state": state}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self.fields:
+            raise AttributeError(name)
+        return self.fields[name]
+
+
+class _Metadata(pickle.Unpickler):
+    """Makes records, sizes and dtypes, and knows no other name: nothing that a stranger chose is ever called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in DCP_RECORDS:
+            return _Record
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _read_dcp(source: Path) -> dict[str, Any]:
+    """A folder of torch.distributed.checkpoint: every tensor put together from its pieces, by its path in the state."""
+    try:
+        with (source / DCP_FILE).open("rb") as file:
+            metadata = _Metadata(file).load()
+        entries, storage = dict(metadata.state_dict_metadata), list(metadata.storage_data.items())
+        paths = metadata.fields.get("planner_data") or {}
+        pieces: dict[str, list[tuple[Any, Any]]] = {}
+        for index, info in storage:
+            pieces.setdefault(str(index.fqn), []).append((index, info))
+        tree: dict[str, Any] = {}
+        for name, entry in entries.items():
+            path = paths.get(name) if isinstance(paths, dict) else None
+            read = _assembled if "size" in entry.fields else _plain_value
+            _place(tree, path if isinstance(path, tuple) and path else (name,), read(source, entry, pieces.get(name, [])))
+        return tree
+    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError, EOFError, IndexError) as error:
+        raise InputError(f"{source / DCP_FILE} is not the metadata of a checkpoint: {_first_line(error)}") from None
+
+
+def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tensor:
+    shape = tuple(int(size) for size in entry.size)
+    whole: Tensor | None = None
+    done = 0
+    for index, info in pieces:
+        piece = _piece(source, info)
+        if not isinstance(piece, Tensor):
+            raise InputError(f"{source} holds a {type(piece).__name__} where a tensor should be")
+        offsets = tuple(int(each) for each in index.offset) if index.offset is not None else (0,) * len(shape)
+        if whole is None:
+            whole = torch.zeros(shape, dtype=piece.dtype)
+        part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))]
+        if part.shape != piece.shape:
+            raise InputError(f"{source}: a piece of {index.fqn} lies outside it")
+        part.copy_(piece)
+        done += piece.numel()
+    if whole is None or done < whole.numel():
+        raise InputError(f"{source} lacks pieces of a tensor of shape {list(shape)}")
+    return whole
+
+
+def _plain_value(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Any:
+    """Numbers and text that stand beside the tensors; anything else is left out."""
+    try:
+        return _piece(source, pieces[0][1])
+    except (pickle.UnpicklingError, IndexError):
+        return entry
+
+
+def _piece(source: Path, info: Any) -> Any:
+    """What stands at one place of one file."""
+    name, offset, length = str(info.relative_path), int(info.offset), int(info.length)
+    path = source / name
+    if Path(name).name != name or path.is_symlink():
+        raise InputError(f"{source} names the file {name[:100]!r}, which is no plain name")
+    if info.fields.get("transform_descriptors"):
+        raise InputError(f"{source} is compressed, which is not read here", hint="save it without extensions")
+    with path.open("rb") as file:
+        if not 0 < length <= path.stat().st_size:
+            raise InputError(f"{path} is shorter than its metadata says")
+        file.seek(offset)
+        return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+
+
+def _place(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(str(part), {})
+    tree[str(path[-1])] = value
+
+
+# ---- writing
+
+
+def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every leaf with its path; a list of plain values is a leaf."""
+    if len(path) > MAX_DEPTH:
+        raise InputError(f"the state is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from walk(part, (*path, str(key)[:MAX_NAME]))
+    elif isinstance(value, list | tuple) and not (len(value) <= MAX_ENTRIES and all(_is_plain(part) for part in value)):
+        for number, part in enumerate(value):
+            yield from walk(part, (*path, str(number)))
+    else:
+        yield path, value
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """Tensors by path, plain values by path, and what is neither with the reason."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for number, (path, value) in enumerate(walk(tree)):
+        if number >= MAX_ENTRIES:
+            raise InputError(f"the state has more than {MAX_ENTRIES:,} parts")
+        name = "/".join(path) or "tensor"
+        if isinstance(value, Tensor):
+            if (why := _why_not(name, value)) is None:
+                tensors[name] = value.detach()
+            else:
+                left_out[name] = why
+        elif isinstance(value, list | tuple) or _is_plain(value):
+            values[name] = list(value) if isinstance(value, tuple) else value
+        else:
+            left_out[name] = type(value).__name__
+    return tensors, values, left_out
+
+
+def _why_not(name: str, tensor: Tensor) -> str | None:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.is_nested:
+        return f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
+    return "a name that the file format keeps for itself" if name == "__metadata__" else None
+
+
+def main() -> None:
+    """Read SOURCE into FOLDER; what is refused is written there as well."""
+    source, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    unbounded = confine(folder, int(sys.argv[3]), int(sys.argv[4]))
+    try:
+        tensors, values, left_out = sort(read(source))
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        found = {"values": values, "left_out": left_out, "unbounded": unbounded}
+        text = json.dumps(found, default=str).encode()
+        commit(folder, Content(step=0, tensors={"tensors.safetensors": whole}, texts={"found.json": text}), Stamp())
+    except InputError as error:
+        _refuse(folder, error.message, error.hint)
+    except MemoryError:
+        _refuse(folder, f"{source} needs more memory than its size explains", None)
+    except Exception as error:  # noqa: BLE001 - whatever a hostile file makes the reader raise
+        _refuse(folder, f"{source} cannot be read: {type(error).__name__}: {_first_line(error)}", None)
+
+
+def _refuse(folder: Path, message: str, hint: str | None) -> None:
+    (folder / "refused.json").write_text(json.dumps({"message": message, "hint": hint}))
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
