@@ -1,0 +1,284 @@
+"""What others wrote comes in as tensors, numbers and text; code in it never runs, and the process that reads it cannot do harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import foreign, foreign_child
+from surefoot.contract import commits, manifest
+from surefoot.core.errors import InputError, RunFolderError
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO_RANKS = ROOT / "tests" / "fixtures" / "dcp_two_ranks"
+
+
+class Hostile:
+    """What a pickle may hold: a call that is made while it is opened."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, (f"open({str(self.canary)!r}, 'w')",)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def a_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """As a training script of one's own writes it; gives its weights."""
+    model, optimizer = trained()
+    torch.save(
+        {"epoch": 3, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(), "note": "x"},
+        path,
+    )
+    return model.state_dict()
+
+
+def test_a_checkpoint_of_a_script_comes_back_by_its_paths_through_a_process_of_its_own(tmp_path: Path) -> None:
+    weights = a_checkpoint(tmp_path / "a.ckpt")
+    found = foreign.open_foreign(tmp_path / "a.ckpt")
+    for name, tensor in weights.items():
+        assert torch.equal(found.tensors[f"model/{name}"], tensor), name
+        assert found.tensors[f"model/{name}"].dtype == tensor.dtype
+    assert "optimizer/state/0/exp_avg" in found.tensors
+    assert "rng" in found.tensors
+    assert (found.values["epoch"], found.values["note"]) == (3, "x")
+    assert found.values["optimizer/param_groups/0/betas"] == [0.9, 0.999]
+    assert not found.left_out
+    assert foreign.choose_weights(found).keys() == weights.keys()
+
+
+def as_zip(path: Path, hostile: Hostile) -> Path:
+    torch.save({"weights": torch.ones(3), "more": hostile}, path)
+    return path
+
+
+def as_pickle(path: Path, hostile: Hostile) -> Path:
+    path.write_bytes(pickle.dumps(hostile))
+    return path
+
+
+def as_metadata(path: Path, hostile: Hostile) -> Path:
+    folder = path.with_suffix("")
+    dcp.save({"weights": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    (folder / ".metadata").write_bytes(pickle.dumps(hostile))
+    return folder
+
+
+def as_piece(path: Path, hostile: Hostile) -> Path:
+    """Metadata as they should be, and a tensor that is none."""
+    folder = path.with_suffix("")
+    dcp.save({"weights": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    (piece,) = folder.glob("*.distcp")
+    size = piece.stat().st_size
+    piece.write_bytes(pickle.dumps(hostile).ljust(size, b"\0"))
+    return folder
+
+
+@pytest.mark.parametrize("write", [as_zip, as_pickle, as_metadata, as_piece])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+def test_a_hostile_pickle_runs_nothing_even_without_the_confinement(
+    write: Callable[[Path, Hostile], Path], tmp_path: Path
+) -> None:
+    canary = tmp_path / "canary"
+    path = write(tmp_path / "hostile.pt", Hostile(canary))
+    with pytest.raises(InputError, match=path.name):
+        foreign_child.read(path)
+    assert not canary.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [as_zip, as_metadata])
+def test_a_hostile_pickle_is_refused_in_words(write: Callable[[Path, Hostile], Path], tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    path = write(tmp_path / "hostile.pt", Hostile(canary))
+    with pytest.raises(InputError, match=path.name) as caught:
+        foreign.open_foreign(path)
+    assert not canary.exists()
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_tensor_that_claims_terabytes_is_refused_by_the_bound_on_memory(tmp_path: Path) -> None:
+    torch.save({"weights": torch.zeros(1).expand(2**40)}, tmp_path / "bomb.pt")
+    with pytest.raises(InputError, match=r"bomb\.pt"):
+        foreign.open_foreign(tmp_path / "bomb.pt")
+
+
+ATTEMPTS = {
+    "to start a program": "import subprocess; subprocess.run(['true'])",
+    "to start a shell": "import os; os.system('true')",
+    "to fork": "import os; os.fork()",
+    "to connect": "import socket; socket.create_connection(('127.0.0.1', 9), timeout=1)",
+    "to write elsewhere": "open(elsewhere, 'w')",
+    "to write elsewhere by a descriptor": "import os; os.open(elsewhere, os.O_WRONLY | os.O_CREAT)",
+    "to delete": "import os; os.remove(victim)",
+    "to move something away": "import os; os.rename(victim, folder + '/x')",
+    "to call C": "import ctypes; ctypes.CDLL(None)",
+    "to use memory": "x = bytearray(1 << 31)",
+    "to write without end": "open(folder + '/much', 'wb').write(bytes(300 << 20))",
+}
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from surefoot.components.checkpoint import foreign_child
+folder, elsewhere, victim = sys.argv[1:4]
+os.chdir(folder)
+import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+missing = foreign_child.confine(Path(folder), 256 << 20, 30)
+open(folder + "/inside", "w").write("allowed")
+print(missing)
+for what, code in eval(sys.argv[4]).items():
+    try:
+        exec(code)
+    except (OSError, MemoryError):
+        print("refused", what)
+with open("/proc/net/dev") as file:
+    print("devices", sorted(line.split(":")[0].strip() for line in file if ":" in line))
+"""
+
+
+def test_the_process_that_reads_can_not_start_connect_write_elsewhere_or_grow(tmp_path: Path) -> None:
+    folder, victim = tmp_path / "folder", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("stays")
+    words = [sys.executable, "-c", SCRIPT, folder, tmp_path / "elsewhere", victim, repr(ATTEMPTS)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert [what for what in ATTEMPTS if f"refused {what}" not in lines] == [], done.stderr
+    assert victim.read_text() == "stays"
+    assert not (tmp_path / "elsewhere").exists()
+    if lines[0] == "[]":  # this machine lets a process leave its network
+        assert lines[-1] == "devices ['lo']"
+
+
+def test_pieces_of_two_ranks_are_put_together() -> None:
+    tensors, values, left_out = foreign_child.sort(foreign_child.read(TWO_RANKS))
+    assert torch.equal(tensors["model/rows"], torch.arange(15.0).reshape(5, 3))
+    assert torch.equal(tensors["model/columns"], torch.arange(8, dtype=torch.bfloat16).reshape(2, 4))
+    assert torch.equal(tensors["model/whole"], torch.tensor([7, 8, 9]))
+    assert (values, left_out) == ({"step": 12}, {})
+
+
+def test_a_piece_that_is_missing_is_told_and_not_filled_with_zeros(tmp_path: Path) -> None:
+    for path in TWO_RANKS.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    whole = dict(metadata.storage_data)
+    for gone in (index for index in whole if index.fqn == "model.rows"):
+        metadata.storage_data = {index: info for index, info in whole.items() if index != gone}
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(InputError, match=r"lacks pieces of a tensor of shape \[5, 3\]"):
+            foreign_child.read(tmp_path)
+    (tmp_path / ".metadata").write_bytes((TWO_RANKS / ".metadata").read_bytes())
+    (tmp_path / "__1_0.distcp").unlink()
+    with pytest.raises(FileNotFoundError, match="__1_0"):
+        foreign_child.read(tmp_path)
+
+
+def test_what_is_neither_tensor_nor_plain_value_is_named_and_what_shares_memory_comes_apart(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    tree = {"a": whole, "view": whole[2:4], "turned": whole.view(2, 3).T, "sparse": torch.eye(3).to_sparse(), "__metadata__": whole,
+            "list": [1, [2.5, None]], "shape": torch.Size([2]), "kind": torch.float16}  # fmt: skip
+    torch.save(tree, tmp_path / "a.pt")
+    tensors, values, left_out = foreign_child.sort(foreign_child.read(tmp_path / "a.pt"))
+    assert sorted(tensors) == ["a", "turned", "view"]
+    assert torch.equal(tensors["turned"], whole.view(2, 3).T)
+    assert values == {"list/0": 1, "list/1": [2.5, None], "shape": [2]}
+    assert sorted(left_out) == ["__metadata__", "kind", "sparse"]
+
+
+def test_a_state_nested_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(InputError, match="nested deeper"):
+        foreign_child.sort(endless)
+    monkeypatch.setattr(foreign_child, "MAX_ENTRIES", 1000)  # a million takes ten seconds
+    doubling: Any = [torch.ones(1)]
+    for _ in range(40):
+        doubling = [doubling, doubling]
+    with pytest.raises(InputError, match="more than 1,000 parts"):
+        foreign_child.sort(doubling)
+
+
+def tensors_of(*names: str) -> foreign.Foreign:
+    return foreign.Foreign({name: torch.ones(1) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (("0.weight", "0.bias"), ("0.weight", "0.bias")),
+        (("state_dict/0.weight", "optimizer_states/0/state/0/exp_avg"), ("0.weight",)),
+        (("net/a", "rng"), ("a",)),
+        (("anything/a", "anything/b/c"), ("a", "b.c")),
+        (("module.0.weight", "module.0.bias"), ("module.0.weight", "module.0.bias")),
+    ],
+)
+def test_the_weights_of_a_file_are_found_where_programs_keep_them(names: tuple[str, ...], chosen: tuple[str, ...]) -> None:
+    assert tuple(foreign.choose_weights(tensors_of(*names))) == chosen
+
+
+def test_weights_that_could_be_one_or_another_are_asked_for() -> None:
+    found = tensors_of("generator/a", "critic/a")
+    with pytest.raises(InputError, match="generator, critic"):
+        foreign.choose_weights(found)
+    assert list(foreign.choose_weights(found, "critic")) == ["a"]
+    with pytest.raises(InputError, match="nothing below 'x'"):
+        foreign.choose_weights(found, "x")
+    assert list(foreign.choose_weights(tensors_of("module.a", "b"), strip="module.")) == ["a", "b"]
+    with pytest.raises(InputError, match="the same name"):
+        foreign.choose_weights(tensors_of("module.a", "a"), strip="module.")
+
+
+def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(tmp_path: Path) -> None:
+    weights = a_checkpoint(tmp_path / "a.pt")
+    found = foreign.open_foreign(tmp_path / "a.pt")
+    foreign.import_weights(tmp_path / "a.pt", tmp_path / "mine", foreign.choose_weights(found), {"torch": torch.__version__})
+    made = commits.check(manifest.step_folder(tmp_path / "mine", 0))
+    assert made.parent is not None
+    assert made.parent["folder"] == str(tmp_path / "a.pt")
+    model = trained()[0]
+    checkpoint.load_into(model, tmp_path / "mine", 0)
+    for name, tensor in load_file(manifest.step_folder(tmp_path / "mine", 0) / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name])
+        assert torch.equal(model.state_dict()[name], tensor)
+    with pytest.raises(RunFolderError, match="is there already"):
+        foreign.import_weights(tmp_path / "a.pt", tmp_path / "mine", weights, {})
+    with pytest.raises(RunFolderError, match=r"missing: weight, bias.*unexpected: .*1\.running_mean"):
+        checkpoint.load_into(nn.Linear(3, 4), tmp_path / "mine", 0)
+
+
+def test_safetensors_and_a_folder_of_them_are_read_too(tmp_path: Path) -> None:
+    model = trained()[0]
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    checkpoint.save(tmp_path / "run", 4, {"model": model, "other": nn.Linear(1, 1)})
+    for path in (tmp_path / "a.safetensors", manifest.step_folder(tmp_path / "run", 4)):
+        tensors, _, _ = foreign_child.sort(foreign_child.read(path))
+        assert tensors.keys() == model.state_dict().keys()
+    with pytest.raises(InputError, match="holds no"):
+        foreign_child.read(tmp_path / "run")
+
+
+def test_a_file_that_is_not_there_is_told_before_a_process_is_started(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nothing\.pt cannot be read: No such file"):
+        foreign.read_foreign(tmp_path / "nothing.pt")
