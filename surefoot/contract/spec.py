@@ -28,7 +28,7 @@ from pydantic import (
 
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule_plan import ScheduleSettings
-from surefoot.core.units import Duration
+from surefoot.core.units import Duration, parse_bytes
 
 FORMAT = 1
 Positive = Annotated[int, Field(gt=0)]
@@ -40,6 +40,14 @@ def _canonical_duration(text: str) -> str:
         return str(Duration.parse(text))
     except SpecError as error:
         raise ValueError(f"{error.message}; {error.hint}") from None  # so that pydantic adds the key
+
+
+def _checked_size(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except SpecError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+    return text
 
 
 DurationText = Annotated[str, AfterValidator(_canonical_duration)]
@@ -105,6 +113,9 @@ class TrainTable(Table):
     deterministic: bool = Field(True, description="deterministic kernels where torch has them")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
     threads: Positive | None = Field(None, description="threads of one operator on a CPU; none: torch's own choice")
+    keep_freed_memory: bool = Field(
+        True, description="freed host memory stays with the process and is used again: no page faults"
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -133,6 +144,10 @@ class CheckpointTable(Table):
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
     keep_every: DurationText | None = Field(None, description="commits at multiples of this stay for ever")
     keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
+    budget: Annotated[str, AfterValidator(_checked_size)] | None = Field(
+        None, description="the disk that all commits may take; the oldest go, never the newest two nor the best"
+    )
+    store: str | None = Field(None, min_length=1, description="a URL that fsspec knows; every commit is copied there too")
     background: bool = Field(True, description="write while training goes on; costs one copy of the state in host memory")
 
 
@@ -221,7 +236,7 @@ class RunSpec(Table):
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
         for table in ("observe", "checkpoint"):
             tables.pop(table, None)
-        for table, key in (("data", "folder"), ("train", "threads"), ("train", "device")):
+        for table, key in (("data", "folder"), ("train", "threads"), ("train", "device"), ("train", "keep_freed_memory")):
             tables.get(table, {}).pop(key, None)
         tables = {table: keys for table, keys in tables.items() if keys}
         text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)

@@ -60,6 +60,11 @@ def recorded_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in RECORDED if name in os.environ}
 
 
+def has_chosen_allocator() -> bool:
+    """Whether the environment says how memory is to be allocated, or by what."""
+    return any(name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES") for name in os.environ)
+
+
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/surefoot`, or `~/.cache/surefoot`."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from surefoot.components import checkpoint
+from surefoot.components.checkpoint.tensors import is_finite
 from surefoot.core.errors import NumbersError
 
 
@@ -42,3 +44,16 @@ def test_one_number_that_is_not_finite_is_never_committed(tmp_path: Path, name: 
     with pytest.raises(NumbersError, match=name):
         checkpoint.save(tmp_path, 3, {"model": model})
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("place", [0, 1, 300_000, -1])
+def test_one_number_that_is_none_is_found_in_every_dtype_and_place(dtype: torch.dtype, place: int) -> None:
+    tensor = torch.full((300_001,), 6e4, dtype=dtype)  # whose sum overflows in 16 bits
+    assert is_finite(tensor)
+    for value in (math.nan, math.inf, -math.inf):
+        spoiled = tensor.clone()
+        spoiled[place] = value
+        assert not is_finite(spoiled)
+    assert is_finite(torch.tensor([3, 4]))
+    assert is_finite(torch.empty(0))

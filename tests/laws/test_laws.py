@@ -258,13 +258,13 @@ LAWS: dict[str, Law] = {
             }.items()
         )
         + tuple(
-            Plant("calls torch.load", {calls.FOREIGN[0]: f"import pickle, torch\ntorch.load('x'{how})\n"})
+            Plant("calls torch.load", {next(iter(calls.FREE)): f"import pickle, torch\ntorch.load('x'{how})\n"})
             for how in ("", ", weights_only=False", ", weights_only=True, pickle_module=pickle")
         ),
         {
             "surefoot/core/a.py": "import torch, numpy as np\ndef f(model, executable):\n    model.eval()\n    executable()\n"
             "    np.load('x')\n    np.load('x', allow_pickle=False)\n    open('x').extractfile()\n",
-            calls.FOREIGN[0]: "import pickle, torch\ntorch.load('x', weights_only=True)\n",
+            next(iter(calls.FREE)): "import pickle, torch\ntorch.load('x', weights_only=True)\n",
         },
     ),
     "the environment is read in one place": Law(

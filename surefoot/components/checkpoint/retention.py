@@ -24,13 +24,43 @@ def choose(steps: Sequence[int], *, keep: int, every: int | None, ranked: Sequen
     return [step for step in steps if step not in stay]
 
 
-def retain(run: Path, *, keep: int, every: int | None = None, keep_best: int = 1) -> list[int]:
+def over_budget(run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int) -> list[int]:
+    """The oldest of `steps` whose going brings the rest within the budget; the newest two and the protected stay whatever it says.
+
+    A file that several commits link counts once.
+    """
+    doomed: list[int] = []
+    left = list(steps)
+    for step in steps[:-LEAST]:
+        if _bytes_of(run, left) <= budget_bytes:
+            break
+        if step not in protected:
+            left.remove(step)
+            doomed.append(step)
+    return doomed
+
+
+def _bytes_of(run: Path, steps: Sequence[int]) -> int:
+    sizes: dict[tuple[int, int], int] = {}
+    for step in steps:
+        with contextlib.suppress(OSError):
+            for path in manifests.step_folder(run, step).iterdir():
+                status = path.lstat()
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+def retain(run: Path, *, keep: int, every: int | None = None, keep_best: int = 1, budget_bytes: int | None = None) -> list[int]:
     """Delete the commits that need not stay, the oldest first, once the newest was verified; gives the steps deleted.
 
     Where the newest does not verify, nothing is deleted.
     """
     steps = manifests.steps(run)
-    doomed = choose(steps, keep=keep, every=every, ranked=commits.rank(run, steps), keep_best=keep_best)
+    ranked = commits.rank(run, steps)
+    doomed = choose(steps, keep=keep, every=every, ranked=ranked, keep_best=keep_best)
+    if budget_bytes is not None:
+        rest = [step for step in steps if step not in doomed]
+        doomed += over_budget(run, rest, ranked[:keep_best], budget_bytes)
     if not doomed:
         return []
     try:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from surefoot.components.checkpoint import tensors as files
@@ -57,7 +56,6 @@ def commit(
     What an earlier generation committed as the same step is replaced, once the new one is whole. `may_commit` is asked just before
     the rename. Raises StorageError, and NumbersError for a tensor of `finite` that is not; what was committed before stays as it is.
     """
-    _check_finite(content)
     final = manifests.step_folder(run, content.step)
     draft = final.with_name(f"{DRAFT}{final.name}")
     try:
@@ -65,22 +63,24 @@ def commit(
         _make_folders(draft)
         earlier = _newest(run, content.step) if link else None
         with commits.hashing() as pool:
+            sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
             entries = [_write(draft, name, tensors, content.step, earlier, pool) for name, tensors in content.tensors.items()]
+            _raise_unless_finite(content.step, {name: found.result() for name, found in sound.items()})
         entries += [_write_text(draft / name, text) for name, text in content.texts.items()]
         made = Manifest(step=content.step, files=tuple(entries), **vars(stamp))
-        _sync_folder(draft)
+        sync_folder(draft)
         _write_text(draft / manifests.FILE, made.as_text().encode())
-        _sync_folder(draft)
+        sync_folder(draft)
         if not may_commit():
             raise StorageError(f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         _replace(final, draft)
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        discard(draft)
         raise StorageError(
             f"step {content.step} could not be saved in {run}: {error.strerror}", hint="free some space"
         ) from error
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        discard(draft)
         raise
     return made
 
@@ -90,17 +90,18 @@ def _make_folders(draft: Path) -> None:
     parent = draft.parent
     if not parent.is_dir():
         parent.mkdir(parents=True, mode=0o700)
-        _sync_folder(parent.parent)
+        sync_folder(parent.parent)
     draft.mkdir(mode=0o700)
 
 
-def _check_finite(content: Content) -> None:
-    for tensors in content.tensors.values():
-        for name in content.finite & tensors.keys():
-            tensor = tensors[name]
-            # the largest magnitude is not finite where any number is not; isfinite would make a mask of the tensor's size
-            if tensor.numel() and not bool(torch.linalg.vector_norm(tensor.detach(), torch.inf).isfinite()):
-                raise NumbersError(f"step {content.step}: {name} is not finite", hint="lower optim.lr, or warm up longer")
+def _that_must_be_finite(content: Content) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for held in content.tensors.values() for name, tensor in held.items() if name in content.finite]
+
+
+def _raise_unless_finite(step: int, sound: Mapping[str, bool]) -> None:
+    spoiled = [name for name, is_sound in sound.items() if not is_sound]
+    if spoiled:
+        raise NumbersError(f"step {step}: {spoiled[0]} is not finite", hint="lower optim.lr, or warm up longer")
 
 
 def _newest(run: Path, step: int) -> Manifest | None:
@@ -150,7 +151,14 @@ def _write_text(path: Path, text: bytes) -> Entry:
     return Entry(name=path.name, num_bytes=len(text), sha256=digest.of_bytes(text))
 
 
-def _sync_folder(folder: Path) -> None:
+def discard(draft: Path) -> None:
+    """Delete a draft, and the folder of commits where it holds nothing else."""
+    shutil.rmtree(draft, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        draft.parent.rmdir()
+
+
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -164,7 +172,7 @@ def _replace(final: Path, draft: Path) -> None:
     if final.exists():
         final.rename(old)
     draft.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     if old.exists():
         remove(old)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from surefoot.core.errors import RunFolderError, TaskError
 
 WRITE_BYTES = 16 << 20
 ALIGNMENT = 8
+BLOCK = 1 << 18  # numbers looked at together: they stay in the cache
+EXPONENT = np.uint16(0x7F80)  # of bfloat16
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
     torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
@@ -44,6 +47,23 @@ def as_buffer(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, not copied."""
     flat = tensor.detach().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every number of a tensor on the host is finite; in small blocks and on this thread alone, so that it costs no memory."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
+        return True
+    flat = tensor.detach().reshape(-1)
+    if tensor.dtype is torch.bfloat16:  # numpy has none: its exponent is all ones where it is no number
+        bits = flat.view(torch.int16).numpy().view(np.uint16)
+        return not any(((block & EXPONENT) == EXPONENT).any() for block in _blocks(bits))
+    with np.errstate(all="ignore"):
+        # a sum is finite only if all its parts are, and takes half the time; where it is not it may have overflowed
+        return all(np.isfinite(block.sum()) or np.isfinite(block).all() for block in _blocks(flat.numpy()))
+
+
+def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
+    return (values[start : start + BLOCK] for start in range(0, len(values), BLOCK))
 
 
 def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Piece]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,8 +12,8 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import SpecError
-from surefoot.core.units import Duration
+from surefoot.core.errors import SpecError, StorageError
+from surefoot.core.units import Duration, format_bytes, parse_bytes
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.resume.state import LiveState
@@ -29,6 +30,8 @@ class Keeper:
         self._every_steps = None if every is None or self._every_s is not None else _steps(assembly, str(table.every))
         self._keep_every = None if table.keep_every is None else _steps(assembly, table.keep_every)
         self._state = LiveState(assembly)
+        self._store = None if table.store is None else checkpoint.Store(table.store)
+        self._store_troubles: list[StorageError] = []
         self._saver = checkpoint.Saver(self._write)
         self._stamp = Stamp()
         self._last_s = time.monotonic()
@@ -48,6 +51,16 @@ class Keeper:
     def ask(self) -> None:
         """Save after this step, whatever the spec says."""
         self._asked = True
+
+    def disk_note(self) -> tuple[str, ...]:
+        """A warning where the commits that will be kept do not fit on the disk."""
+        one = self._state.num_bytes()
+        count = self._table.keep + self._table.keep_best + 1  # the one that is being written, too
+        free = shutil.disk_usage(self._folder).free
+        if one * count <= free:
+            return ()
+        need = f"{count} commits of about {format_bytes(one)} need {format_bytes(one * count)}"
+        return (f"{need}, and {format_bytes(free)} are free: saves may fail; see checkpoint.keep and checkpoint.budget",)
 
     # ---- saving
 
@@ -73,8 +86,22 @@ class Keeper:
 
     def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
         made = checkpoint.commit(self._folder, content, self._stamp, may_commit=lambda: may_commit() and self._lock.still_ours())
-        checkpoint.retain(self._folder, keep=self._table.keep, every=self._keep_every, keep_best=self._table.keep_best)
+        checkpoint.retain(
+            self._folder, keep=self._table.keep, every=self._keep_every, keep_best=self._table.keep_best,
+            budget_bytes=None if self._table.budget is None else parse_bytes(self._table.budget),
+        )  # fmt: skip
+        if self._store is not None:
+            try:
+                self._store.push(self._folder, content.step)
+                self._store.retain(self._folder)
+            except StorageError as error:  # the commit itself stands
+                self._store_troubles.append(error)
         return made
+
+    def take_store_troubles(self) -> list[StorageError]:
+        """What the store refused since the last call."""
+        troubles, self._store_troubles = self._store_troubles, []
+        return troubles
 
     def before_update(self) -> None:
         """Wait until weights and optimiser state were copied; called before anything changes them."""
@@ -103,14 +130,23 @@ class Keeper:
     def resume(self) -> tuple[dict[str, Any] | None, int, list[str]]:
         """Load the newest whole commit: what was saved beside it (None where there is none), its step, and what was damaged."""
         found: dict[str, Any] = {}
+        lost = self._fetch()
 
         def load(commit: Commit) -> None:
             found.clear()
             found.update(self._state.restore(commit))
+            self._parent = commit.manifest.parent
 
         step, troubles = checkpoint.newest_loadable(self._folder, load)
         self.saved_step = step or 0
-        return (None if step is None else found), step or 0, troubles
+        return (None if step is None else found), step or 0, [*lost, *troubles]
+
+    def _fetch(self) -> list[str]:
+        """Take over the store's newest commit where it is newer than the folder's; gives what was damaged there."""
+        if self._store is None:
+            return []
+        _, troubles = self._store.pull_newest(self._folder, self._assembly.spec.id)
+        return troubles
 
 
 def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Content:

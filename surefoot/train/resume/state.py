@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,13 @@ class LiveState:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model = assembly, assembly.model
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
+
+    def num_bytes(self) -> int:
+        """About how large a commit is: weights, buffers and average; the optimiser as two numbers a trained one, until it has state."""
+        held = {id(tensor): tensor for tensor in self._model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+        return weights + trained * (2 if self._assembly.engine.average is None else 3)
 
     # ---- taking
 
@@ -131,8 +138,11 @@ class LiveState:
 
     # ---- putting back
 
-    def restore(self, commit: Commit) -> dict[str, Any]:
-        """Read a commit into the objects; gives what was saved beside. Raises RunFolderError, before anything moves, for a misfit."""
+    def restore(self, commit: Commit, adapt: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+        """Read a commit into the objects; gives what was saved beside. Raises RunFolderError, before anything moves, for a misfit.
+
+        `adapt` may change the tree of what is neither weight nor tensor of the optimiser: a fork takes some of it from its own spec.
+        """
         own = {name: tensor for name, tensor in self._model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
         skeleton = commit.json("state.json")
         self._check_fit(commit, skeleton)
@@ -145,6 +155,8 @@ class LiveState:
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
         tensors = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) | commit.read(STATE)
         tree = checkpoint.join(skeleton, tensors)
+        if adapt is not None:
+            adapt(tree)
         self._put_back(tree)
         return {**tree, "clock": commit.json("clock.json")}
 

@@ -1,0 +1,135 @@
+"""What saving and loading cost: bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
+
+python benchmarks/checkpoint/run.py [--rounds 6] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from surefoot.core.statistics import median, paired_ratio
+from surefoot.core.units import format_number
+from surefoot.trial import Arm, Trial, markdown, read_trial
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results" / "checkpoint.json"
+WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
+STALLS = {"one core": 1, "both cores": 2}
+LEAST_SHARE = 0.9
+MOST_LOST = {"one core": 0.02, "both cores": 0.15}
+
+
+def make_arms(sizes: list[int], folder: Path) -> list[Arm]:
+    def arm(name: str, *words: str) -> Arm:
+        command = (sys.executable, "-m", "benchmarks.checkpoint.arms", *words, "{report}", str(folder / "state"))
+        return Arm(name=name, command=command, folder=ROOT, timeout_s=900.0)
+
+    saves = [arm(f"{way}_{size}", "save", way, str(size)) for size in sizes for way in WAYS]
+    return [*saves, arm("small", "small", "-", "0")]
+
+
+def make_stall_arms(folder: Path) -> list[Arm]:
+    return [
+        Arm(
+            name=f"{mode}, {cores}", folder=ROOT, timeout_s=1800.0,
+            command=(sys.executable, "-m", "benchmarks.checkpoint.arms", "stall", mode, str(threads), "{report}", str(folder / "state")),
+        )
+        for cores, threads in STALLS.items() for mode in ("blocking", "background")
+    ]  # fmt: skip
+
+
+def render(trial: Trial) -> str:
+    """Bandwidths and their shares of what the disk and the cores allow, and the bars."""
+    sizes = sorted({int(arm.rsplit("_", 1)[1]) for arm in trial.arms if arm.startswith("raw_")})
+    rows, bars = [], []
+    for size in sizes:
+        for measure_name, what in (("save_s", "save"), ("load_s", "load and verify")):
+            raw = trial.by_round(f"raw_{size}", measure_name)
+            for way in WAYS:
+                taken = trial.by_round(f"{way}_{size}", measure_name)
+                if not taken:
+                    continue
+                ratio = paired_ratio([raw[r] for r in taken if r in raw], [taken[r] for r in taken if r in raw])
+                rows.append((f"{size} MB", what, way, f"{size / 1000 / median(list(taken.values())):.2f} GB/s", str(ratio)))
+                if way == "surefoot":
+                    bars.append(
+                        (
+                            f"{what}, {size} MB: share of the bandwidth",
+                            f"{ratio.estimate:.3g}",
+                            f">= {LEAST_SHARE}",
+                            _verdict(ratio.estimate >= LEAST_SHARE),
+                        )
+                    )
+    small = {name: median(list(trial.by_round("small", name).values())) for name in SMALL if trial.by_round("small", name)}
+    bars += [
+        (text, format_number(small[name]), f"<= {most:g}", _verdict(small[name] <= most))
+        for name, (text, most) in SMALL.items()
+        if name in small
+    ]
+    table = markdown(("state", "", "way", "bandwidth", "share of raw"), rows)
+    return f"{table}\n{markdown(('bar', 'measured', 'must', 'verdict'), bars)}"
+
+
+SMALL = {
+    "ledger_bytes_per_step": ("ledger, bytes a step", 16.0), "ledger_us_per_step": ("ledger, CPU us a step", 10.0),
+    "cursor_50000_ms": ("seek to any step of 50,000 samples, ms", 1.0), "cursor_10000000_ms": ("the same of 10 million, ms", 1.0),
+    "incremental_share": ("incremental save, bytes written over bytes of changed tensors", 1.05),
+}  # fmt: skip
+
+
+def render_stall(trial: Trial) -> str:
+    rows = []
+    for cores in STALLS:
+        extra = {mode: trial.by_round(f"{mode}, {cores}", "extra_s") for mode in ("blocking", "background")}
+        if not all(extra.values()):
+            continue
+        blocking, lost = (median(list(extra[mode].values())) for mode in ("blocking", "background"))
+        ordinary = median(list(trial.by_round(f"background, {cores}", "ordinary_s").values()))
+        most = MOST_LOST[cores]
+        rows.append(
+            (
+                cores,
+                f"{ordinary * 1e3:.0f} ms",
+                f"{blocking * 1e3:.0f} ms",
+                f"{lost * 1e3:.1f} ms",
+                f"{lost / blocking:.1%}",
+                f"<= {most:.0%}",
+                _verdict(lost <= most * blocking),
+            )
+        )
+    return markdown(("training on", "a step", "a blocking save adds", "a save beside it adds", "share", "must", "verdict"), rows)
+
+
+def _verdict(holds: bool) -> str:
+    return "holds" if holds else "fails"
+
+
+def main() -> None:
+    parser = make_parser(__doc__, RESULTS)
+    parser.set_defaults(rounds=6)
+    parser.add_argument("--sizes", default="400,2000", help="megabytes")
+    parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
+    asked = parser.parse_args()
+    stalls = asked.out.with_name(f"{asked.out.stem}_stall.json")
+    if not asked.show:
+        with tempfile.TemporaryDirectory(dir=asked.folder) as made:
+            folder = Path(made)
+            sizes = [int(size) for size in asked.sizes.split(",")]
+            measure(
+                "checkpoint",
+                make_arms(sizes, folder),
+                rounds=asked.rounds,
+                packages=("torch", "numpy", "surefoot"),
+                out=asked.out,
+            )
+            measure("stall", make_stall_arms(folder), rounds=1, packages=("torch", "surefoot"), out=stalls)
+    trial = read_trial(asked.out)
+    parts = {"conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls))}
+    show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""How much longer the steps take that a save touches: a run whose state has 400 MB, saved every few steps."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from surefoot import Loss, Run, RunSpec
+from surefoot.components.data import Arrays
+
+WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
+EVERY, SAVES = 6, 31  # steps between saves; the first save, which makes the staged copy, is left out
+
+
+class Wide:
+    """A plain wide network on random numbers: a step of about a second on one core."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+    def data(self, split: str) -> Arrays:
+        return Arrays(torch.randn(BATCH * 4, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        output: Tensor = model(batch[0])
+        return output
+
+    def loss(self, output: Tensor, batch: tuple[Tensor]) -> Loss:
+        return Loss.sum(output.square().mean(1).sum(), len(output))
+
+
+def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
+    """The median, over the saves, of the extra seconds of the steps from one save to where the next begins.
+
+    `ordinary_s` is the median of the last step before each save, by when the one before has long been written.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    spec = RunSpec(
+        train={"length": f"{EVERY * (SAVES + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
+        checkpoint={"every": f"{EVERY} steps", "keep": 2, "background": mode == "background"},
+        observe={"every": f"{EVERY * 100} steps", "tensorboard": False},
+    )  # fmt: skip
+    durations: dict[int, float] = {}
+    with Run(spec, Wide(), folder=folder, quiet=True) as run:
+        began_s = time.perf_counter()
+        for report in run.steps():
+            # the save of a step happens after it was handed over: its time falls into the step that follows
+            now_s = time.perf_counter()
+            durations[report.step] = now_s - began_s
+            began_s = now_s
+    ordinary = statistics.median(durations[step] for step in durations if step % EVERY == 0 and step > EVERY)
+    extras = [
+        sum(durations[step] - ordinary for step in range(save + 1, save + EVERY))
+        for save in range(2 * EVERY, EVERY * SAVES + 1, EVERY)
+    ]
+    shutil.rmtree(folder)
+    return {"extra_s": max(0.0, statistics.median(extras)), "ordinary_s": ordinary, "saves": float(len(extras))}

@@ -1,0 +1,85 @@
+"""`surefoot why`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.control.diagnose import Attempt, Goodput
+    from surefoot.control.plan import SaveAdvice
+
+PARTS = (
+    ("productive", "productive_s"), ("evaluation", "evaluate_s"), ("waiting for saves", "save_s"), ("done again", "rework_s"),
+    ("down and starting", "down_s"), ("other", "other_s"),
+)  # fmt: skip
+
+
+def why(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
+    """Tell what a run lost and why.
+
+    Its attempts, what was done again after a failure, which share of the time counted, and how often it should save.
+    """
+    from surefoot.contract import events
+    from surefoot.control.diagnose import find_goodput
+    from surefoot.control.plan import advise_interval
+
+    found = find_goodput(events.read(run))
+    advice = None
+    if found.median_save_s is not None and found.between_failures_s is not None:
+        advice = advise_interval(found.median_save_s, found.between_failures_s)
+    if json:
+        options.print_json(_as_row(str(run), found, advice))
+    else:
+        _tell(found, advice)
+
+
+def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, Any]:
+    return {
+        "run": run, **{name: value for name, value in asdict(found).items() if name != "attempts"}, "goodput": found.share,
+        "num_failures": found.num_failures, "between_failures_s": found.between_failures_s,
+        "attempts": [asdict(attempt) for attempt in found.attempts], "advice": None if advice is None else asdict(advice),
+    }  # fmt: skip
+
+
+def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
+    from surefoot.cli.table import print_pairs, print_table
+    from surefoot.core.units import format_percent, format_seconds
+
+    print("Attempts")
+    headers = ("attempt", "from step", "to step", "done again", "ended", "time", "cause")
+    print_table(headers, [_row(each) for each in found.attempts], right=headers[:4], indent=2)
+    print("\nWhere the time went")
+    parts = [(name, getattr(found, key)) for name, key in PARTS]
+    total_s = found.total_s
+    shares = [[name, format_seconds(value), format_percent(value / total_s if total_s > 0 else None)] for name, value in parts]
+    print_table(("part", "time", "share"), [*shares, ["total", format_seconds(total_s), ""]], right=("time", "share"), indent=2)
+    print("\nHow often to save")
+    print_pairs(_advice(found, advice), whole=True)
+
+
+def _row(attempt: Attempt) -> list[str]:
+    from surefoot.core.units import format_seconds
+
+    again = f"{attempt.num_redone:,}" if attempt.num_redone else ""
+    return [
+        str(attempt.generation), f"{attempt.first_step:,}", f"{attempt.last_step:,}", again, attempt.outcome,
+        format_seconds(attempt.last_s - attempt.began_s), attempt.cause,
+    ]  # fmt: skip
+
+
+def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
+    from surefoot.core.units import format_percent, format_seconds
+
+    if advice is None:
+        reason = "no attempt failed" if not found.num_failures else "no save was recorded"
+        return [("advice", f"n/a: {reason}, so there is nothing to weigh a save against")]
+    return [
+        ("a save costs", f"{format_seconds(advice.save_s)} of waiting (median)"),
+        ("a failure comes every", format_seconds(advice.between_s)),
+        ("save every", f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"),
+        ("then is lost", format_percent(advice.lost_share)),
+    ]

@@ -1,0 +1,139 @@
+"""Commits in a store without rename (S3, GCS, any that fsspec knows): files first, the manifest last, so what is half there is not seen.
+
+A commit is made in the run folder first and copied from there; another machine fetches the newest whole one and goes on. Every
+byte that comes back is held against its digest before the commit gets its name. Deleting begins with the manifest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from surefoot.components.checkpoint.save import DRAFT, discard, sync_folder
+from surefoot.contract import commits
+from surefoot.contract import manifest as manifests
+from surefoot.contract.manifest import Manifest
+from surefoot.core.errors import MissingExtra, RunFolderError, SpecError, StorageError
+
+EXTRA = "store"
+
+
+class Store:
+    """The commits of one run under a URL, as `s3://bucket/runs/mine`. Raises MissingExtra, SpecError for a URL of no known kind."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError:
+            raise MissingExtra("fsspec", extra=EXTRA, needed_for=f"checkpoint.store = {url!r}") from None
+        try:
+            self._system: Any
+            self._system, self._root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise MissingExtra(
+                str(error.name or "the file system's own"), extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"
+            ) from None
+        except ValueError as error:
+            raise SpecError(f"checkpoint.store is {url!r}: {error}", hint='give a URL such as "s3://bucket/runs/mine"') from None
+        self.url = url
+
+    def _path(self, step: int, name: str = "") -> str:
+        return "/".join(part for part in (self._root, manifests.FOLDER, f"step-{step:012d}", name) if part)
+
+    def steps(self) -> list[int]:
+        """The steps whose manifest is there, ascending. Raises StorageError where the store does not answer."""
+        pattern = f"{self._root}/{manifests.FOLDER}/step-*/{manifests.FILE}"
+        with _told(self.url):
+            self._system.invalidate_cache()
+            names = [path.split("/")[-2] for path in self._system.glob(pattern)]
+        found = (manifests.STEP_FOLDER.match(name) for name in names)
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def push(self, run: Path, step: int) -> None:
+        """Copy a commit of a run folder; its manifest last."""
+        folder = manifests.step_folder(run, step)
+        made = manifests.read(folder)
+        with _told(self.url):
+            if "file" in self._system.protocol:  # object stores have no folders to make
+                self._system.makedirs(self._path(step), exist_ok=True)
+            for entry in made.files:
+                self._system.put_file(str(folder / entry.name), self._path(step, entry.name))
+            self._system.put_file(str(folder / manifests.FILE), self._path(step, manifests.FILE))
+
+    def pull(self, run: Path, step: int) -> None:
+        """Fetch a commit into a run folder; it gets its name once every digest holds. Raises RunFolderError for a damaged one."""
+        final = manifests.step_folder(run, step)
+        draft = final.with_name(f"{DRAFT}{final.name}")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True, mode=0o700)
+        try:
+            with _told(self.url):
+                self._system.get_file(self._path(step, manifests.FILE), str(draft / manifests.FILE))
+                made = manifests.read(draft)
+                for entry in made.files:
+                    self._system.get_file(self._path(step, entry.name), str(draft / entry.name))
+            if made.step != step:
+                raise RunFolderError(f"{self.url}: the manifest of step {step} is that of step {made.step}")
+            commits.check(draft)
+            for path in draft.iterdir():
+                sync_folder(path)
+            sync_folder(draft)
+            draft.rename(final)
+            sync_folder(final.parent)
+        except BaseException:
+            discard(draft)
+            raise
+
+    def read(self, step: int) -> Manifest:
+        """The manifest of a commit, checked; nothing else is fetched. Raises RunFolderError for a damaged one."""
+        with tempfile.TemporaryDirectory() as made, _told(self.url):
+            self._system.get_file(self._path(step, manifests.FILE), str(Path(made) / manifests.FILE))
+            return manifests.read(Path(made))
+
+    def pull_newest(self, run: Path, spec_id: str) -> tuple[int | None, list[str]]:
+        """Fetch the newest commit that is whole, unless the folder has one as new; gives its step, and what was damaged.
+
+        Raises RunFolderError, before anything is fetched, where the store holds the commits of another spec.
+        """
+        troubles: list[str] = []
+        here = max(manifests.steps(run), default=-1)
+        for step in reversed([each for each in self.steps() if each > here]):
+            try:
+                found = self.read(step).spec_id
+                if found == spec_id:
+                    self.pull(run, step)
+            except RunFolderError as error:
+                troubles.append(error.message)
+                continue
+            if found != spec_id:
+                raise RunFolderError(
+                    f"{self.url} holds commits of another spec ({found}, now {spec_id})", hint="give another checkpoint.store"
+                )
+            return step, troubles
+        return None, troubles
+
+    def retain(self, run: Path) -> None:
+        """Delete what the run folder no longer holds, older than its newest; the manifest first."""
+        here = manifests.steps(run)
+        with _told(self.url):
+            for step in [each for each in self.steps() if here and each < here[-1] and each not in here]:
+                self._system.rm_file(self._path(step, manifests.FILE))
+                self._system.rm(self._path(step), recursive=True)
+
+
+class _told:
+    """What a store raises, as StorageError."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FileNotFoundError):
+            raise RunFolderError(f"{self._url}: {error} is not there") from error
+        if isinstance(error, Exception) and not isinstance(error, RunFolderError | StorageError):
+            raise StorageError(f"{self._url} does not answer: {type(error).__name__}: {error}"[:300]) from error

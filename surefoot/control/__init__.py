@@ -1,0 +1,1 @@
+"""The control wing: plans runs and reads what they wrote, without torch."""
