@@ -8,26 +8,31 @@ import sys
 import typer
 
 from surefoot.cli.help import Verb, Verbs
-from surefoot.cli.look import compare, runs, show, spec
-from surefoot.cli.train import evaluate, init, predict, train
+from surefoot.cli.look import compare, ledger, runs, show, spec, why
+from surefoot.cli.operate import checkpoint
+from surefoot.cli.train import evaluate, init, predict, resume, train
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
-    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted.",
+    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted, 143 ended by SIGTERM.",
 )  # fmt: skip
 
-TRAIN, LOOK = "Train", "Look"
+TRAIN, LOOK, OPERATE = "Train", "Look", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
 app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
+app.command(cls=Verb, rich_help_panel=TRAIN)(resume.resume)
 app.command(cls=Verb, rich_help_panel=TRAIN)(evaluate.evaluate)
 app.command(cls=Verb, rich_help_panel=TRAIN)(predict.predict)
 app.command(cls=Verb, rich_help_panel=LOOK)(runs.runs)
 app.command(cls=Verb, rich_help_panel=LOOK)(show.show)
 app.command(cls=Verb, rich_help_panel=LOOK)(compare.compare)
+app.command(cls=Verb, rich_help_panel=LOOK)(why.why)
+app.command(cls=Verb, rich_help_panel=LOOK)(ledger.ledger)
 app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=OPERATE)
 
 
 def main() -> None:

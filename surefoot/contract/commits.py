@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from surefoot.core.errors import RunFolderError
 
 NUM_THREADS = 2
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+BAD, GONE = ".bad-", ".gone-"
 
 
 @contextlib.contextmanager
@@ -139,3 +141,23 @@ def rank(run: Path, steps: list[int]) -> list[int]:
             if score is not None and isinstance(value, int | float) and math.isfinite(value):
                 scored.append((-value if score.get("better") == "higher" else value, step))
     return [step for _, step in sorted(scored)]
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged commit out of sight, to a name that is free; nothing of it is deleted."""
+    number = 1
+    while (aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    try:
+        folder.rename(aside)
+    except OSError as error:
+        raise RunFolderError(f"{folder} is damaged and could not be set aside: {error.strerror}") from None
+    return aside
+
+
+def remove(folder: Path) -> None:
+    """Out of sight at once, then deleted: a kill in between leaves nothing that looks like a commit."""
+    hidden = folder.with_name(f"{GONE}{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)

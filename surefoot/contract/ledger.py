@@ -103,22 +103,52 @@ class Ledger:
             self._descriptor = -1
 
 
-def _header(plan: Plan) -> bytes:
-    return json.dumps({"surefoot ledger": FORMAT, **asdict(plan)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
+def _header(plan: Plan, after: int = 0) -> bytes:
+    begins = {"after": after} if after else {}
+    return json.dumps({"surefoot ledger": FORMAT, **asdict(plan), **begins}).encode().ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
+    """Begin the ledger of a fork after `step`: with what its history consumed, as attempt 0, where that went by the same plan.
+
+    Where the plan is another the ledger says that it begins after `step`. Raises StorageError when the disk refuses, RunFolderError
+    where the parent has no ledger that can be read.
+    """
+    is_same = read_plan(parent) == plan
+    begins = read_after(parent) if is_same else step
+    rows = [ROW.pack(row.step, 0, row.checksum) for row in consumed(read(parent))[0] if row.step <= step] if is_same else []
+    path = folder / FILE
+    try:
+        with path.open("xb") as file:
+            file.write(_header(plan, begins) + b"".join(rows))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="free some space") from error
 
 
 def read_plan(folder: Path) -> Plan:
     """The plan of a run's ledger. Raises RunFolderError for a folder without one, or one that is damaged."""
+    return _read_header(folder)[0]
+
+
+def read_after(folder: Path) -> int:
+    """The step after which a ledger begins: 0, but for a fork that goes on by another plan. Raises RunFolderError."""
+    return _read_header(folder)[1]
+
+
+def _read_header(folder: Path) -> tuple[Plan, int]:
     path = folder / FILE
     try:
         with path.open("rb") as file:
             row = json.loads(file.read(HEADER_BYTES))
         if row.pop("surefoot ledger") != FORMAT:
             raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
+        after = row.pop("after", 0)
         plan = Plan(**row)
-        if min(plan.samples, plan.batch) < 1:
+        if min(plan.samples, plan.batch) < 1 or after < 0:
             raise ValueError("it plans no samples")
-        return plan
+        return plan, after
     except OSError as error:
         raise RunFolderError(
             f"{path} cannot be read: {error.strerror}", hint="surefoot runs lists the runs below a folder"

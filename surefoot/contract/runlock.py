@@ -109,6 +109,15 @@ class RunLock:
         self.release()
 
 
+def read_generation(folder: Path) -> int:
+    """The newest attempt at the run in `folder`, 0 where that is not known."""
+    try:
+        generation = json.loads((folder / FILE).read_text())["generation"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0
+    return generation if isinstance(generation, int) else 0
+
+
 def _read(descriptor: int) -> dict[str, object]:
     try:
         row = json.loads(os.pread(descriptor, 4096, 0) or b"{}")

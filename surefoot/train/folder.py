@@ -30,7 +30,7 @@ class Chosen:
     """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice.
 
     `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
-    of the newest attempt.
+    of the newest attempt, `data_digest` says what it trained on.
     """
 
     folder: Path
@@ -38,6 +38,7 @@ class Chosen:
     notes: tuple[str, ...] = ()
     is_numbered: bool = False
     generation: int = 0
+    data_digest: str | None = None
 
 
 def code_digest(use: str | None, task: object) -> str:
@@ -89,7 +90,9 @@ def _chosen(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh:
             hint="go on with --accept-code-change, or begin anew with --fresh",
         )
     note = f"{wanted} is unfinished: going on in it"
-    return Chosen(wanted, True, (note,), generation=started[-1].generation if started else 0)
+    if not started:
+        return Chosen(wanted, True, (note,))
+    return Chosen(wanted, True, (note,), generation=started[-1].generation, data_digest=started[-1].data.get("digest"))
 
 
 def _next_free(wanted: Path) -> Path:

@@ -13,6 +13,9 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
+from surefoot.components.checkpoint import export
+from surefoot.components.checkpoint.load import check_fit
+from surefoot.components.checkpoint.tensors import lay_out
 from surefoot.components.data import as_source, size_of
 from surefoot.components.observe import Console
 from surefoot.components.precision import compute_context
@@ -26,6 +29,7 @@ from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
 
 ENDINGS = (".safetensors", ".npz")
+EXPORT_BATCHES = (4, 3)  # two sizes show that the batch of a graph is free; 1 would be taken for a constant
 
 
 def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
@@ -120,3 +124,33 @@ def _named(output: Any) -> dict[str, Tensor]:
             f"forward gave a {type(output).__name__}, which holds no tensor", hint="return a tensor, or a tuple or dict of them"
         )
     return found
+
+
+def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | None) -> tuple[export.Exported, int]:
+    """Write the model of a run for other programs; gives what came of it, and the step. Raises InputError for another format."""
+    chosen = kind or export.ENDINGS.get(to.suffix)
+    if chosen not in export.ENDINGS.values():
+        raise InputError(
+            f"--format is {kind}" if kind else f"--to {to} ends in {to.suffix or 'nothing'}",
+            hint=f"use --format {', '.join(export.ENDINGS.values())}, or one of the endings {', '.join(export.ENDINGS)}",
+        )
+    model, task, spec, used = load_with_task(run, step, data=data)
+    source, device = as_source(task.task.data(spec.evaluate.split)), torch.device("cpu")
+    samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
+    if chosen == "safetensors":
+        made = export.export_weights(model, task.task.model, lambda one: task.task.forward(one, samples[0]), to)
+        return made, used
+    with torch.no_grad():
+        calls = [export.capture(model, functools.partial(task.task.forward, model, batch)) for batch in samples]
+    return export.export_graph(model, calls, to, "onnx" if chosen == "onnx" else "torch-export"), used
+
+
+def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
+    """Raise RunFolderError, listing both sides, unless `weights` are those of the spec's model by name and shape."""
+    model = load_task(spec).task.model()
+    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    stored = {
+        name: torch.empty(tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta")
+        for name, tensor in weights.items()
+    }
+    check_fit(place, lay_out(stored)[1], own)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,7 @@ from surefoot.components.checkpoint import Saved
 from surefoot.components.data import Feed
 from surefoot.components.observe import Console, Journal, Meter, Summary, TensorBoard, peak_resident_bytes
 from surefoot.components.stability import Guard, GuardFault
-from surefoot.contract import events
+from surefoot.contract import events, ledger
 from surefoot.contract.ledger import Ledger, Plan
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
@@ -28,6 +28,7 @@ from surefoot.core.errors import (
     EXIT_OK,
     EXIT_TERMINATED,
     InputError,
+    RunFolderError,
     StorageError,
     SurefootError,
     TaskError,
@@ -36,6 +37,7 @@ from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.start import Begun, Start, begin, check_same_data
 from surefoot.train.scores import Scores
 
 
@@ -43,7 +45,7 @@ class Run:
     """One attempt at a run, as a context.
 
     `spec` says everything; `task` may be an object built in a script instead of what `[task] use` names. `folder` is a new one by
-    default. Raises InputError before anything is written, RunError once it goes on.
+    default. `start` is a commit of another run to begin with. Raises InputError before anything is written, RunError once it goes on.
 
         with Run(spec) as run:
             for report in run.steps():
@@ -53,9 +55,9 @@ class Run:
 
     def __init__(
         self, spec: RunSpec, task: Any = None, *, folder: str | Path | None = None, fresh: bool = False,
-        accept_code_change: bool = False, quiet: bool = False,
+        accept_code_change: bool = False, quiet: bool = False, start: Start | None = None,
     ) -> None:  # fmt: skip
-        self.spec = spec
+        self.spec, self._start = spec, start
         self._given_task, self._wanted = task, None if folder is None else Path(folder)
         self._fresh, self._accept, self._quiet = fresh, accept_code_change, quiet
         self._stop: tuple[str, str] | None = None
@@ -68,7 +70,7 @@ class Run:
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
         self._opened = contextlib.ExitStack()
-        self._is_open = False
+        self._is_open = self._is_taken = False
 
     # ---- beginning
 
@@ -116,8 +118,10 @@ class Run:
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability)
         checkpoint.clear_drafts(self.folder)
-        self._keeper = Keeper(self.folder, self._lock, self.assembly)
-        troubles = self._resume(chosen.is_again)
+        begun = None if self._start is None else self._begin_with(self._start, chosen)
+        self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent)
+        troubles = self._resume(chosen) if begun is None else []
+        first = [] if begun is None else self._commit_first(begun)
         self._tensorboard = TensorBoard(
             self.folder / "tensorboard",
             wanted=self.spec.observe.tensorboard,
@@ -129,30 +133,71 @@ class Run:
         self._opened.callback(self._ledger.close)
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
         self.started_s = time.perf_counter()
-        told = (*chosen.notes, *self._where_from(chosen.is_again), *notes)
+        told = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *notes)
         self._write(self.assembly.started(self.generation, environment.as_run(self.spec), digest, told, first_step=self.step + 1))
         self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet)
         self._opened.callback(self._console.close)
         for trouble in troubles:
             self._tell_fault(self._guard.damaged_commit(self.step, trouble))
-        for note in (*chosen.notes, *self._where_from(chosen.is_again), f"run folder {self.folder}"):
+        for note in (
+            *chosen.notes,
+            *self._where_from(chosen.is_again, begun),
+            *self._keeper.disk_note(),
+            f"run folder {self.folder}",
+        ):
             self._console.say(note)
+        for saved in first:
+            self._saved(saved)
 
-    def _resume(self, is_again: bool) -> list[str]:
+    def _resume(self, chosen: folder.Chosen) -> list[str]:
         """Go on from the newest whole commit of the folder, if there is one; gives what was damaged."""
-        if not is_again:
+        if not chosen.is_again and self.spec.checkpoint.store is None:
             return []
+        if chosen.is_again:
+            check_same_data(chosen, self.assembly.feed.source.digest)
         saved, step, troubles = self._keeper.resume()
         if saved is not None:
-            self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
-            self._scores.restore(saved["scores"])
-            self._guard.restore(saved["guard"])
+            self._take(step, saved)
         return troubles
 
-    def _where_from(self, is_again: bool) -> tuple[str, ...]:
-        if not is_again:
-            return ()
-        return (f"going on after step {self.step:,}" if self.step else "no commit was there to go on from: from the start",)
+    def _take(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Stand after `step` of what was saved."""
+        self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
+        if saved["scores"] is not None:
+            self._scores.restore(saved["scores"])
+        self._guard.restore(saved["guard"])
+        self._is_taken = True
+
+    def _begin_with(self, start: Start, chosen: folder.Chosen) -> Begun:
+        """Stand where the commit of another run did. Raises RunFolderError for a folder that holds a run, and for a commit that misfits."""
+        if chosen.is_again:
+            raise RunFolderError(
+                f"{self.folder} holds a run already, and is left as it is", hint="begin with a commit in a new folder"
+            )
+        begun = begin(start, self.assembly)
+        if begun.saved is not None:
+            self._take(begun.step, begun.saved)
+            ledger.begin_fork(start.run, self.folder, _plan(self.assembly.feed), begun.step)
+        return begun
+
+    def _commit_first(self, begun: Begun) -> list[Saved]:
+        """Commit what the run begins with before anything tells of it: a kill leaves a fork, or a folder that is no run."""
+        done: list[Saved] = []
+        self._keeper.saved_step = -1
+        self._keeper.save(
+            begun.step, self._more(), {"training_s": self.training_s}, self._scores.score_of(begun.step), done.append, last=True
+        )
+        for each in done:
+            if each.error is not None:
+                raise each.error
+        return done
+
+    def _where_from(self, is_again: bool, begun: Begun | None) -> tuple[str, ...]:
+        if begun is not None:
+            return begun.notes
+        if self._is_taken:
+            return (f"going on after step {self.step:,}",)
+        return ("no commit was there to go on from: from the start",) if is_again else ()
 
     def _check_begun(self) -> None:
         if not self._is_open:
@@ -269,10 +314,11 @@ class Run:
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.engine.compute,
                     tell=functools.partial(self._evaluating, name),
                 )  # fmt: skip
-        except _GraceRunsOut:
-            self._commit(last=True)
-            self._keeper.settle(self._saved, wait=True)
-            raise SystemExit(self._stop_code) from None
+        except SystemExit:  # the state is that of the step before the evaluation
+            if self._is_preempted:
+                self._commit(last=True)
+                self._keeper.settle(self._saved, wait=True)
+            raise
         except Exception as error:
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
         counts = name == spec.evaluate.split
@@ -287,10 +333,14 @@ class Run:
         self._meter.restart_clock()
         return result
 
+    @property
+    def _is_preempted(self) -> bool:
+        return self._stop is not None and self._stop[0] == "interrupted" and self._stop_code == EXIT_TERMINATED
+
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
         """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
-        if self._stop is not None and self._stop_code == EXIT_TERMINATED and self._stop[0] == "interrupted":
-            raise _GraceRunsOut
+        if self._is_preempted:
+            raise SystemExit(EXIT_TERMINATED)
         self._console.evaluating(split, done, total)
 
     def _averaged(self) -> Any:
@@ -308,16 +358,16 @@ class Run:
         if not self._lock.still_ours():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         self._close_window()
-        more = {
-            "num_samples": self.num_samples, "scores": self._scores.state(),
-            "guard": self._guard.state(),
-        }  # fmt: skip
         try:
             self._ledger.sync()
             clock = {"training_s": self.training_s}
-            self._keeper.save(self.step, more, clock, self._scores.score_of(self.step), self._saved, last=last)
+            self._keeper.save(self.step, self._more(), clock, self._scores.score_of(self.step), self._saved, last=last)
         except StorageError as error:
             self._give_up("this commit", error)
+
+    def _more(self) -> dict[str, Any]:
+        """What is saved beside the state of the objects."""
+        return {"num_samples": self.num_samples, "scores": self._scores.state(), "guard": self._guard.state()}
 
     def _saved(self, saved: Saved) -> None:
         """Record what became of a save."""
@@ -331,6 +381,8 @@ class Run:
                 folder=f"checkpoints/step-{saved.step:012d}", elapsed_s=saved.elapsed_s, waited_s=saved.waited_s,
             )  # fmt: skip
             self._write(committed)
+            for trouble in self._keeper.take_store_troubles():
+                self._give_up("its copy in the store", trouble, saved.step)
 
     # ---- ending
 
@@ -410,10 +462,6 @@ class Run:
     def _tell_fault(self, fault: GuardFault) -> None:
         self._journal.write(environment.fault(self.generation, fault))
         self._console.warn(f"{fault.detail}; {fault.action}")
-
-
-class _GraceRunsOut(BaseException):
-    """Leaves an evaluation: the state is that of the step before it."""
 
 
 def _plan(feed: Feed) -> Plan:

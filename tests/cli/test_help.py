@@ -14,7 +14,11 @@ from surefoot.cli.main import app
 from tests.cli.conftest import Command
 from tests.cli.reference import CLI, ROOT, sections
 
-VERBS = ("init", "train", "evaluate", "predict", "runs", "show", "compare", "spec show", "spec schema", "spec check")
+VERBS = (
+    "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "ledger", "spec show", "spec schema", "spec check",
+    "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
+    "checkpoint import",
+)  # fmt: skip
 COMMON = {"--json", "--traceback"}
 
 

@@ -140,6 +140,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from surefoot.components.checkpoint import foreign_child
+from surefoot.core.errors import InputError
 folder, elsewhere, victim = sys.argv[1:4]
 os.chdir(folder)
 import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -149,7 +150,7 @@ print(missing)
 for what, code in eval(sys.argv[4]).items():
     try:
         exec(code)
-    except (OSError, MemoryError):
+    except (InputError, OSError, MemoryError):
         print("refused", what)
 with open("/proc/net/dev") as file:
     print("devices", sorted(line.split(":")[0].strip() for line in file if ":" in line))

@@ -32,6 +32,7 @@ TASKS = {
     "bring_your_data": "AnyData",
 }  # fmt: skip
 LOOPS = ("attach", "plain_loop")
+READERS = ("read_checkpoint",)  # tried by tests/cli/test_checkpoint.py
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +253,7 @@ def test_a_run_of_an_example_repeats_from_its_own_spec(tmp_path: Path, monkeypat
 
 def test_every_example_is_short_says_how_to_run_it_and_is_tried_here() -> None:
     files = sorted(path for path in FOLDER.iterdir() if path.suffix == ".py")
-    assert sorted(path.stem for path in files) == sorted([*TASKS, *LOOPS])
+    assert sorted(path.stem for path in files) == sorted([*TASKS, *LOOPS, *READERS])
     for path in files:
         text = path.read_text()
         assert len(text.splitlines()) < LINES, path.name

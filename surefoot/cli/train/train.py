@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +19,19 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 
+if TYPE_CHECKING:
+    from surefoot.train.resume.start import Start
+    from surefoot.train.run import Run
+
 
 def train(
     spec: SpecArgument, run: RunOption = None, set_: SetOption = None, steps: StepsOption = None, seed: SeedOption = None,
     data: DataOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")] = False,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="DIR", help="begin with what fits of the weights of a run or an import")
+    ] = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Train a task and print how it ended.
@@ -35,11 +42,30 @@ def train(
 
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
 
+    from surefoot.train.run import Run
+
+    start = None if weights is None else _start(weights)
+    return finish(
+        Run(origin.spec, folder=run, fresh=fresh, accept_code_change=accept_code_change, quiet=quiet, start=start), json=json
+    )
+
+
+def _start(weights: str) -> Start:
+    """The commit that `--weights` names."""
+    from surefoot.cli.operate import stored
+    from surefoot.train.resume.start import Start
+
+    folder = stored.find_commit(weights, "best")
+    return Start(folder.parent.parent, int(folder.name.removeprefix("step-")), weights_only=True)
+
+
+def finish(attempt: Run, *, json: bool) -> int:
+    """Take a run to its end and print how it ended; gives the exit code."""
     from surefoot.components.observe import final_table
     from surefoot.components.observe.console import result_rows
-    from surefoot.train.run import Run, drive
+    from surefoot.train.run import drive
 
-    with Run(origin.spec, folder=run, fresh=fresh, accept_code_change=accept_code_change, quiet=quiet) as attempt:
+    with attempt:
         drive(attempt)
     if json:
         options.print_json(attempt.summary)

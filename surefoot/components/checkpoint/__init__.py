@@ -4,12 +4,12 @@ from surefoot.components.checkpoint.background import Saved, Saver
 from surefoot.components.checkpoint.load import MODEL, Commit, newest_loadable, read_weights
 from surefoot.components.checkpoint.own import Restored, load, load_into, save
 from surefoot.components.checkpoint.random import random_states, restore_random
-from surefoot.components.checkpoint.retention import retain
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
 from surefoot.components.checkpoint.store import Store
 from surefoot.components.checkpoint.tensors import check_storable, create
 from surefoot.components.checkpoint.tree import join, split
 from surefoot.contract.commits import find_step
+from surefoot.contract.retention import retain
 
 __all__ = [
     "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "check_storable", "clear_drafts", "commit", "create",

@@ -20,7 +20,6 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest, Piece
 from surefoot.core.errors import RunFolderError
 
-BAD = ".bad-"
 MODEL = "model"  # the files whose names begin so hold the weights that are evaluated and served
 
 
@@ -129,7 +128,7 @@ def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int |
             if _is_sound(run, step):
                 raise  # the commit is whole and does not fit: another one would not either
             troubles.append(error.message)
-            set_aside(manifests.step_folder(run, step))
+            commits.set_aside(manifests.step_folder(run, step))
             continue
         return step, troubles
     return None, troubles
@@ -141,18 +140,6 @@ def _is_sound(run: Path, step: int) -> bool:
     except RunFolderError:
         return False
     return True
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged commit out of sight, to a name that is free; nothing of it is deleted."""
-    number = 1
-    while (aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))).exists():
-        number += 1
-    try:
-        folder.rename(aside)
-    except OSError as error:
-        raise RunFolderError(f"{folder} is damaged and could not be set aside: {error.strerror}") from None
-    return aside
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.core.errors import NumbersError, RunFolderError, StorageError
 
-DRAFT, GONE, OLD = ".draft-", ".gone-", ".old-"
+DRAFT, OLD = ".draft-", ".old-"
 FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
 
 
@@ -174,7 +174,7 @@ def _replace(final: Path, draft: Path) -> None:
     draft.rename(final)
     sync_folder(final.parent)
     if old.exists():
-        remove(old)
+        commits.remove(old)
 
 
 def clear_drafts(run: Path) -> None:
@@ -188,14 +188,6 @@ def clear_drafts(run: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.rename(final)
-    for prefix in (DRAFT, GONE):
+    for prefix in (DRAFT, commits.GONE):
         for path in folder.glob(f"{prefix}*step-*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def remove(folder: Path) -> None:
-    """Out of sight at once, then deleted: a kill in between leaves nothing that looks like a commit."""
-    hidden = folder.with_name(f"{GONE}{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from surefoot.components.checkpoint.save import remove
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
 from surefoot.core.errors import RunFolderError
@@ -50,26 +49,34 @@ def _bytes_of(run: Path, steps: Sequence[int]) -> int:
     return sum(sizes.values())
 
 
-def retain(run: Path, *, keep: int, every: int | None = None, keep_best: int = 1, budget_bytes: int | None = None) -> list[int]:
-    """Delete the commits that need not stay, the oldest first, once the newest was verified; gives the steps deleted.
-
-    Where the newest does not verify, nothing is deleted.
-    """
+def find_doomed(
+    run: Path, *, keep: int, every: int | None = None, keep_best: int = 1, budget_bytes: int | None = None
+) -> list[int]:
+    """The commits that need not stay, the oldest first; nothing is deleted."""
     steps = manifests.steps(run)
     ranked = commits.rank(run, steps)
     doomed = choose(steps, keep=keep, every=every, ranked=ranked, keep_best=keep_best)
     if budget_bytes is not None:
         rest = [step for step in steps if step not in doomed]
         doomed += over_budget(run, rest, ranked[:keep_best], budget_bytes)
+    return sorted(doomed)
+
+
+def retain(run: Path, *, keep: int, every: int | None = None, keep_best: int = 1, budget_bytes: int | None = None) -> list[int]:
+    """Delete the commits that need not stay, the oldest first, once the newest was verified; gives the steps deleted.
+
+    Where the newest does not verify, nothing is deleted.
+    """
+    doomed = find_doomed(run, keep=keep, every=every, keep_best=keep_best, budget_bytes=budget_bytes)
     if not doomed:
         return []
     try:
-        commits.check(manifests.step_folder(run, steps[-1]))
+        commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
     except RunFolderError:
         return []
     gone = []
     for step in doomed:
         with contextlib.suppress(OSError):  # a folder that cannot be deleted harms nothing; the next commit tries again
-            remove(manifests.step_folder(run, step))
+            commits.remove(manifests.step_folder(run, step))
             gone.append(step)
     return gone

@@ -1,0 +1,72 @@
+"""`surefoot ledger`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.components.data.consumed import Consumed
+
+MOST_SHOWN = 10
+
+
+def ledger(
+    run: RunArgument,
+    sample: Annotated[int | None, typer.Option("--sample", metavar="ID", help="tell where this sample was consumed, from 0")] = None,
+    json: JsonOption = False, traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Hold what a run consumed against the plan.
+
+    Every sample exactly once an epoch, in order, over any number of kills; ends with 1 where that does not hold.
+    """
+    from surefoot.components.data import consumed
+
+    found = consumed.check(run)
+    uses = None if sample is None else consumed.find_sample(run, sample)
+    if json:
+        options.print_json({
+            "run": str(run), "ok": found.holds, "plan": vars(found.plan), "after": found.after, "last": found.last,
+            "attempts": list(found.attempts), "num_rows": found.num_rows, "num_overruled": found.num_overruled,
+            "num_samples": found.num_samples, "epochs": found.epochs, "torn_bytes": found.torn_bytes,
+            "faults": [each._asdict() for each in found.faults],
+            "sample": None if uses is None else {"id": sample, "uses": [each._asdict() for each in uses]},
+        })  # fmt: skip
+        return int(not found.holds)
+    _tell(found)
+    if uses is not None:
+        told = ", ".join(f"step {use.step:,} (epoch {use.epoch:,})" for use in uses) or "not yet"
+        print(f"sample {sample:,}: {told}")
+    return int(not found.holds)
+
+
+def _tell(found: Consumed) -> None:
+    from surefoot.cli.table import print_pairs
+    from surefoot.core.units import format_number
+
+    plan = found.plan
+    order = f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in their own order"
+    short = ", the short last one left out" if plan.drop_last else ""
+    steps = f"steps {found.after + 1:,} to {found.last:,}" if found.last > found.after else "no step"
+    pairs = [("plan", f"{plan.samples:,} samples, {order}, in batches of {plan.batch:,}{short}"),
+             ("consumed", f"{steps}: {found.num_samples:,} samples, {format_number(found.epochs)} epochs"),
+             ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} steps were done again")]  # fmt: skip
+    if found.after:
+        pairs.append(
+            ("before", f"the first {found.after:,} steps were consumed by another plan, in the run that this one is a fork of")
+        )
+    if found.torn_bytes:
+        pairs.append(("torn", "half a row at the end, as a kill leaves it; the next attempt takes it away"))
+    print_pairs(pairs)
+    if found.holds:
+        print("exactly once: every step consumed what the plan says, nothing twice, lost or out of order")
+        return
+    for each in found.faults[:MOST_SHOWN]:
+        print(f"  {each.kind}: {each.told}")
+    if len(found.faults) > MOST_SHOWN:
+        print(f"  and {len(found.faults) - MOST_SHOWN:,} more")
+    print("NOT exactly once")

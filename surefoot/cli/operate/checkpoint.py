@@ -1,0 +1,260 @@
+"""`surefoot checkpoint list`, `show`, `check`, `prune`, `diff`: what is saved, whether it is sound, what goes; without torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.help import Verb, Verbs
+from surefoot.cli.operate import transfer
+from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="List, check, compare, prune, export and import checkpoints.")
+
+CommitArgument = Annotated[str, typer.Argument(metavar="COMMIT", help="RUN, RUN:STEP, RUN:best, or the folder of a step")]
+MOST_SHOWN = 40
+
+
+@app.command(cls=Verb, name="list")
+def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
+    """List the commits of a run.
+
+    Step, attempt, size, score, age; which files are links to those of an earlier commit.
+    """
+    from surefoot.cli.operate import stored
+    from surefoot.cli.table import print_table
+
+    found = stored.rows(run)
+    others = stored.left_overs(run)
+    if json:
+        options.print_json({"run": str(run), "commits": found, "left_over": others})
+        return
+    print_table(("step", "attempt", "size", "linked", "score", "age", ""), [_line(row) for row in found],
+                right=("step", "attempt", "size", "linked", "age"))  # fmt: skip
+    for name in others:
+        print(f"left over: {run / 'checkpoints' / name}", file=sys.stderr)
+
+
+def _line(row: dict[str, Any]) -> tuple[str, ...]:
+    from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
+
+    if "error" in row:
+        return (f"{row['step']:,}", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, row["error"])
+    marks = [name for name, holds in (("best", row["best"]), ("weights alone", not row["whole_state"])) if holds]
+    return (
+        f"{row['step']:,}", str(row["generation"]), format_bytes(row["bytes"]), format_bytes(row["linked_bytes"]) if row["linked"] else "",
+        _score(row["score"]), format_seconds(row["age_s"]), ", ".join(marks),
+    )  # fmt: skip
+
+
+def _score(score: dict[str, Any] | None) -> str:
+    from surefoot.core.units import UNKNOWN, format_number
+
+    value = None if score is None else score.get("value")
+    return f"{score['name']} {format_number(float(value))}" if score and isinstance(value, int | float) else UNKNOWN
+
+
+@app.command(cls=Verb)
+def show(
+    commit: CommitArgument,
+    step: Annotated[str, typer.Option("--step", metavar="STEP", help="of a RUN: best, last, or a number")] = "last",
+    json: JsonOption = False, traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Show what a commit holds.
+
+    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the manifest is read.
+    """
+    from surefoot.cli.operate import stored
+    from surefoot.cli.table import print_pairs, print_table
+    from surefoot.contract import manifest
+    from surefoot.core.units import format_bytes
+
+    folder = stored.find_commit(commit, step)
+    made = manifest.read(folder)
+    if json:
+        files = [
+            {"name": e.name, "bytes": e.num_bytes, "sha256": e.sha256, "since": e.since, "tensors": _tensors(e)}
+            for e in made.files
+        ]
+        options.print_json({**stored.row_of(folder, made), "spec_id": made.spec_id, "format": made.format, "layout": dict(made.layout),
+                            "environment": dict(made.environment), "files": files})  # fmt: skip
+        return
+    parent = made.parent or {}
+    told = [("commit", str(folder)), ("step", f"{made.step:,}"), ("attempt", str(made.generation)), ("spec", made.spec_id),
+            ("size", format_bytes(made.num_bytes)), ("score", _score(None if made.score is None else dict(made.score)))]  # fmt: skip
+    if parent:
+        told.append(("from", f"step {parent.get('step')} of {parent.get('folder')}"))
+    print_pairs([*told, ("versions", ", ".join(f"{name} {version}" for name, version in made.environment.items()))])
+    for entry in made.files:
+        since = f", as step {entry.since:,} wrote it" if entry.since not in (None, made.step) else ""
+        print(f"\n{entry.name}  {format_bytes(entry.num_bytes)}{since}")
+        if entry.tensors:
+            rows = [
+                (name, piece.dtype, str(list(piece.shape)), format_bytes(piece.num_bytes))
+                for name, piece in entry.tensors.items()
+            ]
+            print_table(("tensor", "dtype", "shape", "size"), rows, right=("size",), indent=2)
+
+
+def _tensors(entry: Any) -> dict[str, Any] | None:
+    if entry.tensors is None:
+        return None
+    return {
+        name: {"dtype": piece.dtype, "shape": list(piece.shape), "bytes": piece.num_bytes, "sha256": piece.sha256}
+        for name, piece in entry.tensors.items()
+    }
+
+
+@app.command(cls=Verb)
+def check(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run folder, or one commit of it: RUN:STEP")],
+    repair: Annotated[bool, typer.Option("--repair", help="set damaged commits aside as .bad-...; nothing is deleted")] = False,
+    json: JsonOption = False, traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Hold every byte of the commits of a run against their digests.
+
+    Tells what is damaged and what still loads. Ends with 1 where something is damaged, even if it was set aside just now.
+    """
+    from surefoot.cli.operate import stored
+    from surefoot.core.units import format_bytes
+
+    is_run = (Path(run) / "checkpoints").is_dir()
+    found = list(stored.check_run(Path(run))) if is_run else [stored.check_commit(stored.find_commit(run))]
+    damaged = [each for each in found if not each.is_sound]
+    moved = _set_aside(Path(run), damaged, found[0].folder if found else None) if repair and damaged else {}
+    goes_on = stored.newest_sound(found)
+    if json:
+        rows = [{"step": each.step, "sound": each.is_sound, "damaged": list(each.damaged), "files": list(each.names),
+                 "unknown": list(each.unknown), "num_files": each.num_files, "bytes": each.num_bytes, "whole_state": each.whole_state,
+                 "set_aside": moved.get(each.step)} for each in found]  # fmt: skip
+        options.print_json({"run": run, "ok": not damaged, "goes_on_after": goes_on, "commits": rows})
+        return int(bool(damaged))
+    for each in found:
+        told = f"sound   {each.num_files} files, {format_bytes(each.num_bytes)}" if each.is_sound else "DAMAGED"
+        print(f"step {each.step:,}  {told}")
+        for problem in each.damaged:
+            print(f"  {problem}")
+        for name in each.unknown:
+            print(f"  {name} is not named by the manifest, and is never read")
+        if each.step in moved:
+            print(f"  set aside as {moved[each.step]}")
+    if is_run:
+        print("no commit here can be gone on from" if goes_on is None else f"a run goes on after step {goes_on:,}")
+    return int(bool(damaged))
+
+
+def _set_aside(run: Path, damaged: list[Any], first: Path | None) -> dict[int, str]:
+    from surefoot.cli.operate import stored
+    from surefoot.contract import commits
+
+    holder = run if (run / "checkpoints").is_dir() or first is None else first.parent.parent
+    with stored.check_not_written(holder):
+        return {each.step: str(commits.set_aside(each.folder)) for each in damaged}
+
+
+@app.command(cls=Verb)
+def prune(
+    run: RunArgument,
+    keep: Annotated[
+        int | None, typer.Option("--keep", metavar="N", help="the newest that stay", min=2, show_default="checkpoint.keep")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option("--keep-best", metavar="N", help="the best that stay", min=1, show_default="checkpoint.keep_best")
+    ] = None,
+    keep_every: Annotated[
+        str | None, typer.Option("--keep-every", metavar="D", help="multiples that stay", show_default="checkpoint.keep_every")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell what would be deleted")] = False,
+    json: JsonOption = False, traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Delete the commits that need not stay.
+
+    By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing is deleted unless the newest is
+    sound: then it ends with 1.
+    """
+    from surefoot.cli.operate import stored
+    from surefoot.contract import commits, manifest, retention
+    from surefoot.core.errors import RunFolderError
+    from surefoot.core.units import parse_bytes
+
+    stored.check_folder(run)
+    table = _table(run)
+    every_text = keep_every if keep_every is not None else table.keep_every
+    every = None if every_text is None else stored.parse_every(every_text, run)
+    most, best = keep or table.keep, keep_best or table.keep_best
+    budget = None if table.budget is None else parse_bytes(table.budget)
+    doomed = retention.find_doomed(run, keep=most, every=every, keep_best=best, budget_bytes=budget)
+    problem, gone = None, []
+    if doomed and not dry_run:
+        with stored.check_not_written(run):
+            try:
+                commits.check(manifest.step_folder(run, manifest.steps(run)[-1]))
+            except RunFolderError as error:
+                problem = error.message
+            else:
+                gone = retention.retain(run, keep=most, every=every, keep_best=best, budget_bytes=budget)
+    if json:
+        options.print_json(
+            {
+                "run": str(run),
+                "keep": most,
+                "every": every,
+                "keep_best": best,
+                "budget": budget,
+                "doomed": doomed,
+                "deleted": gone,
+                "problem": problem,
+            }
+        )
+    else:
+        told = "would be deleted" if dry_run else "deleted"
+        shown = doomed if dry_run else gone
+        print(f"{told}: {', '.join(f'step {step:,}' for step in shown) or 'nothing'}")
+        if problem is not None:
+            print(f"nothing was deleted, since the newest commit is not sound: {problem}", file=sys.stderr)
+    return int(problem is not None)
+
+
+def _table(run: Path) -> Any:
+    """What the run's own spec says of commits, or what holds without one."""
+    from surefoot.contract import spec_file
+    from surefoot.contract.spec import CheckpointTable
+
+    path = run / "spec.toml"
+    return spec_file.read(str(path.resolve())).spec.checkpoint if path.is_file() else CheckpointTable()
+
+
+@app.command(cls=Verb)
+def diff(one: CommitArgument, other: CommitArgument, json: JsonOption = False, traceback: TracebackOption = False) -> int:
+    """Tell in which tensors two commits differ, and by how much.
+
+    Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are equal.
+    """
+    from surefoot.cli.operate import difference, stored
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_number
+
+    folders = stored.find_commit(one), stored.find_commit(other)
+    found, same = difference.compare(*folders)
+    if json:
+        options.print_json({"one": str(folders[0]), "other": str(folders[1]), "equal": not found, "num_equal_tensors": same,
+                            "differences": [each.as_row() for each in found]})  # fmt: skip
+        return int(bool(found))
+    rows = []
+    for each in found[:MOST_SHOWN]:
+        how = each.what if each.num_values is None else f"{each.num_different:,} of {each.num_values:,}"
+        rows.append((each.file, each.name, how, "" if each.num_values is None else format_number(each.max_abs)))
+    if rows:
+        print_table(("file", "name", "different", "at most by"), rows, right=("at most by",))
+    if len(found) > MOST_SHOWN:
+        print(f"and {len(found) - MOST_SHOWN:,} more")
+    print(f"{'equal' if not found else 'different'}: {same:,} tensors are the same, bit for bit")
+    return int(bool(found))
+
+
+app.command(cls=Verb, name="export")(transfer.export)
+app.command(cls=Verb, name="import")(transfer.import_)

@@ -1,0 +1,197 @@
+"""Where two commits differ: which tensors, in how many numbers, by how much at most. numpy alone; what is read is verified."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from surefoot.contract import commits, digest, manifest
+from surefoot.contract.manifest import Entry, Manifest, Piece
+from surefoot.core.errors import RunFolderError
+
+TIMES = "clock.json"  # the one file that differs between equal runs
+# what numpy calls the dtypes of safetensors; those that it has not are read as bits and decoded here
+DTYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "I16": np.int16, "U16": np.uint16,
+    "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "U32": np.uint32, "F32": np.float32, "I64": np.int64, "U64": np.uint64,
+    "F64": np.float64, "C64": np.complex64,
+}  # fmt: skip
+BLOCK = 1 << 20  # numbers compared at once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor or value that is not the same: `what` in words, and for numbers how many differ, of how many, by how much at most.
+
+    `max_abs` is over pairs that are both finite, None where there is none.
+    """
+
+    file: str
+    name: str
+    what: str
+    num_different: int | None = None
+    num_values: int | None = None
+    max_abs: float | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(one: Path, other: Path) -> tuple[list[Difference], int]:
+    """All that differs between two commits, and how many tensors are equal; times apart. Raises RunFolderError for damage."""
+    manifests = manifest.read(one), manifest.read(other)
+    entries = [{entry.name: entry for entry in made.files} for made in manifests]
+    found: list[Difference] = []
+    same = 0
+    with commits.hashing() as pool:
+        for file in sorted(entries[0].keys() | entries[1].keys()):
+            pair = entries[0].get(file), entries[1].get(file)
+            if pair[0] is not None and pair[1] is not None and pair[0].tensors is None and file != TIMES:
+                found += _compare_texts((one, other), (pair[0], pair[1]), pool)
+        tensors, same = _compare_tensors((one, other), manifests, pool)
+    missing = [
+        Difference(file, "", f"only in {one if file in entries[0] else other}")
+        for file in sorted(entries[0].keys() ^ entries[1].keys())
+        if (entries[0].get(file) or entries[1][file]).tensors is None
+    ]
+    return [*missing, *tensors, *found], same
+
+
+Place = tuple[Entry, Piece]
+Pair = tuple[Path, Path]
+
+
+def _places(made: Manifest) -> dict[str, Place]:
+    """Tensors by kind of file and name: a weight that was frozen later stands in another file, and is the same weight."""
+    return {
+        f"{_kind(entry.name)}\n{name}": (entry, piece) for entry in made.files for name, piece in (entry.tensors or {}).items()
+    }
+
+
+def _kind(file: str) -> str:
+    return "model.safetensors" if file.startswith("model-") else file
+
+
+def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: Executor) -> tuple[list[Difference], int]:
+    ours, theirs = _places(manifests[0]), _places(manifests[1])
+    found = []
+    same = 0
+    for key in sorted(ours.keys() | theirs.keys()):
+        file, _, name = key.partition("\n")
+        if key not in theirs or key not in ours:
+            found.append(Difference(file, name, f"only in {folders[0] if key in ours else folders[1]}"))
+            continue
+        mine, other = ours[key], theirs[key]
+        if (mine[1].dtype, mine[1].shape, mine[1].sha256) == (other[1].dtype, other[1].shape, other[1].sha256):
+            same += 1
+        elif mine[1].shape != other[1].shape:
+            found.append(Difference(file, name, f"shape {list(mine[1].shape)} and {list(other[1].shape)}"))
+        elif mine[1].dtype != other[1].dtype:
+            found.append(Difference(file, name, f"dtype {mine[1].dtype} and {other[1].dtype}"))
+        else:
+            values = [read_tensor(folder, *place, name, pool) for folder, place in zip(folders, (mine, other), strict=True)]
+            found.append(_numbers(file, name, values[0], values[1], mine[1].dtype))
+    return found, same
+
+
+def read_tensor(folder: Path, entry: Entry, piece: Piece, name: str, pool: Executor) -> npt.NDArray[Any]:
+    """One tensor as it is stored, flat, hashed in the memory that receives it. Raises RunFolderError for a damaged one."""
+    held = bytearray(piece.num_bytes)
+    with commits.opened(folder, entry) as file:
+        start = len(commits.read_header(file, folder / entry.name, entry)) + piece.start
+        found = digest.finish(digest.begin_read(pool, file, start, start + piece.num_bytes, memoryview(held)))
+    if found != piece.sha256:
+        raise RunFolderError(
+            f"{folder / entry.name} is damaged: the digest of {name} does not match", hint="surefoot checkpoint check RUN"
+        )
+    return np.frombuffer(held, dtype=DTYPES[piece.dtype])
+
+
+def as_numbers(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """The values of what is stored, wide enough that a difference of two is exact or nearly so.
+
+    >>> as_numbers(np.array([0x3F80, 0xC000], dtype=np.uint16), "BF16").tolist()
+    [1.0, -2.0]
+    >>> as_numbers(np.array([0x38, 0xC0, 0x01], dtype=np.uint8), "F8_E4M3").tolist()
+    [1.0, -2.0, 0.001953125]
+    """
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype == "F8_E5M2":
+        return (stored.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
+    if dtype == "F8_E4M3":
+        return np.take(_E4M3, stored)
+    if dtype == "C64":
+        return stored.astype(np.complex128)
+    return stored.astype(np.longdouble if dtype in ("I64", "U64") else np.float64)
+
+
+def _e4m3() -> npt.NDArray[np.float64]:
+    """Every value of the 8-bit format with 4 bits of exponent (bias 7), 3 of mantissa and no infinity (arXiv:2209.05433)."""
+    bits = np.arange(256)
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size[(bits & 127) == 127] = np.nan
+    signed: npt.NDArray[np.float64] = np.where(bits >= 128, -size, size)
+    return signed
+
+
+_E4M3 = _e4m3()
+
+
+def _numbers(file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: str) -> Difference:
+    different, largest = 0, None
+    for start in range(0, len(one), BLOCK):
+        a, b = one[start : start + BLOCK], other[start : start + BLOCK]
+        unlike = np.flatnonzero(_as_bits(a) != _as_bits(b))
+        different += len(unlike)
+        apart = np.abs(as_numbers(a[unlike], dtype) - as_numbers(b[unlike], dtype))
+        apart = apart[np.isfinite(apart)]
+        if len(apart):
+            largest = max(float(apart.max()), largest or 0.0)
+    return Difference(file, name, "values", different, len(one), largest)
+
+
+def _as_bits(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """By bits, so that a NaN equals itself and 0 is not -0."""
+    return stored.view(f"u{stored.dtype.itemsize}")
+
+
+def _compare_texts(folders: Pair, pair: tuple[Entry, Entry], pool: Executor) -> list[Difference]:
+    """A file of text: of JSON the values that differ, by their path."""
+    if pair[0].sha256 == pair[1].sha256:
+        return []
+    name = pair[0].name
+    for folder, entry in zip(folders, pair, strict=True):
+        commits.check_file(folder, entry, pool)
+    try:
+        trees = [json.loads((folder / name).read_bytes()) for folder in folders]
+    except (ValueError, RecursionError):
+        return [Difference(name, "", "other bytes")]
+    ours, theirs = dict(_leaves(trees[0])), dict(_leaves(trees[1]))
+    return [
+        Difference(name, path, f"{_shown(ours, path)} and {_shown(theirs, path)}")
+        for path in sorted(ours.keys() | theirs.keys())
+        if ours.get(path, ...) != theirs.get(path, ...)
+    ] or [Difference(name, "", "other bytes")]
+
+
+def _leaves(value: Any, path: str = "") -> Any:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, f"{path}/{key}" if path else str(key))
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from _leaves(part, f"{path}/{number}")
+    else:
+        yield path, value
+
+
+def _shown(leaves: dict[str, Any], path: str) -> str:
+    return json.dumps(leaves[path])[:60] if path in leaves else "nothing"

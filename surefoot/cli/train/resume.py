@@ -1,0 +1,104 @@
+"""`surefoot resume`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgument, SetOption, StepsOption, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.train.resume.start import Start
+
+
+def resume(
+    run: RunArgument,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="STEP", help="the commit: best, last or a number", show_default="the newest")
+    ] = None,
+    fork: Annotated[Path | None, typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is")] = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
+    set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
+    accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Go on with a run, or begin another one where it stood.
+
+    An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork a new run begins with its state,
+    and the spec may change.
+    """
+    from surefoot.cli.train.train import finish
+    from surefoot.contract import spec_file
+    from surefoot.train.resume import changes
+    from surefoot.train.resume.start import spec_of
+    from surefoot.train.run import Run
+
+    before = spec_of(run)
+    after = spec_file.read(str((run / "spec.toml").resolve()), options.overrides(set_, steps=steps, data=data)).spec
+    found = changes.find(before, after)
+    start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
+    if start is None:
+        _check_unfinished(run)
+        changes.check_in_place(found, f"surefoot resume {shlex.quote(str(run))} --fork NEW with the same changes")
+    elif not weights_only:
+        changes.check_fork(found)
+    if fork is not None:
+        _check_new(fork)
+    is_named = start is None or fork is not None
+    folder = fork if fork is not None else run
+    return finish(
+        Run(after, folder=folder, fresh=not is_named, accept_code_change=accept_code_change, quiet=quiet, start=start), json=json
+    )
+
+
+def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -> Start | None:
+    """The commit that a new run begins with; None where the run goes on in its own folder."""
+    from surefoot.contract import commits
+    from surefoot.train.resume.start import Start, newest_sound
+
+    if from_ is None and not is_fork:
+        return None
+    if from_ is None:
+        step, troubles = newest_sound(run)
+        for trouble in troubles:
+            print(f"warning: {trouble}; the commit before it is taken", file=sys.stderr)
+        return Start(run, step, weights_only)
+    step = commits.find_step(run, int(from_) if from_.isdigit() else from_)
+    newest = commits.find_step(run, "last")
+    if not is_fork and step == newest:
+        return None
+    if not is_fork:
+        print(
+            f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: that run is left as it is, and a "
+            "fork of it begins in a new folder",
+            file=sys.stderr,
+        )
+    return Start(run, step, weights_only)
+
+
+def _check_unfinished(run: Path) -> None:
+    """Raise RunFolderError for a run that is done: there is nothing to go on with."""
+    from surefoot.cli.look import past
+    from surefoot.contract import events
+    from surefoot.core.errors import RunFolderError
+
+    found = past.read(run) if (run / events.FILE).is_file() else None
+    if found is not None and found.ended is not None and found.state in ("finished", "stopped"):
+        name = shlex.quote(str(run))
+        raise RunFolderError(
+            f"{run} is {found.state} after step {found.ended.step:,} ({found.ended.cause}): there is nothing to go on with",
+            hint=f"to train on from its end: surefoot resume {name} --fork NEW --steps {2 * max(1, found.ended.step)}",
+        )
+
+
+def _check_new(fork: Path) -> None:
+    from surefoot.contract import events
+    from surefoot.core.errors import RunFolderError
+
+    if (fork / events.FILE).is_file():
+        raise RunFolderError(f"{fork} holds a run already, and is left as it is", hint="give a new folder with --fork")

@@ -1,0 +1,212 @@
+"""A model out of its run: safetensors, torch.export or ONNX, held against the model it came from on real inputs before it is given a name.
+
+What was written is read back and run: its outputs must equal the model's to 1e-5 in evaluation mode, or no file is left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError
+
+TOLERANCE = 1e-5
+Format = Literal["safetensors", "torch-export", "onnx"]
+ENDINGS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt2": "torch-export", ".onnx": "onnx"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export came to; `max_error` is the largest difference of an output, relative where that is above 1.
+
+    `batch` is the size of batch that the file takes, None for any. A file whose outputs differ is not kept: `holds` is then False.
+    """
+
+    path: Path
+    format: Format
+    num_bytes: int
+    max_error: float
+    batch: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.max_error <= TOLERANCE
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model was called with, and what it gave."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+def capture(model: nn.Module, forward: Callable[[], Any]) -> Call:
+    """The one call of `model` that `forward()` makes. Raises TaskError where it makes none, or several."""
+    calls: list[Call] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(Call(args, kwargs, output))
+
+    handle = model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        forward()
+    finally:
+        handle.remove()
+    if len(calls) != 1:
+        raise TaskError(
+            f"the task's forward calls its model {len(calls)} times, and an exported graph is one call",
+            hint="export the weights: --format safetensors",
+        )
+    return calls[0]
+
+
+@torch.no_grad()
+def export_weights(
+    model: nn.Module, build: Callable[[], nn.Module], forward: Callable[[nn.Module], Any], path: Path
+) -> Exported:  # fmt: skip
+    """Write the state dict as safetensors (a tied tensor once); another model of `build` reads it and must give the same outputs."""
+    draft = _draft(path)
+    try:
+        save_model(model, str(draft), metadata={"format": "pt"})
+        other = build().eval()
+        load_model(other, str(draft))
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="free some space, or give another --to") from error
+    return _settle(draft, path, "safetensors", max_error(forward(model), forward(other)), None)
+
+
+def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Format) -> Exported:
+    """Write the model as a graph that runs without its code; `calls` are of two sizes of batch, the larger first.
+
+    The batch is free where both sizes give the model's outputs, else it is that of the first call. Raises TaskError for a model
+    that cannot be traced, MissingExtra where ONNX is not installed.
+    """
+    write = _write_onnx if kind == "onnx" else _write_export
+    draft = _draft(path)
+    first, size = calls[0], _batch_size(calls[0])
+    for taken, is_free in ((calls, True), (calls[:1], False)):
+        if is_free and (len(calls) < 2 or size is None):
+            continue
+        try:
+            run = write(model, first, _free_batch(model, first, size) if is_free else None, draft)
+            error = max(max_error(call.output, run(call)) for call in taken)
+        except (MissingExtra, OSError):
+            raise
+        except Exception as problem:  # whatever a tracer makes of a stranger's model
+            if is_free:
+                continue
+            raise TaskError(
+                f"the model cannot be exported: {type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}",
+                hint="export the weights: --format safetensors",
+            ) from problem
+        if error <= TOLERANCE or not is_free:
+            return _settle(draft, path, kind, error, None if is_free else size)
+    raise TaskError("the model was not called")
+
+
+def _write_export(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Callable[[Call], Any]:
+    made = torch.export.export(model, call.args, dict(call.kwargs), dynamic_shapes=shapes)
+    torch.export.save(made, draft)
+    read = torch.export.load(draft).module()
+    return lambda call: read(*call.args, **call.kwargs)
+
+
+def _write_onnx(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Callable[[Call], Any]:
+    """Held against the reference evaluator of the onnx package, which needs no other runtime."""
+    try:
+        import onnx
+        import onnx.reference
+        import onnxscript  # noqa: F401 - torch's exporter needs it
+    except ImportError as error:
+        raise MissingExtra(str(error.name or "onnx"), extra="onnx", needed_for="exporting to ONNX") from None
+    torch.onnx.export(
+        model, call.args, draft, kwargs=dict(call.kwargs), dynamo=True, dynamic_shapes=shapes, external_data=False, verbose=False
+    )  # fmt: skip
+    graph = onnx.load(draft)
+    onnx.checker.check_model(graph)
+    read = onnx.reference.ReferenceEvaluator(graph)
+    names = [each.name for each in graph.graph.input]
+
+    def run(call: Call) -> Any:
+        given = [leaf.numpy() for leaf in leaves((call.args, call.kwargs))]
+        return [torch.from_numpy(each.copy()) for each in read.run(None, dict(zip(names, given, strict=True)))]
+
+    return run
+
+
+def _free_batch(model: nn.Module, call: Call, size: int | None) -> Any:
+    """`dynamic_shapes` with the first dimension free of every tensor that has one of the batch's size."""
+
+    def free(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return {0: torch.export.Dim.AUTO} if value.ndim and value.shape[0] == size else None
+        if isinstance(value, Mapping):
+            return {key: free(part) for key, part in value.items()}
+        return type(value)(free(part) for part in value) if isinstance(value, list | tuple) else None
+
+    given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
+    return {name: free(value) for name, value in given.items()}
+
+
+def _batch_size(call: Call) -> int | None:
+    return next((leaf.shape[0] for leaf in leaves((call.args, call.kwargs)) if leaf.ndim), None)
+
+
+def max_error(one: Any, other: Any) -> float:
+    """The largest difference between the tensors of two outputs, divided by the larger magnitude where that is above 1.
+
+    Infinite where they have other shapes, or one is not a number where the other is.
+
+    >>> max_error(torch.tensor([1.0, 200.0]), {"logits": torch.tensor([1.0, 202.0])}) < 0.01
+    True
+    """
+    mine, theirs = list(leaves(one)), list(leaves(other))
+    if [each.shape for each in mine] != [each.shape for each in theirs] or not mine:
+        return math.inf
+    worst = 0.0
+    for a, b in zip(mine, theirs, strict=True):
+        if not a.numel():
+            continue
+        x, y = a.double(), b.double()
+        apart = (x - y).abs() / torch.maximum(x.abs(), y.abs()).clamp(min=1)
+        same = (x == y) | (x.isnan() & y.isnan())
+        worst = max(worst, float(torch.where(same, 0.0, apart.nan_to_num(nan=math.inf)).max()))
+    return worst
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    """Every tensor of an output, in order: of tuples, lists, mappings and what holds its fields as attributes."""
+    if isinstance(value, Tensor):
+        yield value.detach()
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from leaves(part)
+
+
+def _draft(path: Path) -> Path:
+    if not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: {path.parent} is no folder", hint="make the folder first")
+    return path.with_name(f".draft-{path.name}")
+
+
+def _settle(draft: Path, path: Path, kind: Format, error: float, batch: int | None) -> Exported:
+    """Give the draft its name, or remove it where its outputs are others."""
+    made = Exported(path, kind, draft.stat().st_size, error, batch)
+    if made.holds:
+        draft.replace(path)
+    else:
+        draft.unlink()
+    return made

@@ -1,0 +1,171 @@
+"""A run's ledger held against its plan: every step once, in order, with the samples that the order of the data says."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.order import Order
+from surefoot.contract import ledger, manifest, runlock
+from surefoot.contract.ledger import Plan, Row
+from surefoot.contract.task import Source
+from surefoot.core.errors import RunFolderError
+
+SEARCHED = 1 << 20  # positions of an epoch looked up at once
+
+
+class Fault(NamedTuple):
+    """What a step of the ledger does not keep of the plan: `lost`, `twice`, `out of order`, `other samples` or `damaged`."""
+
+    kind: str
+    step: int
+    told: str
+
+
+class Use(NamedTuple):
+    """Where a sample was consumed; epochs count from 1."""
+
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consumed:
+    """What a run consumed: steps `first` to `last`, in `attempts` (generations), `num_overruled` of them done again.
+
+    `after` is the step after which a fork's own plan begins, 0 where the ledger begins with the first step. `torn_bytes` are half a
+    row at the end, which a kill leaves.
+    """
+
+    plan: Plan
+    after: int
+    last: int
+    attempts: tuple[int, ...]
+    num_rows: int
+    num_overruled: int
+    num_samples: int
+    epochs: float
+    torn_bytes: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def holds(self) -> bool:
+        return not self.faults
+
+
+def check(run: Path) -> Consumed:
+    """Read the ledger of `run` and compare every step with the plan. Raises RunFolderError for a folder without one."""
+    plan, after = ledger.read_plan(run), ledger.read_after(run)
+    feed = feed_of(plan)
+    rows = list(ledger.read(run))
+    kept, overruled = ledger.consumed(iter(rows))
+    faults = [*_damaged(run, rows), *_order(rows, after), *_lost_at_the_end(run, kept, after), *_other_samples(feed, rows)]
+    steps = {row.step for row in kept}
+    samples = _samples(feed, steps)
+    return Consumed(
+        plan=plan, after=after, last=max(steps, default=after), attempts=tuple(sorted({row.generation for row in rows} - {0})),
+        num_rows=len(rows), num_overruled=overruled, num_samples=samples, epochs=len(steps) / feed.steps_per_epoch,
+        torn_bytes=(run / ledger.FILE).stat().st_size % ledger.ROW.size, faults=tuple(sorted(faults, key=lambda each: each.step)),
+    )  # fmt: skip
+
+
+def find_sample(run: Path, sample: int) -> list[Use]:
+    """The steps that consumed `sample` and were not overruled. Raises RunFolderError for one that the set has not."""
+    plan = ledger.read_plan(run)
+    if not 0 <= sample < plan.samples:
+        raise RunFolderError(f"there is no sample {sample}", hint=f"the set has {plan.samples:,}, counted from 0")
+    feed = feed_of(plan)
+    kept = {row.step for row in ledger.consumed(ledger.read(run))[0]}
+    epochs = sorted({(step - 1) // feed.steps_per_epoch for step in kept})
+    found = (Use(epoch * feed.steps_per_epoch + position // plan.batch + 1, epoch + 1) for epoch in epochs
+             if (position := _position(feed, epoch, sample)) is not None)  # fmt: skip
+    return [use for use in found if use.step in kept]
+
+
+def feed_of(plan: Plan) -> Feed:
+    """The order and the batches of a plan, without its data."""
+    order = Order(plan.samples, plan.seed, shuffle=plan.shuffle)
+    return Feed(cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last)
+
+
+def _position(feed: Feed, epoch: int, sample: int) -> int | None:
+    """Where a sample stands in an epoch; None where it is left out with the short last batch."""
+    end = min(feed.order.n, feed.steps_per_epoch * feed.batch)
+    for start in range(0, end, SEARCHED):
+        hits = np.flatnonzero(feed.order.ids(epoch, start, min(start + SEARCHED, end)) == sample)
+        if len(hits):
+            return start + int(hits[0])
+    return None
+
+
+def _samples(feed: Feed, steps: set[int]) -> int:
+    """Samples of these steps; the last of an epoch may be short."""
+    full, short = feed.batch, feed.order.n - feed.dropped - (feed.steps_per_epoch - 1) * feed.batch
+    return sum(short if step % feed.steps_per_epoch == 0 else full for step in steps)
+
+
+def _damaged(run: Path, rows: list[Row]) -> list[Fault]:
+    """An attempt's number only rises, up to the one that the lock holds; 0 is what a fork took over of its history."""
+    newest = runlock.read_generation(run)
+    taken_over = [row.step for row in rows if row.generation == 0]
+    found, before = [], 0
+    if taken_over and taken_over[-1] != _forked_after(run):
+        found.append(
+            Fault("damaged", taken_over[-1], f"steps up to {taken_over[-1]:,} are of no attempt, and this is no such fork")
+        )
+    for row in rows:
+        if row.generation < before or (newest and row.generation > newest):
+            found.append(Fault("damaged", row.step, f"attempt {row.generation} is written after attempt {before}"))
+        else:
+            before = row.generation
+    return found
+
+
+def _forked_after(run: Path) -> int | None:
+    """The step that a fork began with, as its commits say."""
+    for step in reversed(manifest.steps(run)):
+        with contextlib.suppress(RunFolderError):
+            parent = manifest.read(manifest.step_folder(run, step)).parent
+            return None if parent is None else parent.get("step")
+    return None
+
+
+def _order(rows: list[Row], after: int) -> list[Fault]:
+    """Each attempt does one step after another, and begins no later than where the one before it ended."""
+    found: list[Fault] = []
+    before = Row(after, -1, 0)
+    for row in rows:
+        if row.step > before.step + 1:
+            gone = (
+                f"step {before.step + 1:,} is"
+                if row.step == before.step + 2
+                else f"steps {before.step + 1:,} to {row.step - 1:,} are"
+            )
+            found.append(Fault("lost", before.step + 1, f"{gone} not there"))
+        elif row.step <= after or (row.step < before.step and row.generation == before.generation):
+            found.append(Fault("out of order", row.step, f"step {row.step:,} follows step {before.step:,}"))
+        elif row.step == before.step and row.generation == before.generation:
+            found.append(Fault("twice", row.step, f"step {row.step:,} is there twice"))
+        before = row
+    return found
+
+
+def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[Fault]:
+    """The rows of a step reach the disk before its commit does."""
+    committed, last = max(manifest.steps(run), default=0), max((row.step for row in kept), default=after)
+    if committed <= last:
+        return []
+    return [Fault("lost", last + 1, f"steps {last + 1:,} to {committed:,} are not there, and step {committed:,} was committed")]
+
+
+def _other_samples(feed: Feed, rows: list[Row]) -> list[Fault]:
+    return [
+        Fault("other samples", row.step, f"step {row.step:,} did not consume what the plan says")
+        for row in rows
+        if row.step < 1 or ledger.checksum(feed.window(row.step - 1).ids) != row.checksum
+    ]

@@ -1,0 +1,130 @@
+"""What may change between a run and its continuation: in place, with a fork, or not at all. One table; the docs show it.
+
+What counts in a spec's id changes what a run is, so it needs a fork. What does not (where the data lie, the device, what is observed
+or saved) may change in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+from typing import Any, Literal
+
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import SpecError
+
+Verdict = Literal["in place", "fork", "refused"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a change of the keys that match `pattern` needs, and why."""
+
+    pattern: str
+    verdict: Verdict
+    why: str
+
+
+RULES = (
+    Rule("observe.*", "in place", "what is recorded changes no number"),
+    Rule("checkpoint.*", "in place", "when a run is saved changes no number"),
+    Rule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
+    Rule("train.device", "in place", "another device computes other bits, the same run"),
+    Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
+    Rule("train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"),
+    Rule("task.use", "refused", "another task has another model"),
+    Rule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),
+    Rule("optim.name", "refused", "another optimiser has another state"),
+    Rule("optim.freeze", "refused", "what was frozen has no optimiser state"),
+    Rule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
+    Rule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),
+    Rule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
+    Rule("train.length", "fork", "a longer or shorter run; its schedule follows"),
+    Rule("train.batch", "fork", "step n reads what step n reads of a run that always had this batch"),
+    Rule("train.seed", "fork", "the order of the data is that of the new seed from the first new step"),
+    Rule("data.*", "fork", "the order of the data is another from the first new step"),
+    Rule("evaluate.split", "fork", "scores begin anew"),
+    Rule("evaluate.score", "fork", "scores begin anew"),
+    Rule("evaluate.*", "fork", "the new values hold from the first new step"),
+    Rule("*", "fork", "the new values hold from the first new step"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that is not what it was, and the rule for it."""
+
+    key: str
+    was: Any
+    now: Any
+    rule: Rule
+
+    def __str__(self) -> str:
+        return f"{self.key} is {self.now!r}, was {self.was!r}"
+
+
+def rule_for(key: str) -> Rule:
+    """The first rule that speaks of a key."""
+    return next(rule for rule in RULES if fnmatchcase(key, rule.pattern))
+
+
+def find(before: RunSpec, after: RunSpec) -> list[Change]:
+    """Every key whose value differs, in the order of the spec."""
+    ours, theirs = _values(before), _values(after)
+    keys = list(dict.fromkeys((*ours, *theirs)))
+    found = [Change(key, ours.get(key), theirs.get(key), rule_for(key)) for key in keys if ours.get(key) != theirs.get(key)]
+    known = {change.key for change in found}
+    return found + [Change(key, "not stated", theirs.get(key), rule_for(key)) for key in _stated(after) - _stated(before) - known]
+
+
+def _stated(spec: RunSpec) -> set[str]:
+    """What overrules a part of the task by being stated at all, whatever its value."""
+    tables = spec.as_tables()
+    return {f"{table}.{key}" for table in ("optim", "schedule") for key in tables.get(table, {}) if key in ("name", "lr")}
+
+
+def _values(spec: RunSpec) -> dict[str, Any]:
+    tables = spec.model_dump(mode="python")
+    tables["task"] = {"use": _named(spec.task.use), **spec.task.parameters}
+    tables["schedule"] = spec.schedule.effective()
+    return {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+
+
+def _named(use: str | None) -> str | None:
+    """A task's file may have moved: its name is what counts, as in the spec's id."""
+    if use is None:
+        return None
+    file, colon, name = use.partition(":")
+    return f"{PurePath(file).name}{colon}{name}"
+
+
+def check_in_place(changes: Sequence[Change], how: str) -> None:
+    """Raise SpecError where a change needs a fork; `how` is the command that makes one."""
+    wrong = [change for change in changes if change.rule.verdict != "in place"]
+    if wrong:
+        raise SpecError(f"{wrong[0]}: an unfinished run goes on as it was begun ({wrong[0].rule.why})", hint=how)
+
+
+def check_fork(changes: Sequence[Change]) -> None:
+    """Raise SpecError where a change does not go together with the state that is taken over."""
+    wrong = [change for change in changes if change.rule.verdict == "refused" or _switches_average(change)]
+    if wrong:
+        raise SpecError(
+            f"{wrong[0]}: {wrong[0].rule.why}", hint="--weights-only begins anew with the weights that fit, and nothing else"
+        )
+
+
+def _switches_average(change: Change) -> bool:
+    return change.key == "optim.ema" and (change.was is None) != (change.now is None)
+
+
+def starts_scores_anew(changes: Sequence[Change]) -> bool:
+    """Whether an evaluation now measures something else than before."""
+    return any(change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.") for change in changes)
+
+
+def changes_settings(changes: Sequence[Change]) -> bool:
+    """Whether the groups of the optimiser must be those of the new spec, not as they were saved."""
+    return any(change.key.startswith(("optim.", "schedule.")) for change in changes)

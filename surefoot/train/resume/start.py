@@ -1,0 +1,159 @@
+"""A run that begins where another one stood: a fork with all of its state, or a new run with its weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Commit
+from surefoot.contract import commits, manifest, spec_file
+from surefoot.contract.manifest import Piece
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import RunFolderError, SpecError
+from surefoot.train.assemble import Assembly
+from surefoot.train.folder import Chosen
+from surefoot.train.resume import changes
+from surefoot.train.resume.changes import Change
+from surefoot.train.resume.state import LiveState
+
+MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Start:
+    """The commit that a new run begins with: all of the state, or with `weights_only` what fits of its weights, from step 0."""
+
+    run: Path
+    step: int
+    weights_only: bool = False
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where the new run stands: after `step`, with what was `saved` beside the state; `parent` goes into its manifests."""
+
+    step: int
+    parent: Mapping[str, Any]
+    notes: tuple[str, ...]
+    saved: Mapping[str, Any] | None = None
+
+
+def begin(start: Start, assembly: Assembly) -> Begun:
+    """Put the state of the commit into the new run's objects. Raises RunFolderError where it is damaged or does not fit, SpecError."""
+    commit = Commit(start.run, start.step)
+    parent = {"folder": str(start.run.resolve()), "step": start.step, "spec_id": commit.manifest.spec_id}
+    if start.weights_only:
+        return Begun(0, {**parent, "weights_only": True}, (_load_weights(commit, assembly),))
+    before = spec_of(start.run)
+    found = changes.find(before, assembly.spec)
+    changes.check_fork(found)
+    table = assembly.spec.checkpoint
+    if table.store is not None and table.store == before.checkpoint.store:
+        raise SpecError(
+            f"checkpoint.store = {table.store!r} is that of {start.run}", hint="--set checkpoint.store=URL: another one"
+        )
+    saved = LiveState(assembly).restore(commit, lambda tree: _adapt(tree, found))
+    return Begun(start.step, parent, _notes(start, found), saved)
+
+
+def spec_of(run: Path) -> RunSpec:
+    """The spec of a run, from its folder. Raises RunFolderError for a folder that is no run."""
+    path = run / "spec.toml"
+    if not path.is_file():
+        raise RunFolderError(f"{run} is no run: it holds no spec.toml", hint="surefoot runs lists the runs below a folder")
+    return spec_file.read(str(path.resolve())).spec
+
+
+def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
+    """What the changed spec says anew is not taken from the old state."""
+    if changes.changes_settings(found):
+        for update in tree["optimizer"].values():
+            for each in update["optimizers"]:
+                if "groups" in each:
+                    each["groups"] = [{} for _ in each["groups"]]
+    if any(change.key.startswith("schedule.") for change in found):
+        tree["plateau"] = None
+    if changes.starts_scores_anew(found):
+        tree["scores"], tree["plateau"] = None, None
+
+
+def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
+    notes = [f"forked from {start.run} after step {start.step:,}"]
+    notes += [f"changed: {change}" for change in found if change.rule.verdict != "in place"]
+    if changes.starts_scores_anew(found):
+        notes.append("scores begin anew: they now measure something else")
+    return tuple(notes)
+
+
+def newest_sound(run: Path) -> tuple[int, list[str]]:
+    """The newest commit of a run that is whole and undamaged, and what was wrong with newer ones; nothing is set aside.
+
+    Raises RunFolderError where there is none.
+    """
+    troubles: list[str] = []
+    for step in reversed(manifest.steps(run)):
+        try:
+            if commits.check(manifest.step_folder(run, step)).is_whole_state:
+                return step, troubles
+        except RunFolderError as error:
+            troubles.append(error.message)
+    told = f": {troubles[0]}" if troubles else ""
+    raise RunFolderError(f"{run} holds no commit that a run could begin with{told}", hint="surefoot checkpoint check RUN")
+
+
+def check_same_data(chosen: Chosen, digest: str) -> None:
+    """Raise RunFolderError where the run that goes on was begun with other data."""
+    if chosen.data_digest is not None and chosen.data_digest != digest:
+        raise RunFolderError(
+            f"the training data are not those that {chosen.folder} was begun with",
+            hint="give the same data with --data, or begin another run: surefoot resume RUN --fork NEW",
+        )
+
+
+# ---- weights alone
+
+
+def _load_weights(commit: Commit, assembly: Assembly) -> str:
+    """Read what fits by name and shape; gives what was loaded and what was not, in words."""
+    stored = commit.pieces(checkpoint.MODEL)
+    own = {name: each for name, each in assembly.model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    fits = {name for name, piece in stored.items() if name in own and tuple(own[name].shape) == piece.whole == piece.shape}
+    reshaped = [f"{n} {list(p.whole)}, now {list(own[n].shape)}" for n, p in stored.items() if n in own and n not in fits]
+    unexpected = [name for name in stored if name not in own]
+    held = {own[name].data_ptr() for name in fits if own[name].numel()}
+    missing = [name for name, each in own.items() if name not in stored and each.data_ptr() not in held]
+    told = _told(len(fits), len(stored), {"missing": missing, "of another shape": reshaped, "unexpected": unexpected})
+    if not fits:
+        raise RunFolderError(f"no weight of {commit.folder} fits the model: {told}", hint="build the model that they are of")
+    commits.check(commit.folder)  # before anything moves
+
+    def give(name: str, piece: Piece) -> Tensor:
+        return own[name].detach() if name in fits else checkpoint.create(name, piece)
+
+    commit.read(checkpoint.MODEL, give)
+    _follow(assembly)
+    return f"begun with the weights of {commit.folder}: {told}"
+
+
+@torch.no_grad()
+def _follow(assembly: Assembly) -> None:
+    """An average of the weights begins with the weights."""
+    average = assembly.engine.average
+    if average is not None:
+        for mean, parameter in zip(average.averages, average.parameters, strict=True):
+            mean.copy_(parameter)
+
+
+def _told(num_loaded: int, num_stored: int, others: Mapping[str, Sequence[str]]) -> str:
+    parts = [f"loaded {num_loaded} of {num_stored} tensors"]
+    for what, names in others.items():
+        if names:
+            more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+            parts.append(f"{what}: {', '.join(names[:MOST_SHOWN])}{more}")
+    return "; ".join(parts)

@@ -1,0 +1,402 @@
+"""`surefoot checkpoint`: what it lists is there, what it finds damaged is damaged, what it deletes need not stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Stamp
+from surefoot.contract import commits, manifest
+from surefoot.contract.manifest import NAME
+from tests.cli.conftest import Command
+from tests.cli.test_a_run import documented
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = Path("run")
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def save(run: Path, step: int, model: nn.Module | None = None, score: float | None = None, **more: Any) -> None:
+    row = None if score is None else {"name": "accuracy", "value": score, "better": "higher", "split": "test"}
+    checkpoint.save(run, step, {"model": model or a_model(), **more}, Stamp(score=row, spec_id="x", environment={"torch": "2"}))
+
+
+@pytest.fixture
+def run(tmp_path: Path, surefoot: Command) -> Path:
+    """Commits of steps 1 to 6 in the working folder, scored; step 3 is the best."""
+    for step in range(1, 7):
+        save(RUN, step, score=0.9 if step == 3 else 0.5, count=step)
+    return RUN
+
+
+def path_of(step: int, name: str = "model.safetensors") -> Path:
+    return manifest.step_folder(RUN, step) / name
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    rewrite(path, bytes(data))
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Without touching what is linked to the same file."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+# ---- list, show
+
+
+def test_list_tells_each_commit_its_best_and_what_is_linked(run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "list", run)
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert lines[0].split() == ["step", "attempt", "size", "linked", "score", "age"]
+    assert [line.split()[0] for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
+    assert [line.endswith("best") for line in lines[1:]] == [False, False, True, False, False, False]
+    row = surefoot("checkpoint", "list", run, "--json").row
+    assert "model.safetensors" in row["commits"][1]["linked"]
+    assert row["commits"][0]["linked"] == []
+    assert {*row, *row["commits"][0], "error"} == documented("checkpoint list")
+
+
+def test_list_tells_what_kills_left_and_what_cannot_be_read(run: Path, surefoot: Command) -> None:
+    (run / "checkpoints" / ".draft-step-000000000007").mkdir()
+    flip(path_of(2, manifest.FILE), 40)
+    answer = surefoot("checkpoint", "list", run)
+    assert answer.code == 0
+    assert "left over: run/checkpoints/.draft-step-000000000007" in answer.err
+    assert "manifest.json" in answer.out
+
+
+def test_show_tells_files_tensors_shapes_and_dtypes(run: Path, surefoot: Command) -> None:
+    for words in ((f"{run}:3",), (run, "--step", "3"), (run, "--step", "best"), (path_of(3).parent,)):
+        answer = surefoot("checkpoint", "show", *words)
+        assert answer.code == 0
+        assert "step-000000000003" in answer.out
+        assert "accuracy 0.9" in answer.out
+        assert "0.weight  F32    [4, 3]" in answer.out
+    row = surefoot("checkpoint", "show", run, "--json").row
+    assert row["step"] == 6
+    (weights,) = [each for each in row["files"] if each["name"] == "model.safetensors"]
+    assert weights["tensors"]["1.weight"]["shape"] == [2, 4]
+    assert {"spec_id", "format", "layout", "environment", "files"} <= set(row)
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "check", "prune"])
+def test_a_folder_without_commits_is_refused(verb: str, surefoot: Command) -> None:
+    Path("empty").mkdir()
+    answer = surefoot("checkpoint", verb, "empty")
+    assert (answer.code, answer.out) == (2, "")
+    assert "empty holds no commits" in answer.err
+
+
+def test_a_step_that_is_not_there_is_told_with_those_that_are(run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "show", f"{run}:9")
+    assert answer.code == 2
+    assert "1, 2, 3, 4, 5, 6" in answer.err
+
+
+# ---- check
+
+
+def test_a_sound_run_passes_and_says_after_which_step_it_goes_on(run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "check", run)
+    assert answer.code == 0
+    assert answer.out.splitlines()[-1] == "a run goes on after step 6"
+    assert surefoot("checkpoint", "check", f"{run}:2").code == 0
+
+
+def flipped(folder: Path) -> str:
+    flip(folder / "model.safetensors", -5)
+    return "model.safetensors"
+
+
+def truncated(folder: Path) -> str:
+    path = folder / "state.safetensors"
+    rewrite(path, path.read_bytes()[:-1])
+    return "state.safetensors"
+
+
+def emptied(folder: Path) -> str:
+    rewrite(folder / "state.json", b"")
+    return "state.json"
+
+
+def zeroed(folder: Path) -> str:
+    path = folder / "model.safetensors"
+    rewrite(path, path.read_bytes()[:-32] + bytes(32))
+    return "model.safetensors"
+
+
+def missing(folder: Path) -> str:
+    (folder / "model.safetensors").unlink()
+    return "model.safetensors"
+
+
+def linked_away(folder: Path) -> str:
+    path = folder / "state.json"
+    elsewhere = folder.parent.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    return "state.json"
+
+
+def spliced(folder: Path) -> str:
+    """The same file of another step: right in itself, wrong here."""
+    other = manifest.step_folder(RUN, 2) / "state.safetensors"
+    rewrite(folder / "state.safetensors", other.read_bytes())
+    return "state.safetensors"
+
+
+def without_manifest(folder: Path) -> str:
+    (folder / manifest.FILE).unlink()
+    return manifest.FILE
+
+
+def of_another_step(folder: Path) -> str:
+    rewrite(folder / manifest.FILE, (manifest.step_folder(RUN, 2) / manifest.FILE).read_bytes())
+    return manifest.FILE
+
+
+DAMAGE = (flipped, truncated, emptied, zeroed, missing, linked_away, spliced, without_manifest, of_another_step)
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_every_kind_of_damage_is_named_and_only_that_commit(damage: Callable[[Path], str], run: Path, surefoot: Command) -> None:
+    save(run, 6, model=nn.Linear(3, 3), count=60)  # so that nothing of it is linked
+    name = damage(path_of(6).parent)
+    answer = surefoot("checkpoint", "check", run)
+    assert answer.code == 1
+    row = surefoot("checkpoint", "check", run, "--json").row
+    assert [each["step"] for each in row["commits"] if not each["sound"]] == [6]
+    assert row["commits"][-1]["files"] == [name]
+    assert row["goes_on_after"] == 5
+    assert {*row, *row["commits"][0]} == documented("checkpoint check")
+
+
+def test_a_file_that_several_commits_share_is_damaged_in_each(run: Path, surefoot: Command) -> None:
+    data = bytearray(path_of(4).read_bytes())
+    data[-1] ^= 1
+    path_of(4).write_bytes(data)  # in place: the block on disk
+    row = surefoot("checkpoint", "check", run, "--json").row
+    assert not any(each["sound"] for each in row["commits"])
+    assert row["goes_on_after"] is None
+
+
+def test_a_file_that_no_manifest_names_is_told_and_is_no_damage(run: Path, surefoot: Command) -> None:
+    path_of(6, "notes.txt").write_text("mine")
+    answer = surefoot("checkpoint", "check", run)
+    assert answer.code == 0
+    assert "notes.txt is not named by the manifest" in answer.out
+
+
+def test_repair_sets_aside_what_is_damaged_deletes_nothing_and_leaves_the_rest(run: Path, surefoot: Command) -> None:
+    flip(path_of(5, "state.json"), 3)
+    before = {path.name: path.read_bytes() for path in path_of(5).parent.iterdir()}
+    answer = surefoot("checkpoint", "check", run, "--repair")
+    assert answer.code == 1
+    aside = run / "checkpoints" / ".bad-step-000000000005"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert manifest.steps(run) == [1, 2, 3, 4, 6]
+    assert surefoot("checkpoint", "check", run).code == 0
+
+
+def test_what_moves_commits_waits_for_nobody_and_is_refused_while_the_run_trains(run: Path, surefoot: Command) -> None:
+    from surefoot.contract.runlock import RunLock
+
+    flip(path_of(5, "state.json"), 3)
+    with RunLock(run):
+        for words in (("check", run, "--repair"), ("prune", run, "--keep", "2")):
+            answer = surefoot("checkpoint", *words)
+            assert answer.code == 2
+            assert "is being written by process" in answer.err
+    assert len(manifest.steps(run)) == 6
+
+
+# ---- prune
+
+
+def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_name(run: Path, surefoot: Command) -> None:
+    (run / "checkpoints" / "notes").mkdir()
+    (run / "checkpoints" / "step-7").mkdir()
+    told = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", "4 steps", "--dry-run")
+    assert told.out.splitlines() == ["would be deleted: step 1, step 2"]
+    assert manifest.steps(run) == [1, 2, 3, 4, 5, 6]
+    row = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", "4 steps", "--json").row
+    assert row["deleted"] == [1, 2]
+    assert set(row) == documented("checkpoint prune")
+    assert manifest.steps(run) == [3, 4, 5, 6]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-0")) == [
+        "notes",
+        "step-7",
+    ]
+    assert surefoot("checkpoint", "check", run).code == 0
+
+
+def test_steps_are_ordered_as_numbers_and_not_as_text(surefoot: Command) -> None:
+    for step in (8, 9, 10, 11, 12):
+        save(RUN, step, count=step)
+    surefoot("checkpoint", "prune", RUN, "--keep", "3")
+    assert manifest.steps(RUN) == [10, 11, 12]
+
+
+def test_nothing_is_deleted_while_the_newest_is_not_sound(run: Path, surefoot: Command) -> None:
+    flip(path_of(6, "state.json"), 3)
+    answer = surefoot("checkpoint", "prune", run, "--keep", "2")
+    assert answer.code == 1
+    assert "nothing was deleted" in answer.err
+    assert len(manifest.steps(run)) == 6
+
+
+def test_the_rules_are_those_of_the_run_s_own_spec(run: Path, surefoot: Command) -> None:
+    (run / "spec.toml").write_text('[task]\nuse = "digits"\n[checkpoint]\nkeep = 4\n')
+    surefoot("checkpoint", "prune", run)
+    assert manifest.steps(run) == [3, 4, 5, 6]
+
+
+# ---- diff
+
+
+def test_two_commits_of_the_same_state_are_equal_and_times_do_not_count(run: Path, surefoot: Command) -> None:
+    save(Path("other"), 6, count=6)
+    answer = surefoot("checkpoint", "diff", f"{run}:6", "other")
+    assert (answer.code, answer.out.splitlines()[-1].startswith("equal: ")) == (0, True)
+
+
+def test_the_values_that_differ_are_named_counted_and_measured(run: Path, surefoot: Command) -> None:
+    model = a_model()
+    with torch.no_grad():
+        model.get_parameter("0.weight")[1, 2] += 0.5
+        model.get_parameter("0.weight")[0, 0] -= 0.125
+        model.get_parameter("1.bias")[0] = float("nan")
+        model.get_parameter("1.bias").requires_grad_(False)  # else it is never saved
+    save(Path("other"), 6, model, count=60)
+    answer = surefoot("checkpoint", "diff", f"{run}:6", "other:6", "--json")
+    assert answer.code == 1
+    found = {each["name"]: each for each in answer.row["differences"]}
+    assert (found["0.weight"]["num_different"], found["0.weight"]["num_values"]) == (2, 12)
+    assert found["0.weight"]["max_abs"] == pytest.approx(0.5, abs=1e-7)
+    assert (found["1.bias"]["num_different"], found["1.bias"]["max_abs"]) == (1, None)
+    assert found["values/count"]["what"] == "6 and 60"
+    assert not answer.row["equal"]
+    assert {*answer.row, *found["0.weight"]} == documented("checkpoint diff")
+    assert "2 of 12" in surefoot("checkpoint", "diff", f"{run}:6", "other:6").out
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+          torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_without_torch_as_torch_reads_it(dtype: torch.dtype, surefoot: Command) -> None:
+    one = torch.tensor([0, 1, 2, 3, 5, 8, 13]).to(dtype)
+    other = torch.tensor([0, 1, 2, 3, 5, 8, 21]).to(dtype)
+    for number, tensor in enumerate((one, other)):
+        checkpoint.save(Path(f"run{number}"), 1, {"values": tensor})
+    row = surefoot("checkpoint", "diff", "run0", "run1", "--json").row
+    found = [each for each in row["differences"] if each["name"].endswith("values")]
+    wanted = float((one.to(torch.complex128) - other.to(torch.complex128)).abs().max())
+    if wanted:
+        assert (found[0]["num_different"], found[0]["max_abs"]) == (1, wanted)
+    else:  # both are true
+        assert found == []
+
+
+def test_tensors_that_only_one_has_or_of_another_shape_are_named(surefoot: Command) -> None:
+    save(Path("a"), 1, nn.Linear(3, 4), count=1)
+    save(Path("b"), 1, nn.Linear(3, 5, bias=False), count=1)
+    row = surefoot("checkpoint", "diff", "a", "b", "--json").row
+    found = {each["name"]: each["what"] for each in row["differences"]}
+    assert found["weight"] == "shape [4, 3] and [5, 3]"
+    assert found["bias"] == "only in a/checkpoints/step-000000000001"
+
+
+def test_a_difference_is_never_told_of_bytes_that_are_damaged(run: Path, surefoot: Command) -> None:
+    save(Path("other"), 6, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), count=6)
+    rewrite(path_of(6), path_of(6).read_bytes()[:-1] + b"\x77")
+    answer = surefoot("checkpoint", "diff", f"{run}:6", "other")
+    assert answer.code == 2
+    assert "is damaged" in answer.err
+
+
+# ---- without torch
+
+
+LIGHT = """
+import sys
+from surefoot.cli.main import main
+for words in {words!r}:
+    sys.argv = ["surefoot", "checkpoint", *words]
+    try:
+        main()
+    except SystemExit as left:
+        assert left.code in (0, 1), words
+heavy = sorted({{"torch", "sklearn", "safetensors"}} & set(sys.modules))
+assert not heavy, heavy
+"""
+
+
+def test_looking_at_checkpoints_needs_no_torch(run: Path, surefoot: Command) -> None:
+    words = [["list", "run"], ["show", "run"], ["check", "run"], ["diff", "run:1", "run:6"], ["prune", "run", "--keep", "2"]]
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(words=words)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(manifest.steps(run)) == 3
+
+
+# ---- a second reader
+
+
+def test_a_reader_of_numpy_and_json_alone_finds_the_same_tensors_and_the_same_damage(run: Path, surefoot: Command) -> None:
+    model = nn.Linear(3, 3).to(torch.bfloat16)
+    save(RUN, 7, model, empty=torch.empty(0), huge=torch.arange(2_500_000), count=np.float32(3))
+    script = ROOT / "examples" / "read_checkpoint.py"
+    done = subprocess.run([sys.executable, script, path_of(7).parent], capture_output=True, text=True, check=True)
+    assert "model.safetensors:weight  uint16 [3, 3]" in done.stdout
+    assert "state.safetensors:state/values/huge  int64 [2500000]" in done.stdout
+    read = runpy.run_path(str(script))["read"]
+    for name in ("model.safetensors", "state.safetensors", "state.json", manifest.FILE):
+        whole = path_of(7, name).read_bytes()
+        for position in (9, len(whole) // 2, len(whole) - 3):
+            flip(path_of(7, name), position)
+            with pytest.raises((AssertionError, json.JSONDecodeError, UnicodeDecodeError)):
+                read(path_of(7).parent)
+            rewrite(path_of(7, name), whole)
+    read(path_of(7).parent)
+
+
+def test_names_and_bounds_of_the_reference_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "reference" / "checkpoints.md").read_text()
+    assert f"`{NAME.pattern}`" in text
+    assert f"`{' '.join(manifest.ITEM_BYTES)}`" in text
+    assert f"at most {manifest.MAX_BYTES >> 20} MiB" in text
+    assert f"more than {manifest.MAX_DIMS} dimensions" in text
+    assert manifest.MAX_COUNT == 2**48
+    row = json.loads(manifest.Manifest(step=1, generation=1, spec_id="", files=(), environment={}).as_text())
+    rows = {
+        line.split("`")[1]
+        for line in text.split("## manifest.json")[1].split("Each of")[0].splitlines()
+        if line.startswith("| `")
+    }
+    assert rows == set(row)
+    assert commits.LENGTH_BYTES == 8

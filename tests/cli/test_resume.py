@@ -1,0 +1,422 @@
+"""`surefoot resume`: the same run goes on, another begins where it stood, and nothing changes in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surefoot.components.data import consumed
+from surefoot.contract import events, ledger, manifest, spec_file
+from surefoot.contract.events import Started, Step
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import SpecError, UserCodeError
+from surefoot.train.resume import changes
+from surefoot.train.resume.start import Start
+from surefoot.train.run import Run
+from tests.cli.conftest import Command
+from tests.cli.reference import ROOT, sections
+from tests.train.small import entries, write_task
+from tests.train.test_resume import Left, bits
+
+STEPS, STOP = 14, 7
+SPEC = """
+[task]
+use = "{use}"
+[train]
+length = "14 steps"
+batch = 4
+[evaluate]
+every = "4 steps"
+[checkpoint]
+every = "3 steps"
+keep = 9
+[observe]
+tensorboard = false
+every = "1 step"
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, surefoot: Command) -> Path:
+    """A spec in the working folder, of a task in a file."""
+    path = tmp_path / "mine.toml"
+    path.write_text(SPEC.format(use=write_task(tmp_path)))
+    return path
+
+
+def train(folder: str, spec: Path, *, leave_at: int | None = None, start: Start | None = None, **tables: dict[str, Any]) -> None:
+    """The run of a spec, whole or left at a step as by a kill."""
+    made = spec_file.read(str(spec)).spec.replace(**tables)
+    with contextlib.suppress(UserCodeError, Left), Run(made, folder=folder, quiet=True, start=start) as run:
+        for report in run.steps():
+            if run.evaluation_due:
+                run.evaluate()
+            if report.step == leave_at:
+                raise Left
+    assert (run.outcome == "finished") == (leave_at is None)
+
+
+def started(folder: str) -> list[Started]:
+    return [event for event in events.read(Path(folder)) if isinstance(event, Started)]
+
+
+def snapshot(folder: str) -> dict[str, bytes]:
+    """Every file of a folder but the lock, whose generation only rises."""
+    return {name: (Path(folder) / name).read_bytes() for name in entries(Path(folder)) if (Path(folder) / name).is_file()}
+
+
+# ---- in place
+
+
+def test_an_unfinished_run_goes_on_in_its_folder_to_the_bits_of_an_unbroken_one(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    train("left", spec, leave_at=STOP)
+    answer = surefoot("resume", "left", "--quiet", "--json")
+    assert (answer.code, answer.row["step"], answer.row["outcome"]) == (0, STEPS, "finished")
+    assert bits(Path("left"), STEPS) == bits(Path("whole"), STEPS)
+    assert [event.first_step for event in started("left")] == [1, 7]
+
+
+def test_a_finished_run_is_told_to_be_finished_and_how_to_train_on(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    before = snapshot("whole")
+    answer = surefoot("resume", "whole")
+    assert (answer.code, answer.out) == (2, "")
+    assert f"whole is finished after step {STEPS}" in answer.err
+    assert "surefoot resume whole --fork NEW --steps 28" in answer.err
+    assert snapshot("whole") == before
+
+
+def test_where_when_and_how_it_is_recorded_may_change_in_place_and_the_bits_stay(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    train("left", spec, leave_at=STOP)
+    words = ("--set", 'checkpoint.every="2 steps"', "--set", 'observe.every="5 steps"', "--set", "train.device=cpu")
+    assert surefoot("resume", "left", "--quiet", *words).code == 0
+    assert bits(Path("left"), STEPS) == bits(Path("whole"), STEPS)
+
+
+def test_what_makes_it_another_run_is_refused_in_place_with_the_way_to_do_it(spec: Path, surefoot: Command) -> None:
+    train("left", spec, leave_at=STOP)
+    before = snapshot("left")
+    answer = surefoot("resume", "left", "--set", "optim.lr=0.5")
+    assert (answer.code, answer.out) == (2, "")
+    assert "optim.lr is 0.5, was 0.001" in answer.err
+    assert "surefoot resume left --fork NEW" in answer.err
+    assert snapshot("left") == before
+
+
+def test_other_data_are_refused_in_place(spec: Path, surefoot: Command) -> None:
+    train("left", spec, leave_at=STOP)
+    task = spec.parent / "mine.py"
+    task.write_text(task.read_text().replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
+    answer = surefoot("resume", "left", "--accept-code-change", "--quiet")
+    assert answer.code == 2
+    assert "the training data are not those" in answer.err
+    task.write_text(task.read_text().replace("torch.arange(24) % 2", "torch.arange(24) % 3"))
+    assert surefoot("resume", "left", "--accept-code-change", "--quiet").code == 0
+
+
+def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
+    Path("empty").mkdir()
+    answer = surefoot("resume", "empty")
+    assert (answer.code, answer.out) == (2, "")
+    assert "empty is no run" in answer.err
+
+
+# ---- forks
+
+
+def test_a_fork_of_the_same_spec_ends_with_the_bits_of_the_run_it_came_from(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    before = snapshot("whole")
+    answer = surefoot("resume", "whole", "--fork", "new", "--from", "6", "--quiet")
+    assert answer.code == 0, answer.err
+    assert snapshot("whole") == before
+    assert bits(Path("new"), 6) == bits(Path("whole"), 6)
+    assert bits(Path("new"), STEPS) == bits(Path("whole"), STEPS)
+    for step in manifest.steps(Path("new")):
+        parent = manifest.read(manifest.step_folder(Path("new"), step)).parent
+        assert parent == {"folder": str(Path("whole").resolve()), "step": 6, "spec_id": started("whole")[0].spec_id}
+    (first,) = started("new")
+    assert first.first_step == 7
+    assert "forked from whole after step 6" in first.notes
+    told = surefoot("ledger", "new", "--json").row
+    assert (told["ok"], told["last"], told["after"]) == (True, STEPS, 0)
+
+
+def test_a_finished_run_trains_on_in_a_fork_and_its_ledger_holds_for_the_whole(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    answer = surefoot("resume", "whole", "--fork", "longer", "--steps", "20", "--quiet", "--json")
+    assert (answer.code, answer.row["step"]) == (0, 20)
+    assert bits(Path("longer"), STEPS) == bits(Path("whole"), STEPS)
+    assert consumed.check(Path("longer")).holds
+    assert consumed.check(Path("longer")).last == 20
+    assert "changed: train.length is '20 steps', was '14 steps'" in started("longer")[0].notes
+
+
+def test_a_fork_with_another_batch_says_from_where_its_own_plan_holds(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    assert surefoot("resume", "whole", "--fork", "new", "--from", "6", "--set", "train.batch=6", "--quiet").code == 0
+    answer = surefoot("ledger", "new")
+    assert answer.code == 0
+    assert "steps 7 to 14" in answer.out
+    assert "the first 6 steps were consumed by another plan" in answer.out
+    assert surefoot("resume", "new", "--fork", "newer", "--steps", "16", "--quiet").code == 0
+    row = surefoot("ledger", "newer", "--json").row
+    assert (row["ok"], row["after"], row["last"]) == (True, 6, 16)
+
+
+def test_a_fork_that_is_killed_goes_on_as_a_fork(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    surefoot("resume", "whole", "--fork", "unbroken", "--from", "6", "--set", "optim.lr=0.01", "--quiet")
+    train("killed", spec, leave_at=7, start=Start(Path("whole"), 6), optim={"lr": 0.01})
+    assert manifest.steps(Path("killed")) == [6]
+    assert surefoot("resume", "killed", "--quiet").code == 0
+    assert bits(Path("killed"), STEPS) == bits(Path("unbroken"), STEPS)
+    assert manifest.read(manifest.step_folder(Path("killed"), STEPS)).parent is not None
+    assert consumed.check(Path("killed")).holds
+    assert consumed.check(Path("killed")).last == STEPS
+
+
+def test_what_a_fork_states_anew_holds_and_the_moments_stay(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    words = ("--set", "optim.decay=0.25", "--set", "optim.betas=[0.5, 0.9]", "--set", "optim.lr=0.01")
+    assert surefoot("resume", "whole", "--fork", "new", "--from", "6", "--quiet", *words).code == 0
+    state = json.loads((manifest.step_folder(Path("new"), 6) / "state.json").read_text())
+    groups = state["optimizer"]["loss"]["optimizers"][0]["groups"]
+    assert groups[0]["weight_decay"] == 0.25
+    assert groups[0]["betas"] == {"$": "tuple", "items": [0.5, 0.9]}
+    moments = [load_file(manifest.step_folder(Path(run), 6) / "optimizer.safetensors") for run in ("whole", "new")]
+    assert all(torch.equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
+    rates = [
+        {e.step: e.learning_rates["loss"] for e in events.read(Path(run)) if isinstance(e, Step)} for run in ("whole", "new")
+    ]
+    assert rates[1][7] == pytest.approx(10 * rates[0][7])
+
+
+def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    surefoot("resume", "whole", "--fork", "same", "--from", "8", "--set", "evaluate.patience=9", "--steps", "9", "--quiet")
+    surefoot("resume", "whole", "--fork", "other", "--from", "8", "--set", "evaluate.split=train", "--steps", "9", "--quiet")
+    saved = {
+        run: json.loads((manifest.step_folder(Path(run), 8) / "state.json").read_text())["scores"] for run in ("same", "other")
+    }
+    assert saved["same"]["best_step"] in (4, 8)
+    assert saved["other"]["best_step"] is None
+    assert "scores begin anew: they now measure something else" in started("other")[0].notes
+
+
+def test_an_older_commit_without_a_name_becomes_a_fork_in_the_next_free_folder_and_it_is_said(
+    spec: Path, surefoot: Command
+) -> None:
+    train("left", spec, leave_at=STOP)
+    before = snapshot("left")
+    answer = surefoot("resume", "left", "--from", "4", "--quiet")
+    assert answer.code == 0
+    assert "warning: step 4 is not the newest commit of left, which is step 6" in answer.err
+    assert snapshot("left") == before
+    assert manifest.steps(Path("left-1"))[0] == 4
+    assert surefoot("resume", "left", "--from", "6", "--quiet").code == 0  # the newest: in place
+    assert manifest.steps(Path("left"))[-1] == STEPS
+
+
+def test_a_damaged_commit_is_passed_over_and_told_and_is_not_touched_in_a_folder_that_is_not_ours(
+    spec: Path, surefoot: Command
+) -> None:
+    train("whole", spec)
+    path = manifest.step_folder(Path("whole"), STEPS) / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    before = snapshot("whole")
+    answer = surefoot("resume", "whole", "--fork", "new", "--steps", "15", "--quiet")
+    assert answer.code == 0
+    assert "optimizer.safetensors is damaged" in answer.err
+    assert manifest.steps(Path("new"))[0] == 12
+    answer = surefoot("resume", "whole", "--fork", "newer", "--from", str(STEPS), "--quiet")
+    assert answer.code == 2
+    assert not Path("newer").exists()
+    assert snapshot("whole") == before
+
+
+def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    train("other", spec, leave_at=STOP)
+    before = snapshot("other")
+    for new in ("whole", "other"):
+        answer = surefoot("resume", "whole", "--fork", new, "--from", "6", "--quiet")
+        assert answer.code == 2
+        assert f"{new} holds a run already" in answer.err
+    assert snapshot("other") == before
+
+
+REFUSED = {
+    "task.width=5": "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]",
+    "optim.name=sgd": "optim.name is 'sgd', was 'adamw': another optimiser has another state",
+    'optim.freeze=["0.*"]': "what was frozen has no optimiser state",
+    "optim.ema=0.9": "switching the average on or off",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_change_that_the_state_does_not_go_with_is_refused_and_leaves_nothing(
+    change: str, spec: Path, surefoot: Command
+) -> None:
+    train("whole", spec)
+    answer = surefoot("resume", "whole", "--fork", "new", "--from", "6", "--set", change, "--quiet")
+    assert (answer.code, answer.out) == (2, "")
+    assert REFUSED[change] in answer.err
+    assert not Path("new").exists()
+
+
+# ---- weights alone
+
+
+def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    answer = surefoot(
+        "resume", "whole", "--weights-only", "--fork", "new", "--from", "6", "--set", "task.width=5", "--steps", "2"
+    )
+    assert answer.code == 0
+    (first,) = started("new")
+    (told,) = [note for note in first.notes if note.startswith("begun with the weights")]
+    assert "loaded 1 of 4 tensors" in told
+    assert "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]" in told
+    assert told.replace("\n", " ")[:40] in answer.err.replace("\n", " ")
+    assert first.first_step == 1
+    assert manifest.steps(Path("new"))[0] == 0
+    made = manifest.read(manifest.step_folder(Path("new"), 0))
+    assert made.parent is not None
+    assert (made.parent["step"], made.parent["weights_only"]) == (6, True)
+    weights = [load_file(manifest.step_folder(Path(run), step) / "model.safetensors") for run, step in (("whole", 6), ("new", 0))]
+    assert torch.equal(weights[0]["2.bias"], weights[1]["2.bias"])
+    state = json.loads((manifest.step_folder(Path("new"), 0) / "state.json").read_text())
+    assert (state["num_samples"], state["scores"]["best"]) == (0, None)
+    assert consumed.check(Path("new")).holds
+
+
+def test_weights_alone_of_a_run_with_an_average_begin_the_average(spec: Path, surefoot: Command) -> None:
+    train("whole", spec, optim={"ema": 0.9})
+    assert surefoot("resume", "whole", "--weights-only", "--fork", "new", "--quiet").code == 0
+    begun = manifest.step_folder(Path("new"), 0)
+    served = load_file(manifest.step_folder(Path("whole"), STEPS) / "model.safetensors")
+    for file in ("model.safetensors", "weights.safetensors"):
+        assert all(torch.equal(tensor, served[name]) for name, tensor in load_file(begun / file).items())
+
+
+def test_a_new_run_that_was_killed_before_its_first_save_still_has_the_weights(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    for folder, leave_at in (("unbroken", None), ("killed", 2)):
+        train(folder, spec, leave_at=leave_at, start=Start(Path("whole"), 6, weights_only=True))
+    assert surefoot("resume", "killed", "--quiet").code == 0
+    assert bits(Path("killed"), STEPS) == bits(Path("unbroken"), STEPS)
+    assert started("killed")[1].first_step == 1
+
+
+def test_weights_none_of_which_fit_are_refused_with_both_sides(spec: Path, surefoot: Command) -> None:
+    save_file({"other.weight": torch.zeros(3)}, "other.safetensors")
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert "missing: 0.weight, 0.bias" in answer.err
+    assert "unexpected: other.weight" in answer.err
+    assert not Path("new").exists()
+
+
+def test_pretrained_weights_are_imported_frozen_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
+    spec: Path, surefoot: Command
+) -> None:
+    pretrained = {
+        "backbone.0.weight": torch.randn(4, 4),
+        "backbone.0.bias": torch.randn(4),
+        "backbone.2.weight": torch.zeros(7, 4),
+    }
+    torch.save({"state_dict": pretrained, "epoch": 3}, "pretrained.pt")
+    answer = surefoot("checkpoint", "import", "pretrained.pt", "--to", "pretrained", "--strip", "backbone.", "--json")
+    assert (answer.code, answer.row["num_tensors"], answer.row["also"]) == (0, 3, ["epoch", "state_dict"])
+    words = ("--weights", "pretrained", "--set", 'optim.freeze=["0.*"]', "--run", "tuned", "--json", "--quiet")
+    assert surefoot("train", spec, *words).code == 0
+    (told,) = [note for note in started("tuned")[0].notes if note.startswith("begun with the weights")]
+    assert "loaded 2 of 3 tensors; missing: 2.bias; of another shape: 2.weight [7, 4], now [3, 4]" in told
+    for step in (0, STEPS):
+        frozen = load_file(manifest.step_folder(Path("tuned"), step) / "model-00002-of-00002.safetensors")
+        assert {name: tensor.tolist() for name, tensor in frozen.items()} == {
+            name: pretrained[f"backbone.{name}"].tolist() for name in ("0.weight", "0.bias")
+        }
+
+
+# ---- what may change
+
+
+EDITS = {
+    "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
+    "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
+    "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
+    "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
+    "data.last_batch": ("drop", "fork"), "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
+    "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),
+    "optim.clip": (0.0, "fork"), "optim.clip_value": (0.5, "fork"), "optim.no_decay": (("a*",), "fork"),
+    "optim.rates": ({"a*": 0.5}, "fork"), "optim.freeze": (("a*",), "refused"), "optim.ema": (0.5, "refused"),
+    "schedule.name": ("constant", "fork"), "schedule.warmup": ("3 steps", "fork"), "train.length": ("99 steps", "fork"),
+    "train.batch": (256, "fork"), "train.microbatch": (2, "fork"), "train.seed": (7, "fork"), "train.deterministic": (False, "fork"),
+    "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
+    "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
+    "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
+}  # fmt: skip
+
+
+UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  # as their neighbours
+
+
+def edited(key: str, value: Any) -> RunSpec:
+    table, name = key.split(".")
+    more = {"clip": 0.0} if name == "clip_value" else {}
+    return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_every_edit_is_allowed_needs_a_fork_or_is_refused_and_counts_in_the_id_alike(key: str) -> None:
+    value, verdict = EDITS[key]
+    before, after = RunSpec(task={"use": "digits"}), edited(key, value)
+    found = changes.find(before, after)
+    assert key in {change.key for change in found}
+    try:
+        changes.check_fork(found)
+        changes.check_in_place(found, "how")
+    except SpecError as error:
+        assert verdict == ("refused" if "--weights-only" in str(error.hint) else "fork")  # noqa: PT017
+    else:
+        assert verdict == "in place"
+    assert (before.id == after.id) == (verdict == "in place")
+
+
+def test_every_key_of_a_spec_has_an_edit_here() -> None:
+    before = changes._values(RunSpec(task={"use": "digits"}))
+    assert {key for key in before if not key.startswith("schedule.")} - {*EDITS, *UNTRIED} == set()
+
+
+def test_a_stated_default_may_overrule_a_part_of_the_task_and_counts_as_a_change() -> None:
+    before = RunSpec(task={"use": "digits"})
+    (change,) = changes.find(before, before.replace(optim={"name": "adamw"}))
+    assert str(change) == "optim.name is 'adamw', was 'not stated'"
+    assert change.rule.verdict == "refused"
+    assert changes.find(before, RunSpec(**before.as_tables())) == []
+
+
+def test_the_table_of_what_may_change_is_the_one_that_is_applied() -> None:
+    text = sections(ROOT / "docs" / "reference" / "run-folder.md")["What may change"]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [[f"`{rule.pattern}`", rule.verdict, rule.why] for rule in changes.RULES]
+
+
+def test_rows_that_a_fork_takes_over_are_those_of_its_history_and_no_more(spec: Path, surefoot: Command) -> None:
+    train("left", spec, leave_at=STOP)
+    train("left", spec)  # step 7 is done again
+    surefoot("resume", "left", "--fork", "new", "--from", "8", "--quiet")
+    rows = list(ledger.read(Path("new")))
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert [row.generation for row in rows] == [0] * 8 + [1] * (STEPS - 8)

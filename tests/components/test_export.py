@@ -1,0 +1,152 @@
+"""An exported model gives the outputs of the one it came from, or there is no file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from surefoot.components.checkpoint import export
+from surefoot.components.checkpoint.export import Call, capture, export_graph, export_weights, max_error
+from surefoot.core.errors import InputError, MissingExtra, TaskError
+
+
+class Tied(nn.Module):
+    """Tied weights, BatchNorm, dropout, a buffer that is not saved, and outputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 6)
+        self.outer.weight = self.inner.weight
+        self.norm, self.dropout = nn.BatchNorm1d(6), nn.Dropout(0.5)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((6,), 1.5), persistent=False)
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> dict[str, Tensor]:
+        hidden = self.dropout(self.norm(torch.relu(self.inner(x)))) * self.scale
+        return {"output": self.outer(hidden) + shift, "hidden": hidden}
+
+
+def made() -> Tied:
+    torch.manual_seed(3)
+    model = Tied()
+    for _ in range(3):
+        model(torch.randn(8, 6), shift=torch.zeros(8, 6))  # so that the running statistics are no round numbers
+    return model.eval()
+
+
+def calls(model: nn.Module, *sizes: int) -> list[Call]:
+    with torch.no_grad():
+        return [capture(model, lambda size=size: model(torch.randn(size, 6), shift=torch.ones(size, 6))) for size in sizes]
+
+
+def test_weights_are_written_once_where_they_are_tied_and_read_back_to_the_same_outputs(tmp_path: Path) -> None:
+    model, x = made(), torch.randn(4, 6)
+    found = export_weights(model, Tied, lambda one: one(x, shift=x), tmp_path / "a.safetensors")
+    assert found.holds
+    assert found.max_error == 0.0
+    stored = load_file(tmp_path / "a.safetensors")
+    assert ("inner.weight" in stored) != ("outer.weight" in stored)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_graph_gives_the_same_outputs_for_any_size_of_batch_without_the_model_s_code(tmp_path: Path) -> None:
+    model = made()
+    found = export_graph(model, calls(model, 4, 3), tmp_path / "a.pt2", "torch-export")
+    assert (found.holds, found.batch) == (True, None)
+    (call,) = calls(model, 7)
+    read = torch.export.load(tmp_path / "a.pt2").module()
+    assert max_error(call.output, read(*call.args, **call.kwargs)) <= export.TOLERANCE
+
+
+class Fixed(nn.Module):
+    """Works for any batch, but a graph of it does not: its shape decides what it does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] == 4 else x * 3
+
+
+def test_a_model_whose_graph_holds_for_one_size_of_batch_says_which(tmp_path: Path) -> None:
+    model = Fixed()
+    found = export_graph(model, [Call((torch.ones(4, 2),), {}, torch.ones(4, 2) * 2), Call((torch.ones(3, 2),), {}, torch.ones(3, 2) * 3)],
+                         tmp_path / "a.pt2", "torch-export")  # fmt: skip
+    assert (found.holds, found.batch) == (True, 4)
+
+
+def test_outputs_that_differ_leave_no_file(tmp_path: Path) -> None:
+    model, x = made(), torch.randn(4, 6)
+    path = tmp_path / "a.safetensors"
+
+    def forward(one: nn.Module) -> Any:
+        return one(x, shift=x if one is model else x + 1e-3)
+
+    found = export_weights(model, Tied, forward, path)
+    assert not found.holds
+    assert list(tmp_path.iterdir()) == []
+    wrong = [
+        Call(call.args, call.kwargs, {"output": call.output["output"] + 1, "hidden": call.output["hidden"]})
+        for call in calls(model, 4)
+    ]
+    assert not export_graph(model, wrong, path, "torch-export").holds
+    assert list(tmp_path.iterdir()) == []
+
+
+class Untraceable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(str(float(x.sum())))
+
+
+def test_a_model_that_cannot_be_traced_is_told_with_what_can_be_done(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="cannot be exported") as caught:
+        export_graph(Untraceable(), [Call((torch.ones(2, 2),), {}, torch.ones(2, 2))], tmp_path / "a.pt2", "torch-export")
+    assert "--format safetensors" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forward_that_calls_the_model_twice_has_no_one_graph() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TaskError, match="calls its model 2 times"):
+        capture(model, lambda: model(model(torch.ones(1, 2))))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "error"),
+    [
+        (torch.tensor([1.0, 100.0]), torch.tensor([1.0, 101.0]), 1 / 101),
+        (torch.tensor([0.5]), torch.tensor([0.25]), 0.25),
+        (torch.tensor([float("nan"), float("inf")]), torch.tensor([float("nan"), float("inf")]), 0.0),
+        (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
+        (torch.tensor([1.0]), torch.tensor([1.0, 2.0]), float("inf")),
+        (torch.empty(0), torch.empty(0), 0.0),
+        ({"a": torch.tensor([True])}, [torch.tensor([False])], 1.0),
+    ],
+)  # fmt: skip
+def test_the_error_is_relative_above_one_and_infinite_where_it_has_no_number(one: Any, other: Any, error: float) -> None:
+    assert max_error(one, other) == pytest.approx(error)
+
+
+def test_onnx_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    model = made()
+    with pytest.raises(MissingExtra) as caught:
+        export_graph(model, calls(model, 4), tmp_path / "a.onnx", "onnx")
+    assert "surefoot[onnx]" in str(caught.value)
+
+
+def test_onnx_gives_the_same_outputs(tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="needs onnx: the extra onnx")
+    pytest.importorskip("onnxscript", reason="needs onnxscript: the extra onnx")
+    model = made()
+    found = export_graph(model, calls(model, 4, 3), tmp_path / "a.onnx", "onnx")
+    assert (found.holds, found.batch) == (True, None)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no folder"):
+        export_weights(made(), Tied, lambda one: one(torch.ones(2, 6), shift=torch.ones(2, 6)), tmp_path / "no" / "a.safetensors")
