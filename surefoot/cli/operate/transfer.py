@@ -70,6 +70,7 @@ def import_(
     from surefoot.components.checkpoint import foreign
     from surefoot.train import environment
 
+    foreign.check_new(to)
     found = foreign.open_foreign(file)
     weights = foreign.choose_weights(found, key, strip)
     if spec is not None:

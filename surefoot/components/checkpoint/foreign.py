@@ -138,13 +138,18 @@ def _groups(found: Foreign) -> list[str]:
     return list(dict.fromkeys(name.partition("/")[0] for name in found.tensors if "/" in name))
 
 
+def check_new(to: Path) -> None:
+    """Raise RunFolderError for a folder that holds something."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise RunFolderError(f"{to} is there already, and is left as it is", hint="give a new folder with --to")
+
+
 def import_weights(path: Path, to: Path, weights: Mapping[str, Tensor], environment: Mapping[str, str]) -> Manifest:
     """Commit foreign weights as step 0 of `to`, a new folder; `parent` in the manifest says what they were read from.
 
     Raises RunFolderError for a folder that holds something, StorageError when the disk refuses.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise RunFolderError(f"{to} is there already, and is left as it is", hint="give a new folder with --to")
+    check_new(to)
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}
     if path.is_file():
         parent["sha256"] = digest.of_file(path)

@@ -1,0 +1,114 @@
+"""`surefoot checkpoint export` and `import`: to other programs and back, with the same outputs, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surefoot.contract import manifest
+from tests.cli.conftest import Command
+from tests.cli.test_a_run import documented
+from tests.train.small import write_task
+
+SPEC = '[task]\nuse = "{use}"\n[train]\nlength = "4 steps"\nbatch = 4\n[observe]\ntensorboard = false\n'
+
+
+@pytest.fixture
+def spec(tmp_path: Path, surefoot: Command) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(SPEC.format(use=write_task(tmp_path)))
+    return path
+
+
+@pytest.fixture
+def run(spec: Path, surefoot: Command) -> Path:
+    assert surefoot("train", spec, "--run", "run", "--quiet").code == 0
+    return Path("run")
+
+
+def test_weights_go_out_and_come_back_and_a_run_begins_with_them(run: Path, spec: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "export", run, "--to", "mine.safetensors", "--json")
+    assert answer.code == 0
+    assert (answer.row["ok"], answer.row["max_error"], answer.row["format"]) == (True, 0.0, "safetensors")
+    assert set(answer.row) == documented("checkpoint export")
+    stored = load_file("mine.safetensors")
+    own = load_file(manifest.step_folder(run, 4) / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in stored.items()} == {name: tensor.tolist() for name, tensor in own.items()}
+
+    answer = surefoot("checkpoint", "import", "mine.safetensors", "--to", "back", "--spec", spec, "--json")
+    assert answer.code == 0
+    assert {*answer.row, "dtype", "shape"} == documented("checkpoint import")
+    assert answer.row["tensors"]["0.weight"] == {"dtype": "float32", "shape": [4, 4]}
+    assert surefoot("checkpoint", "check", "back").code == 0
+    assert surefoot("train", spec, "--weights", "back", "--run", "again", "--quiet").code == 0
+    begun = load_file(manifest.step_folder(Path("again"), 0) / "model.safetensors")
+    assert all(torch.equal(tensor, own[name]) for name, tensor in begun.items())
+
+
+def test_a_graph_runs_without_the_code_of_the_task(run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "export", run, "--to", "mine.pt2")
+    assert answer.code == 0
+    assert "torch-export" in answer.out
+    assert "for any batch" in answer.out
+    graph = torch.export.load("mine.pt2").module()
+    weights = load_file(manifest.step_folder(run, 4) / "model.safetensors")
+    x = torch.randn(5, 4)
+    wanted = (x @ weights["0.weight"].T + weights["0.bias"]).relu() @ weights["2.weight"].T + weights["2.bias"]
+    torch.testing.assert_close(graph(x), wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--to", "mine.pth"), "--to mine.pth ends in .pth"),
+        (("--to", "mine.pt2", "--format", "torchscript"), "--format is torchscript"),
+        (("--to", "nowhere/mine.safetensors"), "nowhere is no folder"),
+        (("--to", "mine.safetensors", "--step", "9"), "holds no step 9"),
+    ],
+)
+def test_an_export_that_cannot_be_made_is_refused(words: tuple[str, ...], says: str, run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "export", run, *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert says in answer.err
+
+
+def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(run: Path, spec: Path, surefoot: Command) -> None:
+    """What is built anew differs from what was trained in something that no state_dict holds."""
+    task = spec.parent / "mine.py"
+    odd = "        made = nn.Sequential(nn.Linear(4, self.width), nn.Softplus(beta=1 + len(BUILT)), nn.Linear(self.width, 3))\n"
+    text = task.read_text().replace("STEP = 0\n", "STEP = 0\nBUILT = []\n")
+    before, line, after = text.partition("        return nn.Sequential(")
+    task.write_text(before + odd + "        BUILT.append(1)\n        return made\n" + after.partition("\n")[2])
+    assert line
+    answer = surefoot("checkpoint", "export", run, "--to", "mine.safetensors")
+    assert answer.code == 1
+    assert "no file is left" in answer.out
+    assert not Path("mine.safetensors").exists()
+
+
+def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_written(spec: Path, surefoot: Command) -> None:
+    save_file({"0.weight": torch.zeros(7, 4), "other": torch.zeros(1)}, "other.safetensors")
+    answer = surefoot("checkpoint", "import", "other.safetensors", "--to", "back", "--spec", spec)
+    assert answer.code == 2
+    assert "missing: 0.bias, 2.weight, 2.bias" in answer.err
+    assert "unexpected: other" in answer.err
+    assert "of another shape: 0.weight [7, 4], now [4, 4]" in answer.err
+    assert not Path("back").exists()
+
+
+def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(surefoot: Command) -> None:
+    Path("text.pt").write_text("hello")
+    answer = surefoot("checkpoint", "import", "text.pt", "--to", "back")
+    assert answer.code == 2
+    assert "text.pt" in answer.err
+    assert not Path("back").exists()
+    save_file({"a": torch.zeros(1)}, "a.safetensors")
+    Path("taken").mkdir()
+    Path("taken", "x").write_text("mine")
+    answer = surefoot("checkpoint", "import", "a.safetensors", "--to", "taken")
+    assert answer.code == 2
+    assert "taken is there already" in answer.err
+    assert [path.name for path in Path("taken").iterdir()] == ["x"]
