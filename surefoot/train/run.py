@@ -135,7 +135,7 @@ class Run:
         self.started_s = time.perf_counter()
         told = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *notes)
         self._write(self.assembly.started(self.generation, environment.as_run(self.spec), digest, told, first_step=self.step + 1))
-        self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet)
+        self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
         self._opened.callback(self._console.close)
         for trouble in troubles:
             self._tell_fault(self._guard.damaged_commit(self.step, trouble))
@@ -364,6 +364,12 @@ class Run:
             self._keeper.save(self.step, self._more(), clock, self._scores.score_of(self.step), self._saved, last=last)
         except StorageError as error:
             self._give_up("this commit", error)
+
+    def state_digests(self) -> dict[str, str]:
+        """A digest (SHA-256, hex) of each component of the state after this step: two runs that agree in all are at the same place."""
+        self._check_begun()
+        self._close_window()
+        return self._keeper.digests(self._more())
 
     def _more(self) -> dict[str, Any]:
         """What is saved beside the state of the objects."""

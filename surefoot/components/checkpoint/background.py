@@ -58,16 +58,23 @@ class Saver:
             return Saved(content.step, time.perf_counter() - started_s, 0.0, error=error)
         return Saved(content.step, time.perf_counter() - started_s, time.perf_counter() - started_s, made)
 
-    def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
         """Begin to save `content` together with the tensors of `moving` (by file), which are copied until `before_update` returns.
 
-        The save before must have been taken with `finish`.
+        The save before must have been taken with `finish`. False where the system gives no thread to do it.
         """
         self._done, self._crash, self._torn, self._waited_s = None, None, None, 0.0
         self._confirmed.clear()
         self._staging.begin({f"{file}\n{name}": tensor for file, tensors in moving.items() for name, tensor in tensors.items()})
-        self._thread = threading.Thread(target=self._run, args=(content, time.perf_counter()), name="surefoot-save", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(content, time.perf_counter()), name="surefoot-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # out of threads or of memory for one: nobody would ever say that the copy is done
+            self._staging.give_up()
+            self._confirmed.set()
+            return False
+        self._thread = thread
+        return True
 
     def _run(self, content: Content, started_s: float) -> None:
         made: Manifest | None = None

@@ -32,9 +32,11 @@ class _Count(ProgressColumn):
 class Console:
     """Talks to `stream` (stderr): nothing when quiet, a bar at a terminal, lines elsewhere."""
 
-    def __init__(self, *, total_steps: int | None, unit: str, quiet: bool = False, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, *, total_steps: int | None, unit: str, quiet: bool = False, stream: TextIO | None = None, done_steps: int = 0
+    ) -> None:  # fmt: skip
         self._stream = stream or sys.stderr
-        self._quiet, self._unit, self._total = quiet, unit, total_steps
+        self._quiet, self._unit, self._total, self._done_before = quiet, unit, total_steps, done_steps
         self._bar: Progress | None = None
         self._row: TaskID | None = None
         self._score = ""
@@ -49,7 +51,7 @@ class Console:
             BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             console=RichConsole(file=self._stream), expand=True,
         )  # fmt: skip
-        self._row = self._bar.add_task("starting", total=self._total)
+        self._row = self._bar.add_task("starting", total=self._total, completed=self._done_before)
         self._bar.start()
 
     def say(self, text: str) -> None:
@@ -93,9 +95,9 @@ class Console:
         return "  ".join(part for part in parts if part)
 
     def _left(self, step: int) -> str:
-        if not self._total or not step:
+        if not self._total or step <= self._done_before:
             return ""
-        left_s = (time.monotonic() - self._started_s) / step * (self._total - step)
+        left_s = (time.monotonic() - self._started_s) / (step - self._done_before) * (self._total - step)
         return f"  left {format_seconds(left_s)}"
 
     def reading(self, split: str, done: int, total: int | None) -> None:

@@ -59,6 +59,11 @@ class Staging:
         """Wait until what was named may change again."""
         self._copied.wait()
 
+    def give_up(self) -> None:
+        """Nothing will be copied: whoever waits goes on."""
+        self._sources = {}
+        self._copied.set()
+
     def find_changed(self) -> str | None:
         """The first tensor that was changed in place while it was copied: such a copy is torn. Asked after `wait`, before updates."""
         return next((name for name, tensor in self._live.items() if tensor._version != self._versions[name]), None)

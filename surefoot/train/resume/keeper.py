@@ -78,8 +78,7 @@ class Keeper:
             parent=self._parent,
         )  # fmt: skip
         content, moving = self._state.take(step, more, clock)
-        if self._table.background and not last:
-            self._saver.begin(content, moving)
+        if self._table.background and not last and self._saver.begin(content, moving):
             self._assembly.engine.stepper.before_update = self.before_update
         else:
             tell(self._taken(self._saver.save_now(_together(content, moving))))
@@ -124,6 +123,10 @@ class Keeper:
     def abandon(self) -> None:
         """Let a save in flight end, and say nothing of it."""
         self._saver.abandon()
+
+    def digests(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """A digest of each component of the state as it is now."""
+        return self._state.digests(more)
 
     # ---- loading
 

@@ -7,6 +7,7 @@ All else is copied at once: buffers, random states, counters, the task's own sta
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,10 @@ from surefoot.train.assemble import Assembly
 OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
 ROOT = "state"  # the tree's names begin so
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
+COMPONENTS = {
+    "optimizer": "optimizer", "random": "random states", "task": "task state", "buffers": "buffers", "plateau": "schedule",
+    "average": "average", "extra": "buffers",
+}  # fmt: skip
 Files = dict[str, dict[str, Tensor]]
 
 
@@ -136,6 +141,23 @@ class LiveState:
     def _optimizers(self) -> dict[str, Any]:
         return {update.name: update.guarded.state(self._names) for update in self._assembly.updates}
 
+    def digests(self, more: Mapping[str, Any]) -> dict[str, str]:
+        """A digest of each component of the state, as a commit would hold it: two runs that agree in all are at the same place."""
+        content, moving = self.take(0, more, {})
+        skeleton = json.loads(content.texts["state.json"])
+        found = {"parameters": {}, "optimizer": moving.get(OPTIMIZER, {}), "buffers": {}}  # type: dict[str, dict[str, Tensor]]
+        for file, held in moving.items():
+            if file != OPTIMIZER:
+                found["parameters"] |= {f"{file}/{name}": tensor for name, tensor in held.items()}
+        for file, tensors in content.tensors.items():
+            for name, tensor in tensors.items():
+                part = COMPONENTS.get(name.split("/")[1], "counters") if file == STATE else "buffers"
+                found.setdefault(part, {})[name] = tensor
+        words: dict[str, dict[str, Any]] = {}
+        for key, value in skeleton.items():
+            words.setdefault(COMPONENTS.get(key, "counters"), {})[key] = value
+        return {part: _digest(found.get(part, {}), words.get(part)) for part in dict.fromkeys((*found, *words))}
+
     # ---- putting back
 
     def restore(self, commit: Commit, adapt: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
@@ -190,6 +212,14 @@ class LiveState:
                 raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
             _restore_of_task(state[name], value)
         checkpoint.restore_random(tree["random"])
+
+
+def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
+    taken = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
+    for name in sorted(tensors):
+        taken.update(name.encode())
+        taken.update(checkpoint.as_buffer(tensors[name].detach().cpu().contiguous()))
+    return taken.hexdigest()
 
 
 def _fitting(held: Tensor | None, piece: Piece) -> Tensor:
