@@ -273,6 +273,15 @@ def test_a_change_that_the_state_does_not_go_with_is_refused_and_leaves_nothing(
     assert not Path("new").exists()
 
 
+def test_a_fork_with_no_step_left_to_train_is_refused_and_told_how(spec: Path, surefoot: Command) -> None:
+    train("whole", spec)
+    answer = surefoot("resume", "whole", "--fork", "new", "--quiet")
+    assert answer.code == 2
+    assert "begins after step 14: no step is left" in answer.err
+    assert "--steps 28" in answer.err
+    assert not Path("new").exists()
+
+
 # ---- weights alone
 
 

@@ -53,6 +53,12 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     before = spec_of(start.run)
     found = changes.find(before, assembly.spec)
     changes.check_fork(found)
+    total = assembly.course.total_steps
+    if total is not None and start.step >= total:
+        raise SpecError(
+            f"train.length is {assembly.spec.train.length}, and the fork begins after step {start.step:,}: no step is left",
+            hint=f"a longer run: --steps {2 * max(1, start.step)}, or begin with an older commit: --from STEP",
+        )
     table = assembly.spec.checkpoint
     if table.store is not None and table.store == before.checkpoint.store:
         raise SpecError(
@@ -131,7 +137,6 @@ def _load_weights(commit: Commit, assembly: Assembly) -> str:
     told = _told(len(fits), len(stored), {"missing": missing, "of another shape": reshaped, "unexpected": unexpected})
     if not fits:
         raise RunFolderError(f"no weight of {commit.folder} fits the model: {told}", hint="build the model that they are of")
-    commits.check(commit.folder)  # before anything moves
 
     def give(name: str, piece: Piece) -> Tensor:
         return own[name].detach() if name in fits else checkpoint.create(name, piece)
