@@ -10,6 +10,7 @@ import typer
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, runs, show, spec, why
 from surefoot.cli.operate import checkpoint
+from surefoot.cli.prove import verify
 from surefoot.cli.train import evaluate, init, predict, resume, train
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted, 143 ended by SIGTERM.",
 )  # fmt: skip
 
-TRAIN, LOOK, OPERATE = "Train", "Look", "Operate"
+TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
 app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
 app.command(cls=Verb, rich_help_panel=TRAIN)(resume.resume)
@@ -32,6 +33,7 @@ app.command(cls=Verb, rich_help_panel=LOOK)(compare.compare)
 app.command(cls=Verb, rich_help_panel=LOOK)(why.why)
 app.command(cls=Verb, rich_help_panel=LOOK)(ledger.ledger)
 app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
+app.command(cls=Verb, rich_help_panel=PROVE)(verify.verify)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=OPERATE)
 
 

@@ -15,7 +15,8 @@ from tests.cli.conftest import Command
 from tests.cli.reference import CLI, ROOT, sections
 
 VERBS = (
-    "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "ledger", "spec show", "spec schema", "spec check",
+    "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "ledger", "verify",
+    "spec show", "spec schema", "spec check",
     "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
     "checkpoint import",
 )  # fmt: skip

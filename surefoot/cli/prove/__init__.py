@@ -1,0 +1,1 @@
+"""The verbs that put a claim to the test."""

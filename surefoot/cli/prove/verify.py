@@ -1,0 +1,145 @@
+"""`surefoot verify`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
+from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
+
+if TYPE_CHECKING:
+    from surefoot.prove.command import CommandVerdict
+    from surefoot.prove.verify import Verdict
+
+LEAST_STEPS = 4
+
+
+def verify(
+    spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="kill -9 and go on against an unbroken run (what is tested by default)")] = True,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="how long each run is")] = 24,
+    kills: Annotated[int, typer.Option("--kills", metavar="K", help="how often it is killed")] = 3,
+    kill_seed: Annotated[int, typer.Option("--kill-seed", metavar="N", help="when it is killed; the same number replays it")] = 0,
+    command: Annotated[str | None, typer.Option("--command", metavar="WORDS", help="any training command instead of a SPEC")] = None,
+    state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="with --command: the folder of all that it keeps")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="leave the runs in DIR")] = None,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Test whether training repeats, and goes on after a kill to the same bits.
+
+    Two unbroken runs in fresh processes, then one that is killed with SIGKILL and started again; the first step and component that
+    differ are named. Ends with 0 where all is the same, 1 where it is not.
+    """
+    if (spec is None) == (command is None):
+        raise InputError(
+            "verify needs either a SPEC or --command", hint='surefoot verify digits, or --command "python train.py" --state out/'
+        )
+    if (command is None) != (state is None):
+        raise InputError("--command and --state belong together", hint="name the folder that holds all the script keeps")
+    if steps < LEAST_STEPS or kills < 1:
+        raise InputError(f"--steps is {steps} and --kills {kills}", hint=f"use {LEAST_STEPS} steps or more, and a kill or more")
+    with _folder(keep) as folder:
+        if command is not None and state is not None:
+            return _verify_command(command, state, folder, kills, kill_seed, json=json, quiet=quiet)
+        from surefoot.contract import spec_file
+        from surefoot.prove.verify import verify_resume
+
+        origin = spec_file.read(str(spec), options.overrides(set_, seed=seed, data=data))
+        found = verify_resume(origin.spec, folder, steps=steps, kills=kills, seed=kill_seed, tell=_teller(quiet or json))
+    if json:
+        options.print_json({"version": 1, "spec": spec, "holds": found.holds, **asdict(found)})
+    else:
+        _print(found, str(spec))
+    return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Where the runs lie: DIR, which must be new or empty, or one that goes with the verdict."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="surefoot-verify-") as made:
+            yield Path(made)
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise InputError(f"--keep {keep} is not an empty folder", hint="name a new one")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
+
+
+def _teller(quiet: bool) -> Any:
+    return (lambda text: None) if quiet else lambda text: print(f"verify: {text}", file=sys.stderr, flush=True)
+
+
+def _print(found: Verdict, spec: str) -> None:
+    from surefoot.cli.table import print_table
+
+    rows = [("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))]
+    if found.repeat is None:
+        kills = ", ".join(f"{step}{' (in a save)' if in_save else ''}" for step, _, in_save in found.kills)
+        rows.append(
+            (f"killed {len(found.kills)} times and resumed", f"after steps {kills}", _told(found.resume, "the same bits"))
+        )
+    print_table(("test", "how", "outcome"), rows)
+    print(
+        f"\ncompared after every step: {', '.join(found.components)}; at the end every tensor of the last commit, and the ledger"
+    )
+    print(f"data: {found.guarantee}; kill seed {found.seed}")
+    for difference in (found.repeat, found.resume):
+        if difference is not None:
+            print(f"likely cause: {difference.cause}")
+    print(f"verdict: {spec} {'goes on exactly' if found.holds else _fails(found)}")
+
+
+def _told(difference: Any, same: str) -> str:
+    if difference is None:
+        return same
+    where = "in the last commit" if difference.step is None else f"at step {difference.step}"
+    return f"part {where}: {difference.component}"
+
+
+def _fails(found: Verdict) -> str:
+    return "does not repeat, so nothing can be said of going on" if found.repeat is not None else "does not go on exactly"
+
+
+def _verify_command(command: str, state: Path, folder: Path, kills: int, seed: int, *, json: bool, quiet: bool) -> int:
+    from surefoot.prove.command import verify_command
+
+    found = verify_command(command, state, folder, kills=kills, seed=seed, tell=_teller(quiet or json))
+    if json:
+        options.print_json({"version": 1, "command": command, "holds": found.holds, **asdict(found)})
+    else:
+        _print_command(found, command)
+    return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
+
+
+def _print_command(found: CommandVerdict, command: str) -> None:
+    from surefoot.cli.table import print_table
+
+    rows = [("two unbroken runs", f"{found.num_files} files each", found.repeat or "the same")]
+    if found.repeat is None:
+        at = ", ".join(f"{share:.0%}" for share in found.kills)
+        rows.append((f"killed {len(found.kills)} times and restarted", f"at {at} of its time", found.resume or "the same"))
+    print_table(("test", "how", "outcome"), rows)
+    if found.by_digest:
+        print(f"\ncompared by SHA-256 alone: {', '.join(found.by_digest)}")
+    if found.left_out:
+        print(f"left out, since they hold times: {', '.join(found.left_out)}; and the random states of saved streams")
+    print(f"kill seed {found.seed}")
+    verdict = (
+        "goes on exactly"
+        if found.holds
+        else "does not repeat, so nothing can be said of going on"
+        if found.repeat
+        else "does not go on exactly"
+    )
+    print(f"verdict: {command} {verdict}")

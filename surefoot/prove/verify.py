@@ -1,0 +1,210 @@
+"""Is a task deterministic, and does a run that is killed and goes on end with the same bits? Every attempt is a fresh process.
+
+First two unbroken runs (A/A); then one that is killed and goes on. After each step the digests of parameters, optimiser, average,
+buffers, random states, schedule, task state and counters are compared, at the end every tensor of the last commit and the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surefoot.contract import ledger, manifest, spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.place import child_environment
+from surefoot.core.units import Duration
+
+NUM_STEPS, NUM_KILLS, SAVES = 24, 3, 6
+MAX_TRIES = 5  # of one kill: a fast run may end before it comes
+KILL_MS = 40.0  # after the step, at most
+TOLD_LINES = 12
+ERROR = re.compile(r"^surefoot\.core\.errors\.\w+: ")
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two runs part: a step (None: only the last commit shows it), a component, and what may be the cause."""
+
+    step: int | None
+    component: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was tried and what came of it; `kills` are (step, milliseconds after it, whether a save was going on)."""
+
+    num_steps: int
+    seed: int
+    components: tuple[str, ...]
+    kills: tuple[tuple[int, float, bool], ...] = ()
+    repeat: Difference | None = None
+    resume: Difference | None = None
+    guarantee: str = "proven"
+    saved_steps: tuple[int, ...] = field(default=())
+
+    @property
+    def holds(self) -> bool:
+        return self.repeat is None and self.resume is None
+
+
+def as_trial(spec: RunSpec, steps: int) -> RunSpec:
+    """The spec of a trial: as it is, but saved several times and copied nowhere. Raises SpecError for a task without a name."""
+    if spec.task.use is None:
+        raise SpecError(
+            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+        )
+    every = max(1, steps // SAVES)
+    return spec.replace(
+        checkpoint={"every": f"{every} steps", "keep": 3, "keep_every": None, "store": None},
+        observe={"every": "1 step", "tensorboard": False},
+    )  # fmt: skip
+
+
+def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: int, tell: Tell) -> Verdict:
+    """Run the trials in `folder`. Raises TaskError when a run fails by itself, SpecError for a spec that cannot be tried."""
+    trial = as_trial(spec, steps)
+    file = folder / "spec.toml"
+    file.write_text(spec_file.write(trial), encoding="utf-8")
+    for name in ("first", "second"):
+        tell(f"{name} unbroken run of {steps} steps")
+        _attempt(file, folder / name, steps)
+    traces = {name: _trace(folder / name) for name in ("first", "second")}
+    components = tuple(traces["first"][0]["digests"])
+    guarantee = str(traces["first"][0]["guarantee"])
+    apart = _compare(folder / "first", folder / "second", cause=_cause_of_noise)
+    if apart is not None:
+        return Verdict(num_steps=steps, seed=seed, components=components, repeat=apart, guarantee=guarantee)
+    every = int(Duration.parse(str(trial.checkpoint.every)).value)
+    planned = plan_kills(steps, every, kills, seed)
+    done = tuple(_killed_run(file, folder / "killed", steps, planned, tell))
+    tell("the last attempt, to the end")
+    _attempt(file, folder / "killed", steps)
+    resume = _compare(folder / "first", folder / "killed", cause=lambda component: _cause_of_loss(component, guarantee))
+    return Verdict(
+        num_steps=steps, seed=seed, components=components, kills=done, resume=resume, guarantee=guarantee,
+        saved_steps=tuple(manifest.steps(folder / "killed")),
+    )  # fmt: skip
+
+
+def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[tuple[int, float, bool]]:
+    """Rising steps after which to kill, milliseconds later, every second one at a step that is saved.
+
+    >>> plan_kills(24, 4, 2, 0) == plan_kills(24, 4, 2, 0)
+    True
+    """
+    draws = random.Random(seed)
+    places = sorted(draws.sample(range(1, max(2, steps - 1)), min(kills, max(1, steps - 2))))
+    saved = [max(every, step // every * every) if number % 2 else step for number, step in enumerate(places)]
+    return [(min(step, steps - 1), draws.uniform(0.0, KILL_MS), step % every == 0) for step in saved]
+
+
+def _killed_run(
+    file: Path, run: Path, steps: int, planned: list[tuple[int, float, bool]], tell: Tell
+) -> Iterator[tuple[int, float, bool]]:
+    """Attempts at one run, each ended by a kill; one that comes too late, since the run is over, is left out."""
+    for number, (step, after_ms, in_save) in enumerate(planned, start=1):
+        tell(f"kill {number} of {len(planned)}: {after_ms:.0f} ms after step {step}{', which is saved' if in_save else ''}")
+        if _attempt(file, run, steps, "--kill-step", str(step), "--kill-ms", f"{after_ms:.3f}") < 0:
+            yield step, after_ms, in_save
+        else:
+            return
+
+
+def _attempt(file: Path, run: Path, steps: int, *more: str) -> int:
+    """One process; gives its exit status, below 0 for a signal. Raises TaskError when it failed by itself."""
+    command = [sys.executable, "-m", "surefoot.prove.child", str(file), "--run", str(run), "--trace", str(run) + ".trace"]
+    command += ["--steps", str(steps), *more]
+    done = subprocess.run(
+        command,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if done.returncode > 0:
+        raise TaskError(f"the run failed by itself: {_last_words(done.stderr)}", hint="make it train first: surefoot train SPEC")
+    return done.returncode
+
+
+def _last_words(said: str) -> str:
+    """The error at the end of a traceback, without the traceback."""
+    lines = said.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if ERROR.match(line)]
+    words = "\n".join(lines[starts[-1] :] if starts else lines[-TOLD_LINES:])
+    return ERROR.sub("", words, count=1)
+
+
+def _trace(run: Path) -> list[dict[str, Any]]:
+    """The lines of all attempts; a kill may have torn the last of one."""
+    rows = []
+    for line in Path(str(run) + ".trace").read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Difference | None:
+    """The first step and component in which the attempts at `other` differ from `whole`; then the last commits; then the ledgers."""
+    expected = {row["step"]: row for row in _trace(whole)}
+    for row in sorted(_trace(other), key=lambda row: int(row["step"])):
+        first = expected.get(row["step"])
+        apart = _first_apart(first, row) if first is not None else "the number of steps"
+        if apart is not None:
+            return Difference(row["step"], apart, cause(apart))
+    tensor = _differing_tensor(whole, other)
+    if tensor is not None:
+        return Difference(None, tensor, cause(tensor))
+    rows, others = ([(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]] for run in (whole, other))
+    return None if rows == others else Difference(None, "the ledger of samples", cause("ledger"))
+
+
+def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
+    names = [name for name, value in first["digests"].items() if row["digests"].get(name) != value]
+    if "random states" in names:
+        return "random states"  # whatever else differs follows from them
+    return names[0] if names else None if row["loss"] == first["loss"] else "the loss"
+
+
+def _differing_tensor(whole: Path, other: Path) -> str | None:
+    last = manifest.steps(whole)[-1]
+    one, two = (manifest.read(manifest.step_folder(run, last)) for run in (whole, other))
+    entries = {entry.name: entry for entry in two.files}
+    for entry in one.files:
+        found = entries.get(entry.name)
+        if entry.name == "clock.json" or (found is not None and found.sha256 == entry.sha256):
+            continue
+        pieces = {} if found is None else found.tensors or {}
+        for name, piece in (entry.tensors or {}).items():
+            if name not in pieces or pieces[name].sha256 != piece.sha256:
+                return f"{entry.name}: {name}"
+        return entry.name
+    return None
+
+
+def _cause_of_noise(component: str) -> str:
+    if component == "random states":
+        return "something draws from a random stream as often as it happens to: once a second, once a worker"
+    return "an operator without a fixed order, the time of day, or what other processes do decides a number"
+
+
+def _cause_of_loss(component: str, guarantee: str) -> str:
+    if guarantee != "proven":
+        return f"the data are {guarantee}: read anew they gave other batches than before"
+    if component == "random states":
+        return "a draw from torch, numpy or Python's random that is made once a process and not once a run"
+    return "state that no commit holds, as an attribute or a generator of the task's own: name it in state()"

@@ -1,0 +1,138 @@
+"""`surefoot verify` passes what goes on exactly, and names the first step and component of what does not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.core.errors import EXIT_VERDICT_FAILS
+from tests.train.small import call, write_task
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ("--steps", "10", "--kills", "2", "--set", "train.batch=4", "--set", "observe.tensorboard=false")
+
+
+def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the object of --json, and what was said."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code = call(monkeypatch, "verify", *words, "--json")
+    said = capsys.readouterr()
+    return code, json.loads(said.out) if said.out else {}, said.err
+
+
+def test_a_task_with_dropout_that_is_killed_twice_goes_on_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, change=("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(self.width),"))
+    code, row, said = verify(monkeypatch, capsys, task, *WORDS, "--keep", str(tmp_path / "kept"))
+    assert (code, row["holds"]) == (0, True), said
+    assert len(row["kills"]) == 2
+    assert {"parameters", "optimizer", "buffers", "random states", "counters"} <= set(row["components"])
+    generations = {
+        json.loads(line)["generation"] for line in (tmp_path / "kept" / "killed" / "events.jsonl").read_text().splitlines()
+    }
+    assert len(generations) == 3  # two kills, and the last
+
+
+NOISE = "global N; N = globals().get('N') or torch.Generator().manual_seed(1); batch = (batch[0] + torch.rand(1, generator=N), batch[1])"
+PLANTED = {  # what is planted, where the difference is said to be, in which component, and a word of the cause
+    "a draw that no seed decides": (
+        "import os; model[0].bias.data += os.urandom(1)[0] / 1e4",
+        "repeat",
+        "parameters",
+        "operator",
+    ),
+    "state that state() does not name": ("model[0].bias.data += 1e-4 * STEP", "resume", "parameters", "state()"),
+    "a generator of its own": (NOISE, "resume", "", "state()"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_does_not_repeat_or_does_not_go_on_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted, where, component, cause = PLANTED[name]
+    task = write_task(tmp_path, change=("# FORWARD", planted))
+    code, row, said = verify(monkeypatch, capsys, task, *WORDS)
+    assert code == EXIT_VERDICT_FAILS, said
+    found = row[where]
+    assert found["step"] is not None
+    assert component in found["component"]
+    assert cause in found["cause"]
+
+
+def test_a_task_that_fails_by_itself_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, change=("# FORWARD", "raise ValueError('not today')"))
+    code, _, said = verify(monkeypatch, capsys, task, *WORDS)
+    assert code == 2
+    assert "failed by itself" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("digits", "--command", "true", "--state", "x"), ("--command", "true"), ("digits", "--state", "x")]
+)
+def test_what_cannot_be_meant_is_refused(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert verify(monkeypatch, capsys, *words)[0] == 2
+
+
+# ---- any command
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch
+out = Path("out"); out.mkdir(exist_ok=True)
+file = out / "model.pt"
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+first = 0
+if file.exists():
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["model"]); first = state["step"]
+    if GOOD: optimizer.load_state_dict(state["optimizer"])
+for step in range(first, 12):
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad(); model(inputs).square().mean().backward(); optimizer.step()
+    draft = out.with_name("draft.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, draft)
+    draft.replace(file)
+    time.sleep(0.05)
+(out / "time.txt").write_text("done")
+"""
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_any_script_is_told_whether_it_goes_on_exactly(
+    good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("GOOD", str(good)))
+    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", "2")
+    assert (code, row["holds"]) == (0 if good else 1, good), (said, row)
+    assert row["kills"]
+    if not good:
+        assert "model.pt: " in row["resume"]
+        assert "differs by" in row["resume"]
+
+
+def test_a_state_folder_that_is_there_already_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("years of work")
+    code, _, said = verify(monkeypatch, capsys, "--command", "true", "--state", "out")
+    assert code == 2
+    assert "is there already" in said
+    assert (tmp_path / "out" / "mine").read_text() == "years of work"
