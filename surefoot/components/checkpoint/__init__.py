@@ -12,7 +12,7 @@ from surefoot.contract.commits import find_step
 from surefoot.contract.retention import retain
 
 __all__ = [
-    "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_storable", "clear_drafts", "commit",
-    "create", "find_step", "join", "load", "load_into", "newest_loadable", "random_states", "read_weights", "restore_random", "retain", "save",
-    "split",
+    "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_storable",
+    "clear_drafts", "commit", "create", "find_step", "join", "load", "load_into", "newest_loadable", "random_states",
+    "read_weights", "restore_random", "retain", "save", "split",
 ]  # fmt: skip
