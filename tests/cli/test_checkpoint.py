@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,11 +38,19 @@ def save(run: Path, step: int, model: nn.Module | None = None, score: float | No
     checkpoint.save(run, step, {"model": model or a_model(), **more}, Stamp(score=row, spec_id="x", environment={"torch": "2"}))
 
 
-@pytest.fixture
-def run(tmp_path: Path, surefoot: Command) -> Path:
-    """Commits of steps 1 to 6 in the working folder, scored; step 3 is the best."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Commits of steps 1 to 6, scored; step 3 is the best."""
+    folder = tmp_path_factory.mktemp("saved")
     for step in range(1, 7):
-        save(RUN, step, score=0.9 if step == 3 else 0.5, count=step)
+        save(folder, step, score=0.9 if step == 3 else 0.5, count=step)
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, surefoot: Command) -> Path:
+    """They, in the working folder."""
+    shutil.copytree(saved, RUN)
     return RUN
 
 
@@ -153,7 +162,7 @@ def missing(folder: Path) -> str:
 
 def linked_away(folder: Path) -> str:
     path = folder / "state.json"
-    elsewhere = folder.parent.parent / "elsewhere"
+    elsewhere = folder.parent.parent.resolve() / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
     return "state.json"
@@ -192,7 +201,10 @@ def test_every_kind_of_damage_is_named_and_only_that_commit(damage: Callable[[Pa
     assert {*row, *row["commits"][0]} == documented("checkpoint check")
 
 
-def test_a_file_that_several_commits_share_is_damaged_in_each(run: Path, surefoot: Command) -> None:
+def test_a_file_that_several_commits_share_is_damaged_in_each(surefoot: Command) -> None:
+    run = RUN
+    for step in range(1, 7):
+        save(run, step, count=step)
     data = bytearray(path_of(4).read_bytes())
     data[-1] ^= 1
     path_of(4).write_bytes(data)  # in place: the block on disk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,6 @@ every = "1 step"
 """
 
 
-@pytest.fixture
-def spec(tmp_path: Path, surefoot: Command) -> Path:
-    """A spec in the working folder, of a task in a file."""
-    path = tmp_path / "mine.toml"
-    path.write_text(SPEC.format(use=write_task(tmp_path)))
-    return path
-
-
 def train(folder: str, spec: Path, *, leave_at: int | None = None, start: Start | None = None, **tables: dict[str, Any]) -> None:
     """The run of a spec, whole or left at a step as by a kill."""
     made = spec_file.read(str(spec)).spec.replace(**tables)
@@ -60,6 +53,24 @@ def train(folder: str, spec: Path, *, leave_at: int | None = None, start: Start 
             if report.step == leave_at:
                 raise Left
     assert (run.outcome == "finished") == (leave_at is None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A spec of a task in a file, its run `whole`, and `left`, left after step 7 as by a kill, when step 6 is its newest commit."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = folder / "mine.toml"
+    path.write_text(SPEC.format(use=write_task(folder)))
+    train(str(folder / "whole"), path)
+    train(str(folder / "left"), path, leave_at=STOP)
+    return folder
+
+
+@pytest.fixture
+def spec(trained: Path, tmp_path: Path, surefoot: Command) -> Path:
+    """All of that in the working folder; gives the spec."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "mine.toml"
 
 
 def started(folder: str) -> list[Started]:
@@ -75,8 +86,6 @@ def snapshot(folder: str) -> dict[str, bytes]:
 
 
 def test_an_unfinished_run_goes_on_in_its_folder_to_the_bits_of_an_unbroken_one(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
-    train("left", spec, leave_at=STOP)
     answer = surefoot("resume", "left", "--quiet", "--json")
     assert (answer.code, answer.row["step"], answer.row["outcome"]) == (0, STEPS, "finished")
     assert bits(Path("left"), STEPS) == bits(Path("whole"), STEPS)
@@ -84,7 +93,6 @@ def test_an_unfinished_run_goes_on_in_its_folder_to_the_bits_of_an_unbroken_one(
 
 
 def test_a_finished_run_is_told_to_be_finished_and_how_to_train_on(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     before = snapshot("whole")
     answer = surefoot("resume", "whole")
     assert (answer.code, answer.out) == (2, "")
@@ -94,15 +102,12 @@ def test_a_finished_run_is_told_to_be_finished_and_how_to_train_on(spec: Path, s
 
 
 def test_where_when_and_how_it_is_recorded_may_change_in_place_and_the_bits_stay(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
-    train("left", spec, leave_at=STOP)
     words = ("--set", 'checkpoint.every="2 steps"', "--set", 'observe.every="5 steps"', "--set", "train.device=cpu")
     assert surefoot("resume", "left", "--quiet", *words).code == 0
     assert bits(Path("left"), STEPS) == bits(Path("whole"), STEPS)
 
 
 def test_what_makes_it_another_run_is_refused_in_place_with_the_way_to_do_it(spec: Path, surefoot: Command) -> None:
-    train("left", spec, leave_at=STOP)
     before = snapshot("left")
     answer = surefoot("resume", "left", "--set", "optim.lr=0.5")
     assert (answer.code, answer.out) == (2, "")
@@ -111,15 +116,17 @@ def test_what_makes_it_another_run_is_refused_in_place_with_the_way_to_do_it(spe
     assert snapshot("left") == before
 
 
-def test_other_data_are_refused_in_place(spec: Path, surefoot: Command) -> None:
-    train("left", spec, leave_at=STOP)
-    task = spec.parent / "mine.py"
-    task.write_text(task.read_text().replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
-    answer = surefoot("resume", "left", "--accept-code-change", "--quiet")
+def test_other_data_are_refused_in_place(tmp_path: Path, surefoot: Command) -> None:
+    own, task = tmp_path / "own.toml", tmp_path / "own.py"
+    own.write_text(SPEC.format(use=write_task(tmp_path, name="own.py")))
+    train("own", own, leave_at=STOP)
+    whole = task.read_text()
+    task.write_text(whole.replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
+    answer = surefoot("resume", "own", "--accept-code-change", "--quiet")
     assert answer.code == 2
     assert "the training data are not those" in answer.err
-    task.write_text(task.read_text().replace("torch.arange(24) % 2", "torch.arange(24) % 3"))
-    assert surefoot("resume", "left", "--accept-code-change", "--quiet").code == 0
+    task.write_text(whole)
+    assert surefoot("resume", "own", "--quiet").code == 0
 
 
 def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
@@ -133,7 +140,6 @@ def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
 
 
 def test_a_fork_of_the_same_spec_ends_with_the_bits_of_the_run_it_came_from(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     before = snapshot("whole")
     answer = surefoot("resume", "whole", "--fork", "new", "--from", "6", "--quiet")
     assert answer.code == 0, answer.err
@@ -151,7 +157,6 @@ def test_a_fork_of_the_same_spec_ends_with_the_bits_of_the_run_it_came_from(spec
 
 
 def test_a_finished_run_trains_on_in_a_fork_and_its_ledger_holds_for_the_whole(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     answer = surefoot("resume", "whole", "--fork", "longer", "--steps", "20", "--quiet", "--json")
     assert (answer.code, answer.row["step"]) == (0, 20)
     assert bits(Path("longer"), STEPS) == bits(Path("whole"), STEPS)
@@ -161,7 +166,6 @@ def test_a_finished_run_trains_on_in_a_fork_and_its_ledger_holds_for_the_whole(s
 
 
 def test_a_fork_with_another_batch_says_from_where_its_own_plan_holds(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     assert surefoot("resume", "whole", "--fork", "new", "--from", "6", "--set", "train.batch=6", "--quiet").code == 0
     answer = surefoot("ledger", "new")
     assert answer.code == 0
@@ -173,7 +177,6 @@ def test_a_fork_with_another_batch_says_from_where_its_own_plan_holds(spec: Path
 
 
 def test_a_fork_that_is_killed_goes_on_as_a_fork(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     surefoot("resume", "whole", "--fork", "unbroken", "--from", "6", "--set", "optim.lr=0.01", "--quiet")
     train("killed", spec, leave_at=7, start=Start(Path("whole"), 6), optim={"lr": 0.01})
     assert manifest.steps(Path("killed")) == [6]
@@ -185,7 +188,6 @@ def test_a_fork_that_is_killed_goes_on_as_a_fork(spec: Path, surefoot: Command) 
 
 
 def test_what_a_fork_states_anew_holds_and_the_moments_stay(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     words = ("--set", "optim.decay=0.25", "--set", "optim.betas=[0.5, 0.9]", "--set", "optim.lr=0.01")
     assert surefoot("resume", "whole", "--fork", "new", "--from", "6", "--quiet", *words).code == 0
     state = json.loads((manifest.step_folder(Path("new"), 6) / "state.json").read_text())
@@ -201,7 +203,6 @@ def test_what_a_fork_states_anew_holds_and_the_moments_stay(spec: Path, surefoot
 
 
 def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     surefoot("resume", "whole", "--fork", "same", "--from", "8", "--set", "evaluate.patience=9", "--steps", "9", "--quiet")
     surefoot("resume", "whole", "--fork", "other", "--from", "8", "--set", "evaluate.split=train", "--steps", "9", "--quiet")
     saved = {
@@ -215,7 +216,6 @@ def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoo
 def test_an_older_commit_without_a_name_becomes_a_fork_in_the_next_free_folder_and_it_is_said(
     spec: Path, surefoot: Command
 ) -> None:
-    train("left", spec, leave_at=STOP)
     before = snapshot("left")
     answer = surefoot("resume", "left", "--from", "4", "--quiet")
     assert answer.code == 0
@@ -229,7 +229,6 @@ def test_an_older_commit_without_a_name_becomes_a_fork_in_the_next_free_folder_a
 def test_a_damaged_commit_is_passed_over_and_told_and_is_not_touched_in_a_folder_that_is_not_ours(
     spec: Path, surefoot: Command
 ) -> None:
-    train("whole", spec)
     path = manifest.step_folder(Path("whole"), STEPS) / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     before = snapshot("whole")
@@ -244,14 +243,12 @@ def test_a_damaged_commit_is_passed_over_and_told_and_is_not_touched_in_a_folder
 
 
 def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
-    train("other", spec, leave_at=STOP)
-    before = snapshot("other")
-    for new in ("whole", "other"):
+    before = snapshot("left")
+    for new in ("whole", "left"):
         answer = surefoot("resume", "whole", "--fork", new, "--from", "6", "--quiet")
         assert answer.code == 2
         assert f"{new} holds a run already" in answer.err
-    assert snapshot("other") == before
+    assert snapshot("left") == before
 
 
 REFUSED = {
@@ -266,7 +263,6 @@ REFUSED = {
 def test_a_change_that_the_state_does_not_go_with_is_refused_and_leaves_nothing(
     change: str, spec: Path, surefoot: Command
 ) -> None:
-    train("whole", spec)
     answer = surefoot("resume", "whole", "--fork", "new", "--from", "6", "--set", change, "--quiet")
     assert (answer.code, answer.out) == (2, "")
     assert REFUSED[change] in answer.err
@@ -274,7 +270,6 @@ def test_a_change_that_the_state_does_not_go_with_is_refused_and_leaves_nothing(
 
 
 def test_a_fork_with_no_step_left_to_train_is_refused_and_told_how(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     answer = surefoot("resume", "whole", "--fork", "new", "--quiet")
     assert answer.code == 2
     assert "begins after step 14: no step is left" in answer.err
@@ -286,7 +281,6 @@ def test_a_fork_with_no_step_left_to_train_is_refused_and_told_how(spec: Path, s
 
 
 def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     answer = surefoot(
         "resume", "whole", "--weights-only", "--fork", "new", "--from", "6", "--set", "task.width=5", "--steps", "2"
     )
@@ -309,16 +303,15 @@ def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(spec: Path
 
 
 def test_weights_alone_of_a_run_with_an_average_begin_the_average(spec: Path, surefoot: Command) -> None:
-    train("whole", spec, optim={"ema": 0.9})
-    assert surefoot("resume", "whole", "--weights-only", "--fork", "new", "--quiet").code == 0
+    train("averaged", spec, optim={"ema": 0.9})
+    assert surefoot("resume", "averaged", "--weights-only", "--fork", "new", "--quiet").code == 0
     begun = manifest.step_folder(Path("new"), 0)
-    served = load_file(manifest.step_folder(Path("whole"), STEPS) / "model.safetensors")
+    served = load_file(manifest.step_folder(Path("averaged"), STEPS) / "model.safetensors")
     for file in ("model.safetensors", "weights.safetensors"):
         assert all(torch.equal(tensor, served[name]) for name, tensor in load_file(begun / file).items())
 
 
 def test_a_new_run_that_was_killed_before_its_first_save_still_has_the_weights(spec: Path, surefoot: Command) -> None:
-    train("whole", spec)
     for folder, leave_at in (("unbroken", None), ("killed", 2)):
         train(folder, spec, leave_at=leave_at, start=Start(Path("whole"), 6, weights_only=True))
     assert surefoot("resume", "killed", "--quiet").code == 0
@@ -423,7 +416,6 @@ def test_the_table_of_what_may_change_is_the_one_that_is_applied() -> None:
 
 
 def test_rows_that_a_fork_takes_over_are_those_of_its_history_and_no_more(spec: Path, surefoot: Command) -> None:
-    train("left", spec, leave_at=STOP)
     train("left", spec)  # step 7 is done again
     surefoot("resume", "left", "--fork", "new", "--from", "8", "--quiet")
     rows = list(ledger.read(Path("new")))
