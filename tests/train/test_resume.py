@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,18 @@ def test_a_weight_that_is_changed_while_it_is_copied_costs_that_save_and_is_told
     assert len(told) == 2
     assert all("4.bias" in detail and "checkpoint.background" in detail for detail in told)
     assert manifest.steps(tmp_path / "a") == [12]
+
+
+def test_a_save_that_gets_no_thread_is_written_in_place_and_nobody_waits_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "surefoot-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    train(tmp_path / "a", spec(12, checkpoint={"every": "5 steps"}), Small())
+    assert manifest.steps(tmp_path / "a") == [5, 10, 12]
