@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from surefoot.cli.operate import stored
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
 from surefoot.contract import commits, manifest
@@ -25,6 +26,7 @@ from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
 
 ROOT = Path(__file__).resolve().parents[2]
+FIXTURE = ROOT / "tests" / "fixtures" / "format_1" / "checkpoints" / "step-000000000006"
 RUN = Path("run")
 
 
@@ -201,6 +203,25 @@ def test_every_kind_of_damage_is_named_and_only_that_commit(damage: Callable[[Pa
     assert {*row, *row["commits"][0]} == documented("checkpoint check")
 
 
+def test_four_hundred_of_four_hundred_flipped_bits_are_found_in_the_file_that_holds_them(tmp_path: Path) -> None:
+    """Over every file of a commit with weights, average, optimiser and state, in proportion to their sizes; seed 0."""
+    folder = tmp_path / FIXTURE.name
+    shutil.copytree(FIXTURE, folder)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    ends = np.cumsum([8 * size for size in sizes.values()])
+    for bit in np.random.default_rng(0).integers(0, ends[-1], size=400):
+        number = int(np.searchsorted(ends, bit, side="right"))
+        name = list(sizes)[number]
+        position = int(bit - (ends[number - 1] if number else 0))
+        whole = (folder / name).read_bytes()
+        spoiled = bytearray(whole)
+        spoiled[position // 8] ^= 1 << (position % 8)
+        (folder / name).write_bytes(spoiled)
+        assert stored.check_commit(folder).names == (name,), f"bit {bit}"
+        (folder / name).write_bytes(whole)
+    assert stored.check_commit(folder).is_sound
+
+
 def test_a_file_that_several_commits_share_is_damaged_in_each(surefoot: Command) -> None:
     run = RUN
     for step in range(1, 7):
@@ -241,6 +262,15 @@ def test_what_moves_commits_waits_for_nobody_and_is_refused_while_the_run_trains
             assert answer.code == 2
             assert "is being written by process" in answer.err
     assert len(manifest.steps(run)) == 6
+
+
+def test_names_that_steer_a_terminal_are_shown_harmless(surefoot: Command) -> None:
+    checkpoint.save(RUN, 1, {"\x1b[31mred": torch.ones(3)})
+    flip(path_of(1, "state.safetensors"), -1)
+    for words in (("show", RUN), ("check", RUN), ("diff", RUN, RUN)):
+        answer = surefoot("checkpoint", *words)
+        assert "\x1b" not in answer.out, words
+    assert "?[31mred" in surefoot("checkpoint", "show", RUN).out
 
 
 # ---- prune

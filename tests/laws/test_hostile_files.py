@@ -37,7 +37,16 @@ def commit(folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("spec", "check", "mine.toml"), ("spec", "show", "mine.toml"), ("runs", "."), ("show", "run"), ("compare", "run", "run")],
+    [
+        ("spec", "check", "mine.toml"),
+        ("spec", "show", "mine.toml"),
+        ("runs", "."),
+        ("show", "run"),
+        ("compare", "run", "run"),
+        ("ledger", "run"),
+        ("checkpoint", "check", "run"),
+        ("checkpoint", "prune", "run"),
+    ],
 )
 def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(words: tuple[str, ...], tmp_path: Path) -> None:
     canary = tmp_path / "canary"
@@ -46,6 +55,7 @@ def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(words: tuple[str
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "spec.toml").write_text(SPEC.replace("mine.py", "../mine.py"))
     (tmp_path / "run" / "events.jsonl").write_text("")
+    (tmp_path / "run" / "checkpoints").mkdir()
     command = [sys.executable, "-m", "surefoot", *words]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}

@@ -26,7 +26,7 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     Step, attempt, size, score, age; which files are links to those of an earlier commit.
     """
     from surefoot.cli.operate import stored
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, without_control
 
     found = stored.rows(run)
     others = stored.left_overs(run)
@@ -36,7 +36,7 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     print_table(("step", "attempt", "size", "linked", "score", "age", ""), [_line(row) for row in found],
                 right=("step", "attempt", "size", "linked", "age"))  # fmt: skip
     for name in others:
-        print(f"left over: {run / 'checkpoints' / name}", file=sys.stderr)
+        print(without_control(f"left over: {run / 'checkpoints' / name}"), file=sys.stderr)
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -120,6 +120,7 @@ def check(
     Tells what is damaged and what still loads. Ends with 1 where something is damaged, even if it was set aside just now.
     """
     from surefoot.cli.operate import stored
+    from surefoot.cli.table import without_control
     from surefoot.core.units import format_bytes
 
     is_run = (Path(run) / "checkpoints").is_dir()
@@ -137,9 +138,9 @@ def check(
         told = f"sound   {each.num_files} files, {format_bytes(each.num_bytes)}" if each.is_sound else "DAMAGED"
         print(f"step {each.step:,}  {told}")
         for problem in each.damaged:
-            print(f"  {problem}")
+            print(without_control(f"  {problem}"))
         for name in each.unknown:
-            print(f"  {name} is not named by the manifest, and is never read")
+            print(without_control(f"  {name} is not named by the manifest, and is never read"))
         if each.step in moved:
             print(f"  set aside as {moved[each.step]}")
     if is_run:
