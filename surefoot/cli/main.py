@@ -39,6 +39,7 @@ app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=OPERATE)
 
 def main() -> None:
     """Run a verb; an error is told in words, with its exit code, and shows a traceback only on `--traceback`."""
+    _open_closed_streams()
     try:
         code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
@@ -57,6 +58,13 @@ def main() -> None:
         code = _tell_other(error)
     _flush()
     sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _open_closed_streams() -> None:
+    """A process started without stdout or stderr (a daemon, `>&-`) speaks to nobody; what it does is not changed by that."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
 def _flush() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +54,15 @@ def overrides(
 
 
 def print_json(row: dict[str, Any]) -> None:
-    """One JSON object on standard output, with the version of its form."""
+    """One JSON object on standard output, with the version of its form; a number that is none is null, since JSON has none."""
     import json
 
-    print(json.dumps({"version": 1, **row}, allow_nan=False, default=str))
+    print(json.dumps(_without_nan({"version": 1, **row}), allow_nan=False, default=str))
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(part) for key, part in value.items()}
+    return [_without_nan(part) for part in value] if isinstance(value, list | tuple) else value

@@ -109,10 +109,12 @@ class TrainTable(Table):
     length: DurationText = Field("10 epochs", description="how long the run is")
     batch: Positive = Field(128, description="samples of one step, over all microbatches and ranks")
     microbatch: Positive | None = Field(None, description="samples of one forward pass; none: the whole batch")
-    seed: int = Field(0, ge=0, description="of weights, order, augmentation, dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, order, augmentation, dropout")
     deterministic: bool = Field(True, description="deterministic kernels where torch has them")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
-    threads: Positive | None = Field(None, description="threads of one operator on a CPU; none: torch's own choice")
+    threads: Annotated[int, Field(gt=0, le=4096)] | None = Field(
+        None, description="threads of one operator on a CPU; none: torch's own choice"
+    )
     keep_freed_memory: bool = Field(
         True, description="freed host memory stays with the process and is used again: no page faults"
     )

@@ -55,7 +55,10 @@ def choose(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: 
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
-    chosen = _chosen(wanted, spec_id, name, digest, fresh=fresh, accept_code_change=accept_code_change)
+    try:
+        chosen = _chosen(wanted, spec_id, name, digest, fresh=fresh, accept_code_change=accept_code_change)
+    except OSError as error:
+        raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
     _check_writable(chosen.folder)
     return chosen
 

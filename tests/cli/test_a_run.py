@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from surefoot.contract import manifest
+from surefoot.core.place import child_environment
 from tests.cli.conftest import Command
 from tests.cli.reference import CLI, sections
 
@@ -94,3 +97,12 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(surefoot: Command, t
         assert (answer.code, answer.out) == (2, ""), flag
         assert answer.err.startswith("error: ")
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
+    words = "train digits --steps 60 --quiet --set train.batch=8 --set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
+    line = f"exec {sys.executable} -m surefoot {words} --run {tmp_path / 'a'} {closed}"
+    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(["bash", "-c", line], env=environment, check=False)
+    assert done.returncode == 0
