@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
@@ -20,10 +21,12 @@ from surefoot.components.data import as_source, size_of
 from surefoot.components.observe import Console
 from surefoot.components.precision import compute_context
 from surefoot.contract import spec_file
+from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, TaskError
+from surefoot.contract.task import Resolved, Source, resolve
+from surefoot.core.errors import InputError, RunFolderError, SpecError, SurefootError, TaskError
 from surefoot.train.assemble import load_task
+from surefoot.train.blame import describe
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
@@ -71,7 +74,7 @@ def evaluate_run(run: Path, step: str, split: str | None, data: str | None, *, q
     model, task, spec, used = load_with_task(run, step, data=data)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
-    source = as_source(task.task.data(name))
+    source = _source(task, name)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         result = evaluate(
             model, task, source, split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
@@ -87,13 +90,17 @@ def predict_run(
     """Write the outputs of a split; gives the file, the shape of each array, and the step. Raises InputError for the file's name."""
     if output is not None and output.suffix not in ENDINGS:
         raise InputError(f"--output {output} ends in {output.suffix or 'nothing'}", hint=f"use one of {', '.join(ENDINGS)}")
+    if output is not None and STEP_FOLDER.match(output.absolute().parent.name):
+        raise InputError(f"--output {output} lies inside a commit, which is never changed", hint="give another --output")
+    if split is not None and Path(split).name != split:
+        raise InputError(f"--split is {split!r}, which is no plain name", hint="give one that the task's data(split) knows")
     model, task, spec, used = load_with_task(run, step, data=data)
     name = split or spec.evaluate.split
     path = output or run / f"predictions-{name}.safetensors"
     collected: dict[str, list[Tensor]] = {}
     device = torch.device("cpu")
     compute = compute_context(spec.precision.compute, device)
-    source, num_done = as_source(task.task.data(name)), 0
+    source, num_done = _source(task, name), 0
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
         for batch in batches(source, spec.evaluate.batch or spec.train.batch, device):
             with compute():
@@ -108,9 +115,22 @@ def predict_run(
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
             save_file(arrays, path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}", hint="give another --output") from error
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path} cannot be written: {reason}", hint="free some space, or give another --output") from error
     return path, {key: array.shape for key, array in arrays.items()}, used
+
+
+def _source(task: Resolved, split: str) -> Source:
+    """The task's split; what its code raises is told as its own. Raises TaskError."""
+    try:
+        return as_source(task.task.data(split))
+    except SurefootError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"data({split!r}) of task {task.name} failed: {describe(error)}", hint="does the task know this split? see --split"
+        ) from error
 
 
 def _named(output: Any) -> dict[str, Tensor]:
