@@ -5,15 +5,17 @@ It reads a line of JSON for each request and answers with one. It has one thread
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.errors import SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_OK, SurefootError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.probe import Attempt
 from surefoot.train.run import Run, drive
@@ -25,6 +27,7 @@ NOTHING: Mapping[str, Plant] = {}
 def main(planted: Mapping[str, Plant] = NOTHING) -> None:
     """Serve until standard input ends. `planted` faults by name are for tests: a child may be asked to break something of ours first."""
     _warm_up()
+    gc.freeze()  # a child neither looks through what was loaded before the fork nor copies its pages
     _answer({"ready": os.getpid()})
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
@@ -34,7 +37,7 @@ def main(planted: Mapping[str, Plant] = NOTHING) -> None:
             continue
         child = os.fork()
         if child == 0:
-            raise SystemExit(_be_child(request, planted))
+            os._exit(_be_child(request, planted))  # taking the interpreter apart would cost more than the trial
         _answer({"pid": child})
 
 
@@ -65,6 +68,11 @@ def _be_child(request: Mapping[str, Any], planted: Mapping[str, Plant]) -> int:
     except SurefootError as error:
         os.write(2, f"{type(error).__name__}: {error.message}\n".encode())
         return error.exit_code
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else EXIT_OK
+    except BaseException:  # noqa: BLE001 - it must not go on as the process that forks
+        os.write(2, traceback.format_exc().encode())
+        return EXIT_INTERNAL
 
 
 if __name__ == "__main__":
