@@ -269,6 +269,38 @@ def test_a_change_that_the_state_does_not_go_with_is_refused_and_leaves_nothing(
     assert not Path("new").exists()
 
 
+def test_a_fork_notes_other_data_and_code_and_how_it_is_repeated(tmp_path: Path, surefoot: Command) -> None:
+    own, task = tmp_path / "own.toml", tmp_path / "own.py"
+    own.write_text(SPEC.format(use=write_task(tmp_path, name="own.py")))
+    train("own", own, leave_at=STOP)
+    task.write_text(task.read_text().replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
+    assert surefoot("resume", "own", "--fork", "new", "--quiet").code == 0
+    assert {"the training data are not those of own", "the task's code is not that of own"} <= set(started("new")[0].notes)
+    told = " ".join(surefoot("show", "new").out.split())
+    assert f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW, changed as its notes say" in told
+
+
+def test_a_fork_never_writes_into_the_store_of_the_run_it_came_from(spec: Path, tmp_path: Path, surefoot: Command) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: the extra store")
+    train("stored", spec, leave_at=STOP, checkpoint={"store": f"file://{tmp_path}/store"})
+    before = snapshot("store")
+    answer = surefoot("resume", "stored", "--fork", "new", "--quiet")
+    assert answer.code == 2
+    assert "is that of stored" in answer.err
+    assert snapshot("store") == before
+    assert (
+        surefoot("resume", "stored", "--fork", "new", "--quiet", "--set", f"checkpoint.store=file://{tmp_path}/other").code == 0
+    )
+
+
+def test_a_task_that_was_built_in_a_script_is_left_to_the_script(spec: Path, surefoot: Command) -> None:
+    path = Path("left", "spec.toml")
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if not line.startswith("use")))
+    answer = surefoot("resume", "left")
+    assert answer.code == 2
+    assert "the task of left was built in a script" in answer.err
+
+
 def test_a_fork_with_no_step_left_to_train_is_refused_and_told_how(spec: Path, surefoot: Command) -> None:
     answer = surefoot("resume", "whole", "--fork", "new", "--quiet")
     assert answer.code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -91,6 +92,13 @@ class Past:
     def weights(self) -> list[int]:
         """The steps whose weights are on disk."""
         return manifest.steps(self.folder)
+
+    def parent(self) -> Mapping[str, Any] | None:
+        """What a fork came from, as its newest commit that reads says."""
+        for step in reversed(self.weights()):
+            with contextlib.suppress(RunFolderError):
+                return manifest.read(manifest.step_folder(self.folder, step)).parent
+        return None
 
     def as_row(self) -> dict[str, Any]:
         """What every looking verb says of a run, for machines."""

@@ -137,10 +137,13 @@ def _end(past: Past) -> Iterator[tuple[str, str]]:
 
 
 def _again(past: Past) -> Pairs:
-    spec = past.folder / "spec.toml"
+    spec, parent = past.folder / "spec.toml", past.parent()
     command = (
         f"surefoot train {shlex.quote(str(spec))}" if past.use else "n/a: the task was built in a script, so only that script can"
     )
+    if past.use and parent is not None:
+        began = f"--from {parent.get('step')} {'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
+        command = f"surefoot resume {shlex.quote(str(parent.get('folder')))} {began}, changed as its notes say"
     steps = past.weights()
     weights = [("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps] or [
         ("weights", "none saved")

@@ -34,12 +34,18 @@ def resume(
     """
     from surefoot.cli.train.train import finish
     from surefoot.contract import spec_file
+    from surefoot.core.errors import SpecError
     from surefoot.train.resume import changes
     from surefoot.train.resume.start import spec_of
     from surefoot.train.run import Run
 
     before = spec_of(run)
     after = spec_file.read(str((run / "spec.toml").resolve()), options.overrides(set_, steps=steps, data=data)).spec
+    if after.task.use is None:
+        raise SpecError(
+            f"the task of {run} was built in a script, so only that script can go on with it",
+            hint="there: Run(spec, task, folder=...), for a fork with start=Start(run, step)",
+        )
     found = changes.find(before, after)
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
     if start is None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
-from surefoot.contract import commits, manifest, spec_file
+from surefoot.contract import commits, events, manifest, spec_file
+from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.train.assemble import Assembly
-from surefoot.train.folder import Chosen
+from surefoot.train.folder import Chosen, code_digest
 from surefoot.train.resume import changes
 from surefoot.train.resume.changes import Change
 from surefoot.train.resume.state import LiveState
@@ -65,7 +66,7 @@ def begin(start: Start, assembly: Assembly) -> Begun:
             f"checkpoint.store = {table.store!r} is that of {start.run}", hint="--set checkpoint.store=URL: another one"
         )
     saved = LiveState(assembly).restore(commit, lambda tree: _adapt(tree, found))
-    return Begun(start.step, parent, _notes(start, found), saved)
+    return Begun(start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved)
 
 
 def spec_of(run: Path) -> RunSpec:
@@ -95,6 +96,19 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
     if changes.starts_scores_anew(found):
         notes.append("scores begin anew: they now measure something else")
     return tuple(notes)
+
+
+def _others(run: Path, assembly: Assembly) -> list[str]:
+    """What is not in a spec and is another than in the run that is forked: its data, the task's code."""
+    starts = [event for event in events.read(run) if isinstance(event, Started)] if (run / events.FILE).is_file() else []
+    if not starts:
+        return []
+    notes = []
+    if starts[-1].data.get("digest") != assembly.feed.source.digest:
+        notes.append(f"the training data are not those of {run}")
+    if starts[-1].code_digest != code_digest(assembly.task.importable, assembly.task.task):
+        notes.append(f"the task's code is not that of {run}")
+    return notes
 
 
 def newest_sound(run: Path) -> tuple[int, list[str]]:
