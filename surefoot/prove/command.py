@@ -67,10 +67,10 @@ def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed:
         raise InputError("--command is empty", hint='give one such as "python train.py"')
     if state.exists():
         raise InputError(f"--state {state} is there already", hint="each run begins without it: move it away, or name another")
-    took_s = 0.0
+    first_s = took_s = 0.0
     for name in ("first", "second"):
         tell(f"{name} unbroken run")
-        took_s = _run_whole(words, state)
+        first_s, took_s = _run_whole(words, state)
         _keep(state, folder / name)
     files = _files(folder / "first")
     left_out = tuple(name for name in files if _is_timed(name))
@@ -79,7 +79,7 @@ def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed:
         return CommandVerdict(
             seed=seed, num_files=len(files), elapsed_s=took_s, repeat=repeat, by_digest=by_digest, left_out=left_out
         )
-    done = _run_killed(words, state, took_s, kills, random.Random(seed), tell)
+    done = _run_killed(words, state, (first_s, took_s), kills, random.Random(seed), tell)
     _keep(state, folder / "killed")
     resume, by_digest = _compare(folder / "first", folder / "killed")
     return CommandVerdict(
@@ -99,28 +99,38 @@ def _start(words: list[str]) -> subprocess.Popen[str]:
         ) from None
 
 
-def _run_whole(words: list[str], state: Path) -> float:
-    """The seconds that a run took to its end. Raises TaskError when it fails or leaves nothing."""
+def _run_whole(words: list[str], state: Path) -> tuple[float, float]:
+    """The seconds after which a run had saved something, and to its end. Raises TaskError when it fails or leaves nothing."""
     started_s = time.monotonic()
     process = _start(words)
+    while process.poll() is None and not _is_begun(state):
+        time.sleep(POLL_S)
+    first_s = time.monotonic() - started_s
     _, said = process.communicate()
     if process.returncode:
         told = "\n".join(said.strip().splitlines()[-TOLD_LINES:])
         raise TaskError(f"the command ended with {process.returncode}: {told}", hint="make it run to its end first")
     if not state.is_dir() or not _files(state):
         raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
-    return time.monotonic() - started_s
+    return first_s, time.monotonic() - started_s
 
 
-def _run_killed(words: list[str], state: Path, took_s: float, kills: int, draws: random.Random, tell: Tell) -> tuple[float, ...]:
+def _is_begun(state: Path) -> bool:
+    return state.is_dir() and any(state.iterdir())
+
+
+def _run_killed(
+    words: list[str], state: Path, span_s: tuple[float, float], kills: int, draws: random.Random, tell: Tell
+) -> tuple[float, ...]:
     """Kill the process group at random times, once something was saved, and start again; at last let it end."""
     done: list[float] = []
+    first_s, took_s = span_s
     for _ in range(MAX_TRIES):
         if len(done) == kills:
             break
-        share = draws.uniform(0.1, 0.8)
+        share = draws.uniform(0.1, 0.8)  # of the time from the first save to the end: before it there is nothing to go on from
         process = _start(words)
-        if _kill_after(process, state, share * took_s):
+        if _kill_after(process, state, first_s + share * (took_s - first_s)):
             done.append(share)
             tell(f"kill {len(done)} of {kills}: at {share:.0%} of the time of a run")
             continue
@@ -134,7 +144,7 @@ def _run_killed(words: list[str], state: Path, took_s: float, kills: int, draws:
             return tuple(done)
         tell("it was over before the kill came: again, and earlier")
         shutil.rmtree(state)
-        took_s /= 2
+        first_s, took_s = first_s / 2, took_s / 2
     if not done:
         raise TaskError("the command is over before it can be killed", hint="make its run longer")
     tell("the last start, to the end")
@@ -146,8 +156,7 @@ def _kill_after(process: subprocess.Popen[str], state: Path, after_s: float) -> 
     """Kill the group after a time, but not before something lies in the state folder; False where the process ended by itself."""
     began_s = time.monotonic()
     while process.poll() is None:
-        is_begun = state.is_dir() and any(state.iterdir())
-        if is_begun and time.monotonic() - began_s >= after_s:
+        if _is_begun(state) and time.monotonic() - began_s >= after_s:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return process.returncode == -signal.SIGKILL

@@ -101,7 +101,7 @@ if file.exists():
     state = torch.load(file, weights_only=True)
     model.load_state_dict(state["model"]); first = state["step"]
     if GOOD: optimizer.load_state_dict(state["optimizer"])
-for step in range(first, 12):
+for step in range(first, 40):
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad(); model(inputs).square().mean().backward(); optimizer.step()
     draft = out.with_name("draft.pt")
