@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from surefoot.components import checkpoint
 from surefoot.contract import events, ledger, signature, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import FILE as LOCK_FILE
@@ -148,6 +149,8 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
     try:
         if spec is not None:
             _write_spec(mine.chosen.folder, spec)
+        for path in (mine.chosen.folder, *(made.parent for made in mine.created)):
+            checkpoint.sync_folder(path)  # a commit is durable only if the run's own entry is
         yield mine.chosen, mine.lock
     except (OSError, StorageError) as error:
         mine.give_back()
@@ -198,5 +201,8 @@ def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
 def _write_spec(folder: Path, spec: RunSpec) -> None:
     """Aside and renamed, so that a full disk cannot empty the spec of an earlier attempt."""
     draft = folder / DRAFT_FILE
-    draft.write_text(spec_file.write(spec), encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(spec_file.write(spec))
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut may leave the name without the text
     draft.replace(folder / SPEC_FILE)

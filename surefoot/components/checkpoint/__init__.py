@@ -4,7 +4,7 @@ from surefoot.components.checkpoint.background import Saved, Saver
 from surefoot.components.checkpoint.load import MODEL, Commit, newest_loadable, read_weights
 from surefoot.components.checkpoint.own import Restored, load, load_into, save
 from surefoot.components.checkpoint.random import random_states, restore_random
-from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
+from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit, sync_folder
 from surefoot.components.checkpoint.store import Store
 from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create
 from surefoot.components.checkpoint.tree import join, split
@@ -15,4 +15,5 @@ __all__ = [
     "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_storable",
     "clear_drafts", "commit", "create", "find_step", "join", "load", "load_into", "newest_loadable", "random_states",
     "read_weights", "restore_random", "retain", "save", "split",
+    "sync_folder",
 ]  # fmt: skip

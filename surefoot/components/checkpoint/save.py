@@ -60,7 +60,7 @@ def commit(
     draft = final.with_name(f"{DRAFT}{final.name}")
     try:
         shutil.rmtree(draft, ignore_errors=True)
-        _make_folders(draft)
+        _make_folders(run, draft)
         earlier = _newest(run, content.step) if link else None
         with commits.hashing() as pool:
             sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
@@ -85,12 +85,14 @@ def commit(
     return made
 
 
-def _make_folders(draft: Path) -> None:
-    """The draft, and `checkpoints/` where it is new: a folder is durable once its parent is synced."""
+def _make_folders(run: Path, draft: Path) -> None:
+    """The draft, and what is above it where it is new: a folder is durable once its parent is synced."""
     parent = draft.parent
-    if not parent.is_dir():
-        parent.mkdir(parents=True, mode=0o700)
-        sync_folder(parent.parent)
+    new = [path for path in (parent, *parent.parents) if not path.exists()]
+    parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    if new or not manifests.steps(run):  # what a killed attempt made may not have been synced
+        for path in dict.fromkeys((run, *(each.parent for each in new))):
+            sync_folder(path)
     draft.mkdir(mode=0o700)
 
 
