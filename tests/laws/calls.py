@@ -29,6 +29,7 @@ FREE = {
     # what is measured beside our own: writes a file and reads that very file
     "benchmarks/checkpoint/arms.py": {"torch.save", "torch.load"},
 }
+ENDS = {("surefoot/prove/campaigns/server.py", "os._exit")}  # of a forked trial: a second each for taking the interpreter apart
 NETWORK = (
     "http", "urllib.request", "urllib3", "socketserver", "ftplib", "smtplib", "xmlrpc", "ssl", "requests", "httpx", "aiohttp",
     "torch.hub",
@@ -143,4 +144,5 @@ def prints(root: Path) -> list[Violation]:
         if not module.path.as_posix().startswith(free)
         for name, line in called_names(module)
         if name in ("print", "sys.stdout.write", "sys.stderr.write", "input", "sys.exit", "exit", "quit", "os._exit")
+        and (module.path.as_posix(), name) not in ENDS
     ]

@@ -304,8 +304,9 @@ LAWS: dict[str, Law] = {
         (
             Plant("calls print", {"surefoot/train/a.py": "print(1)\n"}),
             Plant("calls sys.exit", {"surefoot/train/a.py": "import sys\nsys.exit(1)\n"}),
+            Plant("calls os._exit", {"surefoot/train/a.py": "import os\nos._exit(1)\n"}),
         ),
-        {"surefoot/cli/a.py": "print(1)\n"},
+        {"surefoot/cli/a.py": "print(1)\n", next(iter(calls.ENDS))[0]: "import os\nos._exit(1)\n"},
     ),
     "every exception of ours stands in one file": Law(
         exceptions.in_one_file,

@@ -1,0 +1,168 @@
+"""What a forked trial does: train, commit once, or open what a stranger left; and how it says where it stands.
+
+Marks come from Python's own audit events (https://docs.python.org/3/library/audit_events.html), so nothing that is tested is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Commit, Content, Stamp
+from surefoot.contract import commits, manifest
+from surefoot.prove.campaigns.probe import Attempt
+from surefoot.train.run import Run
+
+Words = Mapping[str, Any]
+MARKS, GO = "marks", "go"
+TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach although it is no parent of this process
+DAY_S, TEN_YEARS_S = 86_400.0, 315_576_000.0
+SETTLED = 2  # commits that a commit job keeps
+
+
+class Line:
+    """What a child says to the campaign that forked it, and what it waits for: two named pipes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._marks = os.open(folder / MARKS, os.O_WRONLY | os.O_CLOEXEC)
+        self._go = os.open(folder / GO, os.O_RDONLY | os.O_CLOEXEC)
+
+    def mark(self, text: str) -> None:
+        os.write(self._marks, f"{text}\n".encode())
+
+    def pause(self, text: str) -> None:
+        """Say so and wait for a word."""
+        self.mark(text)
+        os.read(self._go, 1)
+
+
+def train(words: Words, line: Line) -> int:
+    """One attempt at a run; marks each step, and each commit that is begun, named, retired, set aside or read."""
+    attempt = Attempt(**words)
+    if 0 in attempt.pauses:
+        _let_trace()
+        line.pause("paused 0")
+    _watch(line)
+    _set_clock(attempt.clock)
+    with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
+        line.mark("begun")
+        for report in run.steps():
+            if run.evaluation_due:
+                run.evaluate()
+            line.mark(f"step {report.step}")
+            if report.step in attempt.pauses:
+                line.pause(f"paused {report.step}")
+            if report.step == attempt.die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return run.exit_code
+
+
+def _watch(line: Line) -> None:
+    """Mark what happens to commits: `draft 12`, `name 12`, `retire 3`, `aside 12`, `load 12`, `clear 12`."""
+
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        if event in ("os.mkdir", "os.rename", "shutil.rmtree", "open"):
+            mark = _told(event, given)
+            if mark is not None:
+                line.mark(mark)
+
+    sys.addaudithook(hear)
+
+
+def _told(event: str, given: tuple[Any, ...]) -> str | None:
+    if not isinstance(given[0], str | os.PathLike):
+        return None
+    path = Path(given[0])
+    if event == "open":
+        is_read = path.name == "state.json" and isinstance(given[2], int) and not given[2] & (os.O_WRONLY | os.O_RDWR)
+        return _step("load", path.parent.name) if is_read else None
+    if event == "os.mkdir":
+        return _step("draft", path.name, ".draft-")
+    if event == "shutil.rmtree":
+        return _step("clear", path.name, ".draft-")
+    to = Path(given[1]).name
+    return _step("name", to) or _step("retire", to, commits.GONE) or _step("aside", to, commits.BAD)
+
+
+def _step(word: str, name: str, prefix: str = "") -> str | None:
+    hit = manifest.STEP_FOLDER.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    return None if hit is None else f"{word} {int(hit.group(1))}"
+
+
+def _set_clock(jump: str | None) -> None:
+    """The time of day as a machine has it whose clock was set: a day back, ten years on, or going backwards second by second."""
+    if jump is None:
+        return
+    real, calls = time.time, itertools.count(1)
+    jumped: Callable[[], float] = {
+        "a day back": lambda: real() - DAY_S,
+        "ten years on": lambda: real() + TEN_YEARS_S,
+        "backwards": lambda: real() - next(calls),
+        "to and fro": lambda: real() + (TEN_YEARS_S if next(calls) % 2 else -DAY_S),
+    }[jump]
+    time.time = jumped
+
+
+def content(step: int) -> Content:
+    """What a commit job commits: trained numbers of `step`, frozen ones that are always the same, a text."""
+    draws = torch.Generator().manual_seed(step)
+    frozen = torch.arange(1500, dtype=torch.float32)
+    tensors = {
+        "model.safetensors": {"weight": torch.randn(40, 40, generator=draws), "bias": torch.randn(40, generator=draws)},
+        "frozen.safetensors": {"table": frozen},
+    }
+    return Content(step=step, tensors=tensors, texts={"state.json": f'{{"step": {step}}}'.encode()}, finite=frozenset({"weight"}))
+
+
+def commit(words: Words, line: Line) -> int:
+    """Commit the steps of `steps` one after the other, then, after a word where `hold` is set, `last`; retention follows each."""
+    run = Path(words["run"])
+    for step in words["steps"]:
+        _commit(run, step, words["generation"])
+    if words["hold"]:
+        _let_trace()
+        line.pause("ready")
+    if words["last"] is not None:
+        _commit(run, words["last"], words["generation"])
+    line.mark("acked")
+    return 0
+
+
+def _commit(run: Path, step: int, generation: int) -> None:
+    checkpoint.commit(run, content(step), Stamp(generation=generation))
+    checkpoint.retain(run, keep=SETTLED)
+
+
+def _let_trace() -> None:
+    ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
+
+
+def open_commit(words: Words, line: Line) -> int:
+    """Read all of a commit under a limit of memory, as going on does; what is refused raises RunFolderError."""
+    limit = _address_space_bytes() + int(words["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    run, step = Path(words["run"]), int(words["step"])
+    one = Commit(run, step)
+    one.read("")
+    checkpoint.join(one.json("state.json"), one.read("state."))
+    commits.check(manifest.step_folder(run, step))
+    line.mark("whole")
+    return 0
+
+
+def _address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+JOBS: dict[str, Callable[[Words, Line], int]] = {"train": train, "commit": commit, "open": open_commit}

@@ -1,0 +1,90 @@
+"""The run that is put to the test: small, and with all that makes going on hard: dropout, BatchNorm, AdamW, augmentation, shuffling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surefoot.components.data import Arrays
+from surefoot.components.metrics import Mean, accuracy
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss
+
+SAMPLES, BATCH, FEATURES, CLASSES = 50, 8, 6, 3
+STEPS, EVERY, EVALUATE_EVERY, KEEP = 24, 3, 8, 3
+# what a trial may have besides: frozen weights, which commits link; a moving average; a plain run
+VARIANTS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "frozen": {"freeze": ["0.*"]}, "ema": {"ema": 0.9}}
+
+
+class Probe:
+    """A classifier of noise; `poison` are (sample, value) pairs: that sample's first number is that value, say NaN."""
+
+    def __init__(self, width: int = 16, poison: tuple[tuple[int, float], ...] = ()) -> None:
+        self.width, self.poison = width, poison
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(FEATURES, self.width), nn.BatchNorm1d(self.width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(self.width, self.width),
+            nn.ReLU(), nn.Linear(self.width, CLASSES),
+        )  # fmt: skip
+
+    def data(self, split: str) -> Arrays:
+        draws = torch.Generator().manual_seed(int(split == "train"))
+        x, y = torch.randn(SAMPLES, FEATURES, generator=draws), torch.arange(SAMPLES) % CLASSES
+        if split == "train":
+            for sample, value in self.poison:
+                x[sample, 0] = value
+        return Arrays(x, y)
+
+    def augment(self, batch: Any, keys: Any) -> Any:
+        return batch[0] + 0.1 * keys.uniform(FEATURES), batch[1]
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        output: Tensor = model(batch[0])
+        return output
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
+        return {"accuracy": accuracy(output, batch[1])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt at the run in the folder `run`: how it is saved, where it waits for a word, and when it dies by its own hand."""
+
+    run: str
+    steps: int = STEPS
+    every: int = EVERY
+    keep: int = KEEP
+    background: bool = True
+    variant: str = "plain"
+    width: int = 16
+    pauses: tuple[int, ...] = ()
+    die_at: int | None = None
+    clock: str | None = None
+    poison: tuple[tuple[int, float], ...] = ()
+
+    def spec(self) -> RunSpec:
+        tables = {
+            "train": {"length": f"{self.steps} steps", "batch": BATCH},
+            "optim": {"name": "adamw", **VARIANTS[self.variant]},
+            "evaluate": {"every": f"{EVALUATE_EVERY} steps"},
+            "checkpoint": {"every": f"{self.every} steps", "keep": self.keep, "background": self.background},
+            "observe": {"every": "1 step", "tensorboard": False},
+        }
+        return RunSpec.model_validate(tables)
+
+    def task(self) -> Probe:
+        return Probe(self.width, tuple((sample, value) for sample, value in self.poison))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run)
