@@ -10,7 +10,7 @@ import typer
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, runs, show, spec, why
 from surefoot.cli.operate import checkpoint
-from surefoot.cli.prove import verify
+from surefoot.cli.prove import promise, verify
 from surefoot.cli.train import evaluate, init, predict, resume, train
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
 
@@ -34,6 +34,7 @@ app.command(cls=Verb, rich_help_panel=LOOK)(why.why)
 app.command(cls=Verb, rich_help_panel=LOOK)(ledger.ledger)
 app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
 app.command(cls=Verb, rich_help_panel=PROVE)(verify.verify)
+app.command(cls=Verb, rich_help_panel=PROVE)(promise.prove)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=OPERATE)
 
 

@@ -39,13 +39,11 @@ class Failure:
 class Campaign:
     """A fault, and a trial of it: `trial(workshop, seed)`. `few` trials in a test, `many` in the large count.
 
-    `promises` are the numbers of those that it puts to the test. `sweep` tells how many trials there are in all where they can be
-    counted, `missing` why they cannot be made on this machine.
+    `sweep` tells how many trials there are in all where they can be counted, `missing` why they cannot be made on this machine.
     """
 
     case: str
     title: str
-    promises: tuple[int, ...]
     trial: Callable[[Workshop, int], Result]
     few: int
     many: int
@@ -68,7 +66,8 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        return not self.failures
+        """Whether there were trials, and all of them ended well."""
+        return bool(self.trials) and not self.failures
 
     @property
     def bound(self) -> float | None:
@@ -77,7 +76,7 @@ class Outcome:
         >>> Outcome(case="F01", title="kill", seed=0, trials=500).bound
         0.006
         """
-        return RULE_OF_THREE / self.trials if self.trials and not self.failures else None
+        return RULE_OF_THREE / self.trials if self.holds else None
 
 
 def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None) -> Outcome:

@@ -1,6 +1,13 @@
 """Fault campaigns: real processes that are killed, real files that are damaged, real disks that are full."""
 
-from surefoot.prove.campaigns import kills, power
+from surefoot.prove.campaigns import clock, kills, preemption, rivals
+from surefoot.prove.campaigns.power import cut
 from surefoot.prove.outcome import Campaign
 
-CAMPAIGNS: tuple[Campaign, ...] = (*kills.CAMPAIGNS, *power.CAMPAIGNS)
+CAMPAIGNS: tuple[Campaign, ...] = (
+    *kills.CAMPAIGNS,
+    *cut.CAMPAIGNS,
+    *preemption.CAMPAIGNS,
+    *clock.CAMPAIGNS,
+    *rivals.CAMPAIGNS,
+)

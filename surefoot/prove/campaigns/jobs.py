@@ -28,6 +28,12 @@ Words = Mapping[str, Any]
 MARKS, GO = "marks", "go"
 TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach although it is no parent of this process
 DAY_S, TEN_YEARS_S = 86_400.0, 315_576_000.0
+CLOCKS: Mapping[str, Callable[[int], float]] = {  # how far a clock is off when it is read for the nth time, in seconds
+    "a day back": lambda n: -DAY_S,
+    "ten years on": lambda n: TEN_YEARS_S,
+    "backwards": lambda n: -2.0 * n,
+    "to and fro": lambda n: TEN_YEARS_S if n % 2 else -DAY_S,
+}
 SETTLED = 2  # commits that a commit job keeps
 
 
@@ -50,8 +56,9 @@ class Line:
 def train(words: Words, line: Line) -> int:
     """One attempt at a run; marks each step, and each commit that is begun, named, retired, set aside or read."""
     attempt = Attempt(**words)
-    if 0 in attempt.pauses:
+    if attempt.pauses:
         _let_trace()
+    if 0 in attempt.pauses:
         line.pause("paused 0")
     _watch(line)
     _set_clock(attempt.clock)
@@ -101,17 +108,12 @@ def _step(word: str, name: str, prefix: str = "") -> str | None:
 
 
 def _set_clock(jump: str | None) -> None:
-    """The time of day as a machine has it whose clock was set: a day back, ten years on, or going backwards second by second."""
-    if jump is None:
-        return
-    real, calls = time.time, itertools.count(1)
-    jumped: Callable[[], float] = {
-        "a day back": lambda: real() - DAY_S,
-        "ten years on": lambda: real() + TEN_YEARS_S,
-        "backwards": lambda: real() - next(calls),
-        "to and fro": lambda: real() + (TEN_YEARS_S if next(calls) % 2 else -DAY_S),
-    }[jump]
-    time.time = jumped
+    """The time of day as a machine has it whose clock was set, and the time since its start as one has it that was started anew."""
+    if jump is not None:
+        real, since, calls = time.time, time.monotonic, itertools.count(1)
+        begun_s, moved_s = since(), CLOCKS[jump]
+        time.time = lambda: real() + moved_s(next(calls))
+        time.monotonic = lambda: since() - begun_s
 
 
 def content(step: int) -> Content:

@@ -1,18 +1,23 @@
-"""kill -9: at random times, in the middle of a save, of a load, of retention, and of the recovery from an earlier kill."""
+"""kill -9: at random times, at every system call of a save, in a load, in retention, and in the recovery from an earlier kill."""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from surefoot.contract import manifest
+from surefoot.prove.campaigns import trace
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
-from surefoot.prove.campaigns.workshop import KILLED, Child, Golden, Workshop, find_damage, find_lost, go_on
+from surefoot.prove.campaigns.trace import Tracer
+from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
 from surefoot.prove.outcome import Campaign, Result
 
 TRIES = 8  # of one kill: a fast run may end before it comes
 DEPTH = 3  # kills in a row of which none but the first hits an undisturbed run
+SAVED = 4 * EVERY  # the step whose save is killed at every call: commits are retired after it
+STRIDE = 1_000_003  # a prime: seeds that follow one another fall far apart, and all seeds of a sweep on each place once
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
 
 
@@ -29,7 +34,7 @@ def kill_anywhere(workshop: Workshop, seed: int) -> Result:
             if child.wait() != KILLED:
                 continue  # it came too late
             where = _find_where(child)
-            wrong = _after_kill(attempt.folder, golden) or go_on(workshop, attempt, golden)
+            wrong = look_at(attempt.folder, golden) or go_on(workshop, attempt, golden)
             return Result(wrong, (where, variant))
     return Result(fell=False)
 
@@ -54,11 +59,6 @@ def _find_where(child: Child) -> str:
     if "begun" not in child.marks:
         return "before the first step"
     return "inside a save" if drafts > named else "between saves"
-
-
-def _after_kill(run: Path, golden: Golden) -> str | None:
-    """Right after a kill, before anything mends it: what can be seen is whole, and what was committed is there."""
-    return find_damage(run, golden) or find_lost(run)
 
 
 def _time_of_a_run(workshop: Workshop) -> float:
@@ -105,7 +105,7 @@ def kill_in_phase(workshop: Workshop, seed: int) -> Result:
                 time.sleep(draws.uniform(0.0, _time_of_a_save(workshop) / 4))
                 child.kill()
             fell += child.wait() == KILLED
-            if (wrong := _after_kill(attempt.folder, golden)) is not None:
+            if (wrong := look_at(attempt.folder, golden)) is not None:
                 return Result(f"{phase}: {wrong}", (phase,))
             if phase in ("retention", "first save", "last save"):
                 phase = "recovery"
@@ -123,12 +123,58 @@ def _mark_of(phase: str, run: Path) -> str:
     }[phase]  # fmt: skip
 
 
+def kill_at_call(workshop: Workshop, seed: int) -> Result:
+    """A kill at one system call of a save, before it is done: `write` the 7th time, say. Then the run goes on."""
+    golden, places = workshop.golden(), _places(workshop)
+    name, count = places[seed * STRIDE % len(places)]
+    with workshop.scratch("call") as folder:
+        attempt = _one_save(folder / "run")
+        child = workshop.train(attempt)
+        child.wait_for(f"paused {SAVED}")
+        with Tracer(child, folder / "trace", "-e", f"trace={name}", "-e", f"inject={name}:signal=KILL:when={count}"):
+            child.go()
+            child.wait()
+        wrong = look_at(attempt.folder, golden) or go_on(workshop, replace(attempt, pauses=(), die_at=None), golden)
+        fell = f"step {attempt.die_at}" not in child.marks
+        return Result(None if wrong is None else f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell)
+
+
+def _one_save(run: Path) -> Attempt:
+    """An attempt that waits before it saves, saves without threads of its own, and dies one step later, so that a trace ends there."""
+    return Attempt(run=str(run), background=False, pauses=(SAVED,), die_at=SAVED + 1)
+
+
+def _places(workshop: Workshop) -> list[tuple[str, int]]:
+    """Every system call from the wait to the end of the next step, as its name and how many of that name a thread had made."""
+    if "places" not in workshop.kept:
+        with workshop.scratch("places") as folder:
+            child = workshop.train(_one_save(folder / "run"), planted=False)
+            child.wait_for(f"paused {SAVED}")
+            with Tracer(child, folder / "trace") as tracer:
+                child.go()
+                child.wait()
+                calls = tracer.calls()
+            workshop.kept["places"] = sorted(
+                {place for thread in {call.thread for call in calls} for place in trace.names(calls, thread)}
+            )
+    places: list[tuple[str, int]] = workshop.kept["places"]
+    return places
+
+
+def _count_places(workshop: Workshop) -> int:
+    return len(_places(workshop))
+
+
 CAMPAIGNS = (
     Campaign(
-        case="F01", title="kill -9 at any time, every second one inside a save", promises=(1, 3), trial=kill_anywhere, few=10, many=500
+        case="F01", title="kill -9 at any time, every second one inside a save", trial=kill_anywhere, few=10, many=500
     ),
     Campaign(
-        case="F03", title="kill -9 in the first and last save, load, retention, and again while it recovers", promises=(1, 3),
+        case="F02", title="kill -9 at every system call of a save and of the retention after it", trial=kill_at_call,
+        few=12, many=10_000, sweep=_count_places, missing=trace.missing,
+    ),
+    Campaign(
+        case="F03", title="kill -9 in the first and last save, load, retention, and again while it recovers",
         trial=kill_in_phase, few=10, many=200,
     ),
 )  # fmt: skip

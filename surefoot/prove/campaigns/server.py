@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_OK, SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.probe import Attempt
 from surefoot.train.run import Run, drive
@@ -56,6 +57,7 @@ def _warm_up() -> None:
 def _be_child(request: Mapping[str, Any], planted: Mapping[str, Plant]) -> int:
     """A session of its own, its words in a file, its marks in a pipe; what it does is one job."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the campaign beside itself had it ignored
     said = os.open(request["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (said, 1), (said, 2)):
@@ -68,6 +70,8 @@ def _be_child(request: Mapping[str, Any], planted: Mapping[str, Plant]) -> int:
     except SurefootError as error:
         os.write(2, f"{type(error).__name__}: {error.message}\n".encode())
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else EXIT_OK
     except BaseException:  # noqa: BLE001 - it must not go on as the process that forks

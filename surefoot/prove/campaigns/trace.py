@@ -40,7 +40,7 @@ class Call:
 def missing() -> str | None:
     """Why calls cannot be traced here, None where they can."""
     if shutil.which("strace") is None:
-        return "strace is not installed"
+        return "strace is not installed (Debian package strace)"
     done = subprocess.run(["strace", "-f", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else f"strace may not trace here: {done.stderr.strip()[-200:]}"
 

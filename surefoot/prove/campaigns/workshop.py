@@ -242,6 +242,11 @@ def find_lost(run: Path) -> str | None:
     return None
 
 
+def look_at(run: Path, golden: Golden) -> str | None:
+    """Right after a fault, before anything mends it: what can be seen is whole, and what was committed is there."""
+    return find_damage(run, golden) or find_lost(run)
+
+
 def find_difference(run: Path, golden: Golden) -> str | None:
     """Where a run that came to its end differs from the unbroken one: states, ledger, losses."""
     last = max(golden.states)

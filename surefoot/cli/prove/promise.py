@@ -1,0 +1,120 @@
+"""`surefoot prove`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
+from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
+
+if TYPE_CHECKING:
+    from surefoot.prove.outcome import Outcome
+    from surefoot.prove.promises import Promise
+
+
+def prove(
+    what: Annotated[str, typer.Argument(metavar="N", help="the number of a promise, or list")],
+    trials: Annotated[int | None, typer.Option("--trials", metavar="K", help="of each campaign", show_default="a few")] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="S", help="of the first trial; each next one has the next")] = 0,
+    case: Annotated[str | None, typer.Option("--case", metavar="CASE", help="this campaign alone", show_default="every one of it")] = None,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Put a promise to the test: kill runs, cut the power, and count what did not hold.
+
+    Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends with 0 where the promise held in
+    every trial, 1 where it did not or cannot be shown here.
+    """
+    from surefoot.prove.promises import find_promise
+
+    if what == "list":
+        return _list(json)
+    promise = find_promise(what)
+    if (trials is not None and trials < 1) or seed < 0:
+        raise InputError(f"--trials is {trials} and --seed {seed}", hint="use 1 trial or more, and a seed of 0 or more")
+    if case is not None and case not in promise.cases:
+        raise InputError(f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases) or 'none yet'}")
+    cases = promise.cases if case is None else (case,)
+    outcomes = _carry_out(cases, trials, seed, quiet=quiet or json) if cases else []
+    holds = bool(outcomes) and promise.not_yet is None and all(each.holds for each in outcomes)
+    if json:
+        rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
+        options.print_json(
+            {"promise": promise.number, "name": promise.name, "holds": holds, "not_yet": promise.not_yet, "campaigns": rows}
+        )
+    else:
+        _print(promise, outcomes, holds=holds)
+    return EXIT_OK if holds else EXIT_VERDICT_FAILS
+
+
+def _list(json: bool) -> int:
+    from surefoot.cli.table import print_table
+    from surefoot.prove.promises import PROMISES
+
+    if json:
+        options.print_json({"promises": [asdict(each) for each in PROMISES]})
+    else:
+        rows = [(str(each.number), each.name, " ".join(each.cases), _state(each)) for each in PROMISES]
+        print_table(("N", "promise", "campaigns", "state"), rows, right=("N",))
+    return EXIT_OK
+
+
+def _state(promise: Promise) -> str:
+    return "can be shown" if promise.not_yet is None else f"not yet: {promise.not_yet}"
+
+
+def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool) -> list[Outcome]:
+    from surefoot.prove.campaigns import CAMPAIGNS
+    from surefoot.prove.campaigns.workshop import Workshop
+    from surefoot.prove.outcome import carry_out
+
+    def tell(text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"prove: {text}", file=sys.stderr, flush=True)
+
+    chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
+    with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder, Workshop(Path(folder)) as workshop:
+        return [
+            carry_out(campaign, workshop, trials=trials or campaign.few, seed=seed, tell=(lambda text: None) if quiet else tell)
+            for campaign in chosen
+        ]
+
+
+def _print(promise: Promise, outcomes: list[Outcome], *, holds: bool) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import UNKNOWN, format_seconds
+
+    print(f"promise {promise.number}: {promise.name}. {promise.words}\n")
+    if outcomes:
+        rows = [
+            (each.case, each.title, f"{each.trials:,}", str(len(each.failures)),
+             UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}", format_seconds(each.elapsed_s))
+            for each in outcomes
+        ]  # fmt: skip
+        print_table(("case", "fault", "trials", "failures", "rate below (95 %)", "time"), rows, right=COUNTED)
+        print()
+    for each in outcomes:
+        if each.not_here is not None:
+            print(f"{each.case} cannot be tried here: {each.not_here}")
+        for failure in each.failures:
+            print(f"{each.case}, seed {failure.seed}: {failure.what}")
+            print(f"  again: surefoot prove {promise.number} --case {each.case} --seed {failure.seed} --trials 1")
+    print(f"verdict: {_verdict(promise, outcomes, holds=holds)}")
+
+
+COUNTED = ("trials", "failures", "rate below (95 %)", "time")
+
+
+def _verdict(promise: Promise, outcomes: list[Outcome], *, holds: bool) -> str:
+    if holds:
+        return f"it held in {sum(each.trials for each in outcomes):,} trials, first seed {outcomes[0].seed}"
+    if any(each.failures for each in outcomes):
+        return "it does not hold"
+    return f"not yet: {promise.not_yet}" if promise.not_yet else "it cannot be shown here"
