@@ -135,7 +135,7 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 
 
 def measure_way(way: str, megabytes: int, folder: Path) -> dict[str, float]:
-    """Seconds of a save and of a load, the median of REPEATS; what was read is in the page cache."""
+    """Seconds of a save and of a load, the median of REPEATS; what is read lies on the disk, not in the page cache."""
     torch.set_num_threads(1)
     save, load = WAYS[way]
     state = make_state(megabytes)
@@ -145,11 +145,21 @@ def measure_way(way: str, megabytes: int, folder: Path) -> dict[str, float]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         saves.append(timed(lambda: save(state, folder)))
+        evict(folder)
         loads.append(timed(lambda: load(into, folder)))
     if way != "raw":
         assert all(torch.equal(tensor, into[part][name]) for part, held in state.items() for name, tensor in held.items())
     shutil.rmtree(folder)
     return {"save_s": statistics.median(saves), "load_s": statistics.median(loads)}
+
+
+def evict(folder: Path) -> None:
+    """Take what was written out of the page cache, as it is after a restart."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def timed(call: Callable[[], None]) -> float:

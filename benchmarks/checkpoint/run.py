@@ -34,7 +34,7 @@ def make_arms(sizes: list[int], folder: Path) -> list[Arm]:
 def make_stall_arms(folder: Path) -> list[Arm]:
     return [
         Arm(
-            name=f"{mode}, {cores}", folder=ROOT, timeout_s=1800.0,
+            name=f"{mode} {cores}", folder=ROOT, timeout_s=1800.0,
             command=(sys.executable, "-m", "benchmarks.checkpoint.arms", "stall", mode, str(threads), "{report}", str(folder / "state")),
         )
         for cores, threads in STALLS.items() for mode in ("blocking", "background")
@@ -83,11 +83,11 @@ SMALL = {
 def render_stall(trial: Trial) -> str:
     rows = []
     for cores in STALLS:
-        extra = {mode: trial.by_round(f"{mode}, {cores}", "extra_s") for mode in ("blocking", "background")}
+        extra = {mode: trial.by_round(f"{mode} {cores}", "extra_s") for mode in ("blocking", "background")}
         if not all(extra.values()):
             continue
         blocking, lost = (median(list(extra[mode].values())) for mode in ("blocking", "background"))
-        ordinary = median(list(trial.by_round(f"background, {cores}", "ordinary_s").values()))
+        ordinary = median(list(trial.by_round(f"background {cores}", "ordinary_s").values()))
         most = MOST_LOST[cores]
         rows.append(
             (

@@ -20,16 +20,20 @@ from typing import Any
 from surefoot.contract import digest, manifest
 from surefoot.contract.manifest import Entry, Manifest, Piece
 from surefoot.core.errors import RunFolderError
+from surefoot.core.place import yield_to_others
 
 NUM_THREADS = 2
+NICE = 10
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 BAD, GONE = ".bad-", ".gone-"
 
 
 @contextlib.contextmanager
 def hashing() -> Iterator[Executor]:
-    """The threads that hash."""
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="surefoot-digest") as pool:
+    """The threads that hash; they yield to the one that writes, which waits for the disk at once again."""
+    with ThreadPoolExecutor(
+        NUM_THREADS, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(NICE,)
+    ) as pool:
         yield pool
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -67,6 +68,8 @@ def _read(descriptor: int, start: int, num_bytes: int, into: memoryview | None) 
             raise RunFolderError(f"a file ends {num_bytes - done} bytes early")
         digest.update(window[:count])
         done += count
+    if into is None and sys.platform == "linux":  # what is only checked shall not drive other things out of memory
+        os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
     return digest.digest()
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from surefoot.components.checkpoint.save import Content
 from surefoot.contract.manifest import Manifest
 from surefoot.core.errors import StorageError, SurefootError
+from surefoot.core.place import yield_to_others
 from surefoot.runtime.staging import Staging
 
+NICE = 19
 Write = Callable[[Content, Callable[[], bool]], Manifest]
 
 
@@ -77,6 +79,7 @@ class Saver:
         return True
 
     def _run(self, content: Content, started_s: float) -> None:
+        yield_to_others(NICE)  # it has until the next save; where a save is waited for, nobody else is at work
         made: Manifest | None = None
         problem: SurefootError | None = None
         try:

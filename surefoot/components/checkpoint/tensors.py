@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -17,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.checkpoint import direct
 from surefoot.contract import commits, digest
 from surefoot.contract.manifest import Entry, Piece
 from surefoot.core.errors import RunFolderError, TaskError
 
-WRITE_BYTES = 16 << 20
 ALIGNMENT = 8
 BLOCK = 1 << 18  # numbers looked at together: they stay in the cache
 EXPONENT = np.uint16(0x7F80)  # of bfloat16
@@ -57,9 +56,10 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.dtype is torch.bfloat16:  # numpy has none: its exponent is all ones where it is no number
         bits = flat.view(torch.int16).numpy().view(np.uint16)
         return not any(((block & EXPONENT) == EXPONENT).any() for block in _blocks(bits))
+    values = flat.numpy()
     with np.errstate(all="ignore"):
         # a sum is finite only if all its parts are, and takes half the time; where it is not it may have overflowed
-        return all(np.isfinite(block.sum()) or np.isfinite(block).all() for block in _blocks(flat.numpy()))
+        return bool(np.isfinite(values.sum())) or all(np.isfinite(block).all() for block in _blocks(values))
 
 
 def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -95,32 +95,9 @@ def write(
     header, pieces = lay_out(tensors)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
     hashing = {key: digest.begin(pool, buffer) for key, buffer in buffers.items() if key not in known}
-    with (folder / name).open("xb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
-        for buffer in _joined(buffers):
-            _write_all(file.fileno(), buffer)
-        os.fsync(file.fileno())
+    direct.write_new(folder / name, (memoryview(header), *buffers.values()))
     found = {key: known[key] if key in known else digest.finish(hashing[key]) for key in pieces}
     return _entry(name, header, pieces, found, step)
-
-
-def _joined(buffers: Mapping[str, memoryview]) -> list[memoryview]:
-    """Runs of small buffers as one, so that a thousand small tensors are not a thousand calls."""
-    joined: list[memoryview] = []
-    small = bytearray()
-    for buffer in buffers.values():
-        if len(buffer) >= digest.READ_BYTES:
-            joined += [memoryview(small), buffer] if small else [buffer]
-            small = bytearray()
-        else:
-            small += buffer
-    return [*joined, memoryview(small)] if small else joined
-
-
-def _write_all(descriptor: int, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):
-        done += os.write(descriptor, buffer[done : done + WRITE_BYTES])
 
 
 def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping[str, str], step: int) -> Entry:

@@ -1,0 +1,89 @@
+"""Writing a large new file past the page cache, so that a save takes neither memory nor another copy's time from the training.
+
+Where the system refuses direct writes (tmpfs, some network file systems; macOS), the same bytes go through the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
+BLOCK_BYTES = 4096  # of which a direct write takes whole ones, from memory that begins at one
+BUFFER_BYTES = 4 << 20  # more would take longer to be had from the system than it saves
+
+
+def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
+    """Write the bytes of `buffers` one after the other into a new file, and sync it. Raises OSError."""
+    descriptor = _open_new(path)
+    try:
+        for block in _joined(buffers):
+            _write(descriptor, block)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _joined(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The bytes of `buffers` in blocks that begin at a page, all whole but the last; each holds until the next is asked for."""
+    with mmap.mmap(-1, BUFFER_BYTES) as held:
+        filled = 0
+        for buffer in buffers:
+            done = 0
+            while done < len(buffer):
+                count = min(len(buffer) - done, BUFFER_BYTES - filled)
+                held[filled : filled + count] = buffer[done : done + count]
+                filled, done = filled + count, done + count
+                if filled == BUFFER_BYTES:
+                    yield memoryview(held)
+                    filled = 0
+        if filled:
+            yield memoryview(held)[:filled]
+
+
+def _write(descriptor: int, block: memoryview) -> None:
+    """Whole blocks directly, and what is left at the end through the cache."""
+    whole = len(block) - len(block) % BLOCK_BYTES
+    with block:
+        _write_all(descriptor, block[:whole])
+        if whole < len(block):
+            _leave_direct(descriptor)
+            _write_all(descriptor, block[whole:])
+
+
+def _open_new(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not DIRECT:
+            raise
+    path.unlink(missing_ok=True)  # some systems make the file before they refuse
+    return os.open(path, flags, 0o666)
+
+
+def _write_all(descriptor: int, block: memoryview) -> None:
+    while block:
+        try:
+            block = block[os.write(descriptor, block) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+                raise
+
+
+def _leave_direct(descriptor: int) -> bool:
+    """Whether the file was written directly until now."""
+    if not DIRECT:
+        return False
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if not flags & DIRECT:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+    return True
