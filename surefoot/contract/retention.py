@@ -1,26 +1,53 @@
-"""Which commits stay: the newest, every nth step for ever, the best by their score. Foreign names are never touched."""
+"""Which commits stay: the newest, every nth step or hour for ever, the best by their score. Foreign names are never touched."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
 from surefoot.core.errors import RunFolderError
 
+CLOCK_FILE = "clock.json"  # of a commit: {"training_s": seconds}
 LEAST = 2  # commits that stay whatever is asked for: one of them may turn out damaged
 
 
-def choose(steps: Sequence[int], *, keep: int, every: int | None, ranked: Sequence[int], keep_best: int) -> list[int]:
-    """Of the ascending `steps`, those to delete: not among the newest `keep`, the best `keep_best`, nor a multiple of `every`.
+def choose(
+    steps: Sequence[int], *, keep: int, every: int | None, ranked: Sequence[int], keep_best: int, milestones: Sequence[int] = ()
+) -> list[int]:  # fmt: skip
+    """Of the ascending `steps`, those to delete: not among the newest `keep`, the best `keep_best`, a multiple of `every`, a milestone.
 
     >>> choose([8, 9, 10, 11, 12], keep=3, every=None, ranked=[9, 12], keep_best=1)
     [8]
     """
-    stay = {*steps[-max(keep, LEAST) :], *ranked[:keep_best], *(step for step in steps if every and step % every == 0)}
+    multiples = (step for step in steps if every and step % every == 0)
+    stay = {*steps[-max(keep, LEAST) :], *ranked[:keep_best], *multiples, *milestones}
     return [step for step in steps if step not in stay]
+
+
+def find_milestones(times_s: Mapping[int, float], every_s: float) -> list[int]:
+    """The first step at or after each multiple of `every_s`; `times_s` is the training time of each step, ascending.
+
+    >>> find_milestones({10: 30.0, 20: 61.0, 30: 95.0, 40: 118.0, 50: 121.0}, 60.0)
+    [20, 50]
+    """
+    first: dict[int, int] = {}
+    for step, time_s in times_s.items():
+        first.setdefault(int(time_s // every_s), step)
+    return [step for number, step in first.items() if number > 0]
+
+
+def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
+    """The seconds of training, over all attempts, that led to each of `steps`; one that cannot be read is left out."""
+    times_s = {}
+    for step in steps:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            text = (manifests.step_folder(run, step) / CLOCK_FILE).read_bytes()
+            times_s[step] = float(json.loads(text)["training_s"])
+    return times_s
 
 
 def over_budget(run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int) -> list[int]:
@@ -50,24 +77,29 @@ def _bytes_of(run: Path, steps: Sequence[int]) -> int:
 
 
 def find_doomed(
-    run: Path, *, keep: int, every: int | None = None, keep_best: int = 1, budget_bytes: int | None = None
-) -> list[int]:
+    run: Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
+    budget_bytes: int | None = None,
+) -> list[int]:  # fmt: skip
     """The commits that need not stay, the oldest first; nothing is deleted."""
     steps = manifests.steps(run)
     ranked = commits.rank(run, steps)
-    doomed = choose(steps, keep=keep, every=every, ranked=ranked, keep_best=keep_best)
+    milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
+    doomed = choose(steps, keep=keep, every=every, ranked=ranked, keep_best=keep_best, milestones=milestones)
     if budget_bytes is not None:
         rest = [step for step in steps if step not in doomed]
         doomed += over_budget(run, rest, ranked[:keep_best], budget_bytes)
     return sorted(doomed)
 
 
-def retain(run: Path, *, keep: int, every: int | None = None, keep_best: int = 1, budget_bytes: int | None = None) -> list[int]:
+def retain(
+    run: Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
+    budget_bytes: int | None = None,
+) -> list[int]:  # fmt: skip
     """Delete the commits that need not stay, the oldest first, once the newest was verified; gives the steps deleted.
 
     Where the newest does not verify, nothing is deleted.
     """
-    doomed = find_doomed(run, keep=keep, every=every, keep_best=keep_best, budget_bytes=budget_bytes)
+    doomed = find_doomed(run, keep=keep, every=every, every_s=every_s, keep_best=keep_best, budget_bytes=budget_bytes)
     if not doomed:
         return []
     try:

@@ -144,7 +144,9 @@ class PrecisionTable(Table):
 class CheckpointTable(Table):
     every: DurationText | None = Field("10 min", description="commit so often, besides the best and the last")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
-    keep_every: DurationText | None = Field(None, description="commits at multiples of this stay for ever")
+    keep_every: DurationText | None = Field(
+        None, description="commits at multiples of this stay for ever; of a time, the first after each"
+    )
     keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
     budget: Annotated[str, AfterValidator(_checked_size)] | None = Field(
         None, description="the disk that all commits may take; the oldest go, never the newest two nor the best"

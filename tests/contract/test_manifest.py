@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from surefoot.components import checkpoint
-from surefoot.contract import commits, manifest
+from surefoot.contract import commits, manifest, retention
 from surefoot.core.errors import NumbersError, RunFolderError, StorageError
 
 
@@ -149,6 +149,19 @@ def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(tmp
     assert manifest.steps(tmp_path) == [3, 5, 6]
     assert (tmp_path / manifest.FOLDER / "notes").is_dir()
     assert not list((tmp_path / manifest.FOLDER).glob(".*"))
+
+
+def test_the_first_commit_after_each_so_much_training_stays_for_ever(tmp_path: Path) -> None:
+    def trained(step: int, clock: bytes) -> None:
+        checkpoint.commit(tmp_path, checkpoint.Content(step=step, tensors={}, texts={"clock.json": clock}), checkpoint.Stamp())
+
+    for step in range(1, 9):
+        trained(step, json.dumps({"training_s": step * 25.0}).encode())
+    times = {step: step * 25.0 for step in range(1, 9)}
+    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [1, 2, 4, 6]  # 60 s: step 3, 120 s: step 5, 180 s: step 8
+    assert retention.read_times(tmp_path, manifest.steps(tmp_path)) == {step: times[step] for step in (3, 5, 7, 8)}
+    trained(9, b"{}")
+    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [7]
 
 
 def test_a_commit_replaces_that_of_an_earlier_attempt(tmp_path: Path) -> None:

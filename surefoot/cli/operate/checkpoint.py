@@ -185,10 +185,11 @@ def prune(
     stored.check_folder(run)
     table = _table(run)
     every_text = keep_every if keep_every is not None else table.keep_every
-    every = None if every_text is None else stored.parse_every(every_text, run)
+    every, every_s = (None, None) if every_text is None else stored.parse_every(every_text, run)
     most, best = keep or table.keep, keep_best or table.keep_best
     budget = None if table.budget is None else parse_bytes(table.budget)
-    doomed = retention.find_doomed(run, keep=most, every=every, keep_best=best, budget_bytes=budget)
+    rule: dict[str, Any] = {"keep": most, "every": every, "every_s": every_s, "keep_best": best, "budget_bytes": budget}
+    doomed = retention.find_doomed(run, **rule)
     problem, gone = None, []
     if doomed and not dry_run:
         with stored.check_not_written(run):
@@ -197,13 +198,14 @@ def prune(
             except RunFolderError as error:
                 problem = error.message
             else:
-                gone = retention.retain(run, keep=most, every=every, keep_best=best, budget_bytes=budget)
+                gone = retention.retain(run, **rule)
     if json:
         options.print_json(
             {
                 "run": str(run),
                 "keep": most,
                 "every": every,
+                "every_s": every_s,
                 "keep_best": best,
                 "budget": budget,
                 "doomed": doomed,

@@ -144,17 +144,19 @@ def check_not_written(run: Path) -> Any:
     return RunLock(run) if (run / FILE).is_file() else contextlib.nullcontext()
 
 
-def parse_every(text: str, run: Path) -> int:
-    """A duration in steps or epochs as steps of the run, without its data. Raises InputError for one that cannot be told."""
+def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
+    """A duration as steps of the run, found without its data, or as seconds. Raises InputError for one that cannot be told."""
     from surefoot.cli.look import past
     from surefoot.core.units import Duration
 
     duration = Duration.parse(text)
+    if duration.unit == "s":
+        return None, duration.value
     if duration.unit == "steps":
-        return max(1, int(duration.value))
+        return max(1, int(duration.value)), None
     steps_per_epoch = past.read(run).started.steps_per_epoch if duration.unit == "epochs" else None
     if not steps_per_epoch:
         raise InputError(
             f"{text!r} cannot be counted in steps without the data", hint="say it in steps: --keep-every '100 steps'"
         )
-    return max(1, duration.to_steps(steps_per_epoch, 1, None))
+    return max(1, duration.to_steps(steps_per_epoch, 1, None)), None

@@ -12,7 +12,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import SpecError, StorageError
+from surefoot.core.errors import StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
@@ -28,7 +28,7 @@ class Keeper:
         every = None if table.every is None else Duration.parse(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
         self._every_steps = None if every is None or self._every_s is not None else _steps(assembly, str(table.every))
-        self._keep_every = None if table.keep_every is None else _steps(assembly, table.keep_every)
+        self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
         self._state = LiveState(assembly)
         self._store = None if table.store is None else checkpoint.Store(table.store)
         self._store_troubles: list[StorageError] = []
@@ -86,7 +86,7 @@ class Keeper:
     def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
         made = checkpoint.commit(self._folder, content, self._stamp, may_commit=lambda: may_commit() and self._lock.still_ours())
         checkpoint.retain(
-            self._folder, keep=self._table.keep, every=self._keep_every, keep_best=self._table.keep_best,
+            self._folder, keep=self._table.keep, every=self._keep_every, every_s=self._keep_every_s, keep_best=self._table.keep_best,
             budget_bytes=None if self._table.budget is None else parse_bytes(self._table.budget),
         )  # fmt: skip
         if self._store is not None:
@@ -159,8 +159,15 @@ def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Cont
     return Content(step=content.step, tensors=files, texts=content.texts, finite=content.finite)
 
 
+def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float | None]:
+    """What `checkpoint.keep_every` says: so many steps, or so many seconds of training."""
+    if text is None:
+        return None, None
+    duration = Duration.parse(text)
+    return (None, duration.value) if duration.unit == "s" else (_steps(assembly, text), None)
+
+
 def _steps(assembly: Assembly, text: str) -> int:
     steps = assembly.course.to_steps(text)
-    if steps is None:
-        raise SpecError(f"checkpoint.keep_every is {text!r}, a time", hint="say it in steps, epochs, samples or tokens")
+    assert steps is not None, text  # a time, which the callers take first
     return max(1, steps)
