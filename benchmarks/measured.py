@@ -25,15 +25,16 @@ def make_parser(description: str | None, results: Path) -> argparse.ArgumentPars
 
 
 def measure(
-    title: str, arms: Sequence[Arm], *, rounds: int, packages: Sequence[str], out: Path, said: Mapping[str, str] | None = None
+    title: str, arms: Sequence[Arm], *, rounds: int, packages: Sequence[str], out: Path, said: Mapping[str, str] | None = None,
+    warmup_rounds: int = 1,
 ) -> Trial:  # fmt: skip
-    """Run the arms interleaved, one warm-up round first, say on stderr how far it is, and write the trial to `out`.
+    """Run the arms interleaved, `warmup_rounds` first that do not count, say on stderr how far it is, and write the trial to `out`.
 
     `said` are conditions that only the benchmark knows.
     """
     conditions = {**find_conditions(packages), **(said or {}), "load when begun": f"{os.getloadavg()[0]:.2f}"}
     outcomes = []
-    for outcome in run_rounds(arms, rounds=rounds):
+    for outcome in run_rounds(arms, rounds=rounds, warmup_rounds=warmup_rounds):
         outcomes.append(outcome)
         where = "warm-up" if outcome.is_warmup else f"round {outcome.round + 1} of {rounds}"
         told = outcome.error or f"{format_seconds(outcome.measures['process_cpu_s'])} of CPU time"

@@ -1,6 +1,6 @@
 """What saving and loading cost: bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
 
-python benchmarks/checkpoint/run.py [--rounds 6] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
+python benchmarks/checkpoint/run.py [--rounds 5] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "checkpoint.json"
 WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
 STALLS = {"one core": 1, "both cores": 2}
+STALL_MODES = {
+    "blocking": "surefoot, blocking", "background": "surefoot", "torch_save": "torch.save and fsync", "dcp_async": "DCP async_save",
+}  # fmt: skip
 LEAST_SHARE = 0.9
 MOST_LOST = {"one core": 0.02, "both cores": 0.15}
 
@@ -37,7 +40,7 @@ def make_stall_arms(folder: Path) -> list[Arm]:
             name=f"{mode} {cores}", folder=ROOT, timeout_s=1800.0,
             command=(sys.executable, "-m", "benchmarks.checkpoint.arms", "stall", mode, str(threads), "{report}", str(folder / "state")),
         )
-        for cores, threads in STALLS.items() for mode in ("blocking", "background")
+        for cores, threads in STALLS.items() for mode in STALL_MODES
     ]  # fmt: skip
 
 
@@ -83,24 +86,19 @@ SMALL = {
 def render_stall(trial: Trial) -> str:
     rows = []
     for cores in STALLS:
-        extra = {mode: trial.by_round(f"{mode} {cores}", "extra_s") for mode in ("blocking", "background")}
-        if not all(extra.values()):
-            continue
-        blocking, lost = (median(list(extra[mode].values())) for mode in ("blocking", "background"))
-        ordinary = median(list(trial.by_round(f"background {cores}", "ordinary_s").values()))
-        most = MOST_LOST[cores]
-        rows.append(
-            (
-                cores,
-                f"{ordinary * 1e3:.0f} ms",
-                f"{blocking * 1e3:.0f} ms",
-                f"{lost * 1e3:.1f} ms",
-                f"{lost / blocking:.1%}",
-                f"<= {most:.0%}",
-                _verdict(lost <= most * blocking),
-            )
-        )
-    return markdown(("training on", "a step", "a blocking save adds", "a save beside it adds", "share", "must", "verdict"), rows)
+        found = {
+            name: {mode: median(list(of.values())) for mode in STALL_MODES if (of := trial.by_round(f"{mode} {cores}", name))}
+            for name in ("extra_s", "ordinary_s", "touched")
+        }
+        blocking = found["extra_s"].get("blocking")
+        for mode, lost in found["extra_s"].items():
+            share = "" if blocking is None else f"{lost / blocking:.1%}"
+            bar = ("", "")
+            if mode == "background" and blocking is not None:
+                bar = (f"<= {MOST_LOST[cores]:.0%}", _verdict(lost <= MOST_LOST[cores] * blocking))
+            step, touched = f"{found['ordinary_s'][mode] * 1e3:.0f} ms", f"{found['touched'][mode]:.1f}"
+            rows.append((cores, STALL_MODES[mode], step, touched, f"{lost * 1e3:.1f} ms", share, *bar))
+    return markdown(("training on", "save", "a step", "steps touched", "adds", "share of blocking", "must", "verdict"), rows)
 
 
 def _verdict(holds: bool) -> str:
@@ -109,7 +107,7 @@ def _verdict(holds: bool) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.set_defaults(rounds=6)
+    parser.set_defaults(rounds=5)
     parser.add_argument("--sizes", default="400,2000", help="megabytes")
     parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
     asked = parser.parse_args()
@@ -125,7 +123,7 @@ def main() -> None:
                 packages=("torch", "numpy", "surefoot"),
                 out=asked.out,
             )
-            measure("stall", make_stall_arms(folder), rounds=1, packages=("torch", "surefoot"), out=stalls)
+            measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=("torch", "surefoot"), out=stalls)
     trial = read_trial(asked.out)
     parts = {"conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls))}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from surefoot import Loss, Run, RunSpec
 from surefoot.components.data import Arrays
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
+Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
 EVERY, SAVES = 8, 31  # steps between saves; the first save, which makes the staged copy, is left out
 
 
@@ -25,7 +28,10 @@ class Wide:
         return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
     def data(self, split: str) -> Arrays:
-        return Arrays(torch.randn(BATCH * 4, WIDTH, generator=torch.Generator().manual_seed(0)))
+        return Arrays(self.numbers())
+
+    def numbers(self) -> Tensor:
+        return torch.randn(BATCH * 4, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def forward(self, model: nn.Module, batch: tuple[Tensor]) -> Tensor:
         output: Tensor = model(batch[0])
@@ -38,22 +44,10 @@ class Wide:
 def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     """The median, over the saves, of the extra seconds of all steps that a save touches, from its first copy to the end of its thread.
 
-    `ordinary_s` is the median of the steps that no save touches.
+    `ordinary_s` is the median of the steps that no save touches. The first save, which makes the staged copy, is left out.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    spec = RunSpec(
-        train={"length": f"{EVERY * (SAVES + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
-        checkpoint={"every": f"{EVERY} steps", "keep": 2, "background": mode == "background"},
-        observe={"every": f"{EVERY * 100} steps", "tensorboard": False},
-    )  # fmt: skip
-    durations: list[tuple[int, float, bool]] = []  # step, seconds, whether a save touches it
-    with Run(spec, Wide(), folder=folder, quiet=True) as run:
-        began_s, was_saving = time.perf_counter(), False
-        for report in run.steps():
-            # the save of a step begins after it was handed over: what it takes at once falls into the step that follows
-            now_s, is_saving = time.perf_counter(), any(thread.name == "surefoot-save" for thread in threading.enumerate())
-            durations.append((report.step, now_s - began_s, was_saving or is_saving or report.step % EVERY == 1))
-            began_s, was_saving = now_s, is_saving
+    durations = _time_surefoot(mode, threads, folder) if mode in ("blocking", "background") else _time_loop(mode, threads, folder)
     shutil.rmtree(folder)
     counted = [each for each in durations if each[0] > 2 * EVERY]
     ordinary = statistics.median(seconds for _, seconds, touched in counted if not touched)
@@ -65,3 +59,64 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
         "extra_s": max(0.0, statistics.median(extras)), "ordinary_s": ordinary, "saves": float(len(extras)),
         "touched": sum(touched for *_, touched in counted) / len(extras),
     }  # fmt: skip
+
+
+def _time_surefoot(mode: str, threads: int, folder: Path) -> list[Timed]:
+    spec = RunSpec(
+        train={"length": f"{EVERY * (SAVES + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
+        checkpoint={"every": f"{EVERY} steps", "keep": 2, "background": mode == "background"},
+        observe={"every": f"{EVERY * 100} steps", "tensorboard": False},
+    )  # fmt: skip
+    durations = []
+    with Run(spec, Wide(), folder=folder, quiet=True) as run:
+        began_s, was_saving = time.perf_counter(), False
+        for report in run.steps():
+            # the save of a step begins after it was handed over: what it takes at once falls into the step that follows
+            now_s, is_saving = time.perf_counter(), any(thread.name == "surefoot-save" for thread in threading.enumerate())
+            durations.append((report.step, now_s - began_s, was_saving or is_saving or report.step % EVERY == 1))
+            began_s, was_saving = now_s, is_saving
+    return durations
+
+
+def _time_loop(mode: str, threads: int, folder: Path) -> list[Timed]:
+    """A plain loop over the same model and numbers, saved by `torch.save` or by DCP in the background."""
+    torch.set_num_threads(threads)
+    task = Wide()
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = task.numbers().split(BATCH)
+    save = {"torch_save": _save_torch, "dcp_async": _save_dcp_async}[mode]
+    durations, saving = [], None
+    began_s = time.perf_counter()
+    for step in range(1, EVERY * (SAVES + 1) + 1):
+        was_saving = saving is not None and not saving.done()
+        if step % EVERY == 1 and step > 1:
+            if saving is not None:
+                saving.result()
+            saving = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{step % (3 * EVERY)}")
+        optimizer.zero_grad()
+        batch = batches[step % len(batches)]
+        (model(batch).square().mean(1).sum() / len(batch)).backward()
+        optimizer.step()
+        now_s = time.perf_counter()
+        is_saving = saving is not None and not saving.done()
+        durations.append((step, now_s - began_s, was_saving or is_saving or step % EVERY == 1))
+        began_s = now_s
+    if saving is not None:
+        saving.result()
+    return durations
+
+
+def _save_torch(state: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "state.pt").open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _save_dcp_async(state: dict[str, Any], folder: Path) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    shutil.rmtree(folder, ignore_errors=True)
+    return dcp.async_save(state, checkpoint_id=folder, no_dist=True)
