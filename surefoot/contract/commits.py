@@ -25,7 +25,7 @@ from surefoot.core.place import yield_to_others
 NUM_THREADS = 2
 NICE = 10
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
-BAD, GONE = ".bad-", ".gone-"
+BAD, GONE, DRAFT = ".bad-", ".gone-", ".draft-"
 
 
 @contextlib.contextmanager
@@ -35,6 +35,11 @@ def hashing() -> Iterator[Executor]:
         NUM_THREADS, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(NICE,)
     ) as pool:
         yield pool
+
+
+def has_draft(run: Path) -> bool:
+    """Whether a commit of `run` was begun and is not whole: it is being written, or was when its process died."""
+    return any((run / manifest.FOLDER).glob(f"{DRAFT}*"))
 
 
 def check(folder: Path) -> Manifest:

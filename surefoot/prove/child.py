@@ -1,53 +1,96 @@
-"""The process of one attempt: trains a spec, writes the digests of its state after every step, and is killed when it is told to be.
+"""An interpreter that attempts are forked from, and the attempt: it trains a spec and writes the digests of its state after every step.
 
-The kill is a real SIGKILL of the whole process group, sent by a thread that sleeps a given time after a given step: it falls into
-whatever goes on then, half of them into a save.
+The interpreter has imported surefoot and torch and has seen no spec, task or data: a fork of it begins as a new process does, but for
+the imports. It takes a line of JSON for each attempt and answers with two lines: which process it is, and how that one ended.
+
+A kill is a real SIGKILL of the attempt's process group, between the end of a step and the end of the next one, which waits for it.
+Which steps are done by then is therefore the same on any machine, however busy; what the kill cuts in two is not.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
+import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from surefoot.contract import spec_file
+import torch
+
+from surefoot.contract import commits, spec_file
 from surefoot.train.run import Run
 
-
-def main(words: list[str] | None = None) -> None:
-    """Train `spec` in `run` for so many steps, a line of JSON for each to `trace`; kill after `--kill-ms` once `--kill-step` is done."""
-    parser = argparse.ArgumentParser(prog="surefoot.prove.child")
-    parser.add_argument("spec", type=Path)
-    parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--kill-step", type=int)
-    parser.add_argument("--kill-ms", type=float, default=0.0)
-    asked = parser.parse_args(words)
-    spec = spec_file.read(str(asked.spec)).spec
-    with asked.trace.open("a", buffering=1) as trace, Run(spec, folder=asked.run, quiet=True) as run:
-        killer: threading.Thread | None = None
-        for report in run.steps():
-            if run.evaluation_due:
-                run.evaluate()
-            row = {"step": report.step, "loss": report.loss, "guarantee": run.assembly.feed.source.guarantee}
-            trace.write(json.dumps({**row, "digests": run.state_digests()}) + "\n")
-            if report.step >= asked.steps:
-                run.stop("the trial was so long")
-            elif report.step == asked.kill_step:
-                killer = threading.Thread(target=_kill, args=(asked.kill_ms,), daemon=True)
-                killer.start()
-            if report.step >= asked.steps - 1 and killer is not None:
-                killer.join()  # a fast run would be over before the kill comes
+LOOK_S = 0.0002
 
 
-def _kill(after_ms: float) -> None:
-    time.sleep(after_ms / 1000)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+def main() -> None:
+    """Fork an attempt for each line of standard input, and tell of it on standard output."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch imports much of itself with the first optimiser: a second saved
+    for line in sys.stdin:
+        process = os.fork()
+        if process == 0:
+            _begin_process(json.loads(line)["said"])
+            attempt(**json.loads(line)["attempt"])
+            return
+        _tell(process)
+        _tell(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+
+def _tell(number: int) -> None:
+    os.write(sys.__stdout__.fileno(), f"{number}\n".encode())  # type: ignore[union-attr]
+
+
+def _begin_process(said: str) -> None:
+    """Lead a group of its own, and say whatever it says into a file."""
+    os.setsid()
+    log, nothing = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+
+
+def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | None) -> None:
+    """Train `spec` in `run` up to a step, a line of JSON for each step to `trace`; unless it is killed before, after `kill["step"]`."""
+    killer: Killer | None = None
+    with Path(trace).open("a", buffering=1) as rows, Run(spec_file.read(spec).spec, folder=run, quiet=True) as live:
+        for report in live.steps():
+            if killer is not None:
+                killer.strike()
+            if live.evaluation_due:
+                live.evaluate()
+            row = {"step": report.step, "loss": report.loss, "guarantee": live.assembly.feed.source.guarantee}
+            rows.write(json.dumps({**row, "digests": live.state_digests()}) + "\n")
+            if report.step >= steps:
+                live.stop("the trial was so long")
+            elif kill is not None and report.step == kill["step"]:
+                killer = Killer(Path(run), after_ms=kill["after_ms"], in_save=kill["in_save"])
+
+
+@dataclass
+class Killer:
+    """Kills this process group so many milliseconds after it is made; with `in_save` after a save has begun. `strike` is the latest."""
+
+    run: Path
+    after_ms: float
+    in_save: bool
+
+    def __post_init__(self) -> None:
+        self._latest = threading.Event()
+        self._thread = threading.Thread(target=self._kill, daemon=True)
+        self._thread.start()
+
+    def strike(self) -> None:
+        self._latest.set()
+        self._thread.join()
+
+    def _kill(self) -> None:
+        while self.in_save and not self._latest.is_set() and not commits.has_draft(self.run):
+            time.sleep(LOOK_S)
+        self._latest.wait(self.after_ms / 1000)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 if __name__ == "__main__":

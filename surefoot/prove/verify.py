@@ -1,4 +1,4 @@
-"""Is a task deterministic, and does a run that is killed and goes on end with the same bits? Every attempt is a fresh process.
+"""Is a task deterministic, and does a run that is killed and goes on end with the same bits? Every attempt is a process of its own.
 
 First two unbroken runs (A/A); then one that is killed and goes on. After each step the digests of parameters, optimiser, average,
 buffers, random states, schedule, task state and counters are compared, at the end every tensor of the last commit and the ledger.
@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract import ledger, manifest, spec_file
+from surefoot.contract import commits, ledger, manifest, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.core.place import child_environment
 from surefoot.core.units import Duration
+from surefoot.prove.attempts import Interpreters, Kill
 
-NUM_STEPS, NUM_KILLS, SAVES = 24, 3, 6
-MAX_TRIES = 5  # of one kill: a fast run may end before it comes
-KILL_MS = 40.0  # after the step, at most
-TOLD_LINES = 12
-ERROR = re.compile(r"^surefoot\.core\.errors\.\w+: ")
+LEAST_STEPS, SAVES = 4, 6
+KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0  # after the step, or the begin of its save, at most
 
 Tell = Callable[[str], None]
 
@@ -42,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was tried and what came of it; `kills` are (step, milliseconds after it, whether a save was going on)."""
+    """What was tried and what came of it; `kills` are (step, milliseconds, whether a save was cut in two)."""
 
     num_steps: int
     seed: int
@@ -76,75 +70,60 @@ def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: 
     trial = as_trial(spec, steps)
     file = folder / "spec.toml"
     file.write_text(spec_file.write(trial), encoding="utf-8")
-    for name in ("first", "second"):
-        tell(f"{name} unbroken run of {steps} steps")
-        _attempt(file, folder / name, steps)
-    traces = {name: _trace(folder / name) for name in ("first", "second")}
-    components = tuple(traces["first"][0]["digests"])
-    guarantee = str(traces["first"][0]["guarantee"])
-    apart = _compare(folder / "first", folder / "second", cause=_cause_of_noise)
-    if apart is not None:
-        return Verdict(num_steps=steps, seed=seed, components=components, repeat=apart, guarantee=guarantee)
-    every = int(Duration.parse(str(trial.checkpoint.every)).value)
-    planned = plan_kills(steps, every, kills, seed)
-    done = tuple(_killed_run(file, folder / "killed", steps, planned, tell))
-    tell("the last attempt, to the end")
-    _attempt(file, folder / "killed", steps)
+    with Interpreters(folder) as interpreters:
+        for name in ("first", "second"):
+            tell(f"{name} unbroken run of {steps} steps")
+            interpreters.attempt(file, folder / name, steps=steps)
+        first = _trace(folder / "first")
+        if len(first) < LEAST_STEPS:
+            raise TaskError(
+                f"the run is over after {len(first)} steps", hint=f"make it {LEAST_STEPS} or more: train.length, --steps"
+            )
+        components, guarantee, done_steps = tuple(first[0]["digests"]), str(first[0]["guarantee"]), int(first[-1]["step"])
+        apart = _compare(folder / "first", folder / "second", cause=_cause_of_noise)
+        if apart is not None:
+            return Verdict(num_steps=done_steps, seed=seed, components=components, repeat=apart, guarantee=guarantee)
+        every = int(Duration.parse(str(trial.checkpoint.every)).value)
+        planned = plan_kills(done_steps, every, kills, seed)
+        done = tuple(_killed_run(interpreters, file, folder / "killed", steps, planned, tell))
+        tell("the last attempt, to the end")
+        interpreters.attempt(file, folder / "killed", steps=steps)
     resume = _compare(folder / "first", folder / "killed", cause=lambda component: _cause_of_loss(component, guarantee))
     return Verdict(
-        num_steps=steps, seed=seed, components=components, kills=done, resume=resume, guarantee=guarantee,
+        num_steps=done_steps, seed=seed, components=components, kills=done, resume=resume, guarantee=guarantee,
         saved_steps=tuple(manifest.steps(folder / "killed")),
     )  # fmt: skip
 
 
-def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[tuple[int, float, bool]]:
-    """Rising steps after which to kill, milliseconds later, every second one at a step that is saved.
+def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[Kill]:
+    """Kills after rising steps before the last, one in each equal part of the run, every second one in a save where its part has one.
 
-    >>> plan_kills(24, 4, 2, 0) == plan_kills(24, 4, 2, 0)
-    True
+    A run that was killed after a step goes on with that one or an earlier one, so each of them is reached.
+
+    >>> [(kill.step, kill.in_save) for kill in plan_kills(24, 4, 3, 0)]
+    [(7, False), (12, True), (15, False)]
     """
     draws = random.Random(seed)
-    places = sorted(draws.sample(range(1, max(2, steps - 1)), min(kills, max(1, steps - 2))))
-    saved = [max(every, step // every * every) if number % 2 else step for number, step in enumerate(places)]
-    return [(min(step, steps - 1), draws.uniform(0.0, KILL_MS), step % every == 0) for step in saved]
+    parts = min(kills, steps - 1)
+    planned = []
+    for number in range(parts):
+        places = range(1 + number * (steps - 1) // parts, 1 + (number + 1) * (steps - 1) // parts)
+        saved = [step for step in places if step % every == 0]
+        in_save = number % 2 == 1 and bool(saved)
+        step = draws.choice(saved if in_save else places)
+        planned.append(Kill(step, draws.uniform(0.0, KILL_IN_SAVE_MS if in_save else KILL_MS), in_save))
+    return planned
 
 
 def _killed_run(
-    file: Path, run: Path, steps: int, planned: list[tuple[int, float, bool]], tell: Tell
+    interpreters: Interpreters, file: Path, run: Path, steps: int, planned: list[Kill], tell: Tell
 ) -> Iterator[tuple[int, float, bool]]:
-    """Attempts at one run, each ended by a kill; one that comes too late, since the run is over, is left out."""
-    for number, (step, after_ms, in_save) in enumerate(planned, start=1):
-        tell(f"kill {number} of {len(planned)}: {after_ms:.0f} ms after step {step}{', which is saved' if in_save else ''}")
-        if _attempt(file, run, steps, "--kill-step", str(step), "--kill-ms", f"{after_ms:.3f}") < 0:
-            yield step, after_ms, in_save
-        else:
-            return
-
-
-def _attempt(file: Path, run: Path, steps: int, *more: str) -> int:
-    """One process; gives its exit status, below 0 for a signal. Raises TaskError when it failed by itself."""
-    command = [sys.executable, "-m", "surefoot.prove.child", str(file), "--run", str(run), "--trace", str(run) + ".trace"]
-    command += ["--steps", str(steps), *more]
-    done = subprocess.run(
-        command,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if done.returncode > 0:
-        raise TaskError(f"the run failed by itself: {_last_words(done.stderr)}", hint="make it train first: surefoot train SPEC")
-    return done.returncode
-
-
-def _last_words(said: str) -> str:
-    """The error at the end of a traceback, without the traceback."""
-    lines = said.strip().splitlines()
-    starts = [number for number, line in enumerate(lines) if ERROR.match(line)]
-    words = "\n".join(lines[starts[-1] :] if starts else lines[-TOLD_LINES:])
-    return ERROR.sub("", words, count=1)
+    """Attempts at one run, each ended by a kill. Raises TaskError for one that ended by itself before."""
+    for number, kill in enumerate(planned, start=1):
+        tell(f"kill {number} of {len(planned)}: after step {kill.step}{', in its save' if kill.in_save else ''}")
+        if interpreters.attempt(file, run, steps=steps, kill=kill):
+            raise TaskError(f"the run was over before it could be killed after step {kill.step}", hint="verify with more --steps")
+        yield kill.step, kill.after_ms, commits.has_draft(run)
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:

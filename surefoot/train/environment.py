@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -113,7 +114,8 @@ def as_run(spec: RunSpec) -> RunSpec:
     return spec.replace(**tables)
 
 
-def versions() -> dict[str, str]:
+@functools.cache  # asked for at every commit, and 15 ms of reading
+def versions() -> Mapping[str, str]:
     """Versions of Python and of the packages that can change numbers."""
     found = {"python": sys.version.split()[0]}
     for package in RECORDED_PACKAGES:

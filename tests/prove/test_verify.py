@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from surefoot.contract import manifest, spec_file
 from surefoot.core.errors import EXIT_VERDICT_FAILS
-from tests.train.small import call, write_task
+from surefoot.prove.attempts import Interpreters, Kill
+from surefoot.prove.verify import plan_kills
+from tests.train.small import call, spec, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("--steps", "10", "--kills", "2", "--set", "train.batch=4", "--set", "observe.tensorboard=false")
@@ -30,12 +33,38 @@ def test_a_task_with_dropout_that_is_killed_twice_goes_on_exactly(
     task = write_task(tmp_path, change=("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(self.width),"))
     code, row, said = verify(monkeypatch, capsys, task, *WORDS, "--keep", str(tmp_path / "kept"))
     assert (code, row["holds"]) == (0, True), said
-    assert len(row["kills"]) == 2
+    assert [step for step, _, _ in row["kills"]] == [kill.step for kill in plan_kills(10, 1, 2, seed=0)]
     assert {"parameters", "optimizer", "buffers", "random states", "counters"} <= set(row["components"])
     generations = {
         json.loads(line)["generation"] for line in (tmp_path / "kept" / "killed" / "events.jsonl").read_text().splitlines()
     }
     assert len(generations) == 3  # two kills, and the last
+
+
+@pytest.mark.parametrize(("steps", "every", "kills"), [(4, 1, 3), (4, 1, 9), (10, 1, 2), (24, 4, 3), (24, 4, 20), (500, 83, 40)])
+def test_kills_are_at_rising_steps_before_the_last_so_that_each_attempt_reaches_its_own(
+    steps: int, every: int, kills: int
+) -> None:
+    for seed in range(20):
+        planned = plan_kills(steps, every, kills, seed)
+        places = [kill.step for kill in planned]
+        assert len(places) == min(kills, steps - 1)
+        assert places == sorted(set(places))
+        assert places[0] >= 1
+        assert places[-1] < steps
+        assert all(kill.step % every == 0 for kill in planned if kill.in_save)
+
+
+def test_a_kill_waits_for_its_step_and_the_next_step_waits_for_the_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    use = write_task(tmp_path)
+    (tmp_path / "spec.toml").write_text(spec_file.write(spec(10, task={"use": use}, checkpoint={"every": "1 step"})))
+    with Interpreters(tmp_path) as interpreters:
+        an_hour_late = Kill(3, 3_600_000.0, in_save=False)
+        assert not interpreters.attempt(tmp_path / "spec.toml", tmp_path / "run", steps=10, kill=an_hour_late)
+        assert manifest.steps(tmp_path / "run")[-1] in (2, 3)
+        assert interpreters.attempt(tmp_path / "spec.toml", tmp_path / "run", steps=10)
+    assert manifest.steps(tmp_path / "run")[-1] == 10
 
 
 NOISE = "global N; N = globals().get('N') or torch.Generator().manual_seed(1); batch = (batch[0] + torch.rand(1, generator=N), batch[1])"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from surefoot.prove.command import CommandVerdict
     from surefoot.prove.verify import Verdict
 
-LEAST_STEPS = 4
-
 
 def verify(
     spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")] = None,
@@ -44,6 +42,8 @@ def verify(
         raise InputError(
             "verify needs either a SPEC or --command", hint='surefoot verify digits, or --command "python train.py" --state out/'
         )
+    from surefoot.prove.verify import LEAST_STEPS, verify_resume
+
     if (command is None) != (state is None):
         raise InputError("--command and --state belong together", hint="name the folder that holds all the script keeps")
     if steps < LEAST_STEPS or kills < 1:
@@ -52,7 +52,6 @@ def verify(
         if command is not None and state is not None:
             return _verify_command(command, state, folder, kills, kill_seed, json=json, quiet=quiet)
         from surefoot.contract import spec_file
-        from surefoot.prove.verify import verify_resume
 
         origin = spec_file.read(str(spec), options.overrides(set_, seed=seed, data=data))
         found = verify_resume(origin.spec, folder, steps=steps, kills=kills, seed=kill_seed, tell=_teller(quiet or json))
@@ -85,7 +84,7 @@ def _print(found: Verdict, spec: str) -> None:
 
     rows = [("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))]
     if found.repeat is None:
-        kills = ", ".join(f"{step}{' (in a save)' if in_save else ''}" for step, _, in_save in found.kills)
+        kills = ", ".join(f"{step}{' (a save cut in two)' if in_save else ''}" for step, _, in_save in found.kills)
         rows.append(
             (f"killed {len(found.kills)} times and resumed", f"after steps {kills}", _told(found.resume, "the same bits"))
         )

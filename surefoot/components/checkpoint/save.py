@@ -23,7 +23,7 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.core.errors import NumbersError, RunFolderError, StorageError
 
-DRAFT, OLD = ".draft-", ".old-"
+OLD = ".old-"
 FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
 
 
@@ -57,7 +57,7 @@ def commit(
     the rename. Raises StorageError, and NumbersError for a tensor of `finite` that is not; what was committed before stays as it is.
     """
     final = manifests.step_folder(run, content.step)
-    draft = final.with_name(f"{DRAFT}{final.name}")
+    draft = final.with_name(f"{commits.DRAFT}{final.name}")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         _make_folders(run, draft)
@@ -190,6 +190,6 @@ def clear_drafts(run: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.rename(final)
-    for prefix in (DRAFT, commits.GONE):
+    for prefix in (commits.DRAFT, commits.GONE):
         for path in folder.glob(f"{prefix}*step-*"):
             shutil.rmtree(path, ignore_errors=True)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from surefoot.components.checkpoint.save import DRAFT, discard, sync_folder
+from surefoot.components.checkpoint.save import discard, sync_folder
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Manifest
@@ -65,7 +65,7 @@ class Store:
     def pull(self, run: Path, step: int) -> None:
         """Fetch a commit into a run folder; it gets its name once every digest holds. Raises RunFolderError for a damaged one."""
         final = manifests.step_folder(run, step)
-        draft = final.with_name(f"{DRAFT}{final.name}")
+        draft = final.with_name(f"{commits.DRAFT}{final.name}")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True, mode=0o700)
         try:

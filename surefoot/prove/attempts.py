@@ -1,0 +1,96 @@
+"""Attempts at a run, each a process of its own, forked from one of two interpreters in turn.
+
+Both have only imported surefoot and torch (`prove.child`). They are two, so that an unbroken run and the next, or a killed run and the
+attempt that goes on, never share what Python draws once an interpreter: the order of its sets, the places of its objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from surefoot.core.errors import TaskError
+from surefoot.core.place import child_environment
+
+TOLD_LINES = 12
+ERROR = re.compile(r"^surefoot\.core\.errors\.\w+: ")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A SIGKILL after `step`, so many milliseconds later: `in_save` counts from where the save of the step has begun."""
+
+    step: int
+    after_ms: float
+    in_save: bool
+
+
+class Interpreters:
+    """Runs attempts, one at a time; leaving its block ends whatever still runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: int | None = None
+
+    def __enter__(self) -> Self:
+        self._both = [_start(self._folder / f"interpreter-{number}.said") for number in (1, 2)]
+        self._turns = itertools.cycle(zip(self._both, (1, 2), strict=True))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._running, signal.SIGKILL)
+        for process in self._both:
+            process.kill()
+            process.communicate()
+
+    def attempt(self, spec: Path, run: Path, *, steps: int, kill: Kill | None = None) -> bool:
+        """Train in `run` up to a step, in a process of its own; gives whether it got there, and was not killed before.
+
+        Raises TaskError when it fails by itself.
+        """
+        process, number = next(self._turns)
+        said = Path(f"{run}.said")
+        words = {"spec": str(spec), "run": str(run), "trace": f"{run}.trace", "steps": steps, "kill": kill and asdict(kill)}
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps({"said": str(said), "attempt": words}) + "\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+        self._running = self._read(process, self._folder / f"interpreter-{number}.said")
+        status = self._read(process, said)
+        self._running = None
+        if status != 0 and (kill is None or status != -signal.SIGKILL):
+            told = _last_words(said) if status > 0 else f"it was ended by {signal.Signals(-status).name}"
+            raise TaskError(f"the run failed by itself: {told}", hint="make it train first: surefoot train SPEC")
+        return status == 0
+
+    def _read(self, process: subprocess.Popen[str], said: Path) -> int:
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            raise TaskError(f"no process could be begun: {_last_words(said)}", hint="free some memory, and try again")
+        return int(line)
+
+
+def _start(said: Path) -> subprocess.Popen[str]:
+    with said.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "surefoot.prove.child"], env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=file, text=True, start_new_session=True,
+        )  # fmt: skip
+
+
+def _last_words(said: Path) -> str:
+    """The error at the end of a traceback, without the traceback."""
+    lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines() if said.exists() else []
+    starts = [number for number, line in enumerate(lines) if ERROR.match(line)]
+    words = "\n".join(lines[starts[-1] :] if starts else lines[-TOLD_LINES:])
+    return ERROR.sub("", words, count=1)
