@@ -42,5 +42,5 @@ def _texts(root: Path) -> list[Path]:
     return sorted(
         path
         for path in (*inside, *top)
-        if not {"__pycache__", ".hypothesis"} & set(path.parts) and not path.relative_to(root).as_posix().startswith(OWN)
+        if not {"__pycache__", ".hypothesis", ".git"} & set(path.parts) and not path.relative_to(root).as_posix().startswith(OWN)
     )
