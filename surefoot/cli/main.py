@@ -12,7 +12,7 @@ from surefoot.cli.look import compare, ledger, runs, show, spec, why
 from surefoot.cli.operate import checkpoint
 from surefoot.cli.prove import promise, verify
 from surefoot.cli.train import evaluate, init, predict, resume, train
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError, UserCodeError
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -52,9 +52,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except SystemExit as leave:
-        if not isinstance(leave.__context__, BrokenPipeError):
-            raise
-        code = EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
+        code = _left(leave)
     except Exception as error:  # noqa: BLE001 - the last place that can put it into words
         code = _tell_other(error)
     _flush()
@@ -75,6 +73,19 @@ def _flush() -> None:
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try again at its end, and complain
+
+
+def _left(leave: SystemExit) -> int:
+    """The code of an exit that is ours; one of a task's code is told as an error of it, whatever code it gave."""
+    if isinstance(leave.__context__, BrokenPipeError):
+        return EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
+    from surefoot.train import blame
+
+    if blame.find_user_frame(leave) is None:
+        raise leave
+    error = UserCodeError(f"the task ended the process: {blame.describe(leave)}", hint="raise an error instead")
+    _tell(error)
+    return error.exit_code
 
 
 def _wants_traceback() -> bool:

@@ -50,7 +50,14 @@ def _checked_size(text: str) -> str:
     return text
 
 
-DurationText = Annotated[str, AfterValidator(_canonical_duration)]
+def _above_nothing(text: str) -> str:
+    if Duration.parse(text).value == 0:
+        raise ValueError(f"{text} is nothing; use at least 1 step")
+    return text
+
+
+DurationText = Annotated[str, AfterValidator(_canonical_duration), AfterValidator(_above_nothing)]
+SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
 
 
 class Table(BaseModel):
@@ -124,8 +131,9 @@ class TrainTable(Table):
         if self.microbatch is not None and self.batch % self.microbatch:
             legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
             raise ValueError(f"microbatch = {self.microbatch} does not divide batch = {self.batch}; use one of {legal}")
-        if Duration.parse(self.length).value <= 0:
-            raise ValueError("length is 0; use at least 1 step")
+        length = Duration.parse(self.length)
+        if length.unit == "s" and length.value < SHORTEST_RUN_S:
+            raise ValueError(f"length = {self.length} is over before the first step; use at least {SHORTEST_RUN_S} s, or 1 step")
         return self
 
 

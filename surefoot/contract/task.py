@@ -210,7 +210,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
         task = made(**parameters)
     except SurefootError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"task {use} cannot be built: {type(error).__name__}: {error}{_where(error)}",
             hint="its parameters are the keys of [task]",

@@ -19,6 +19,9 @@ The number is the process's exit code. Besides: 0 done, 1 a verdict that does no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_OK = 0
 EXIT_VERDICT_FAILS = 1
 EXIT_INTERNAL = 70
@@ -78,6 +81,17 @@ class MissingExtra(InputError):
         )
         self.package = package
         self.extra = extra
+
+
+@contextmanager
+def needing(package: str, *modules: str, extra: str, needed_for: str) -> Iterator[None]:
+    """Imports of `modules` inside raise MissingExtra where one is not installed; one that is there and broken raises its own error."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in modules:
+            raise
+        raise MissingExtra(package, extra=extra, needed_for=needed_for) from None
 
 
 class RunError(SurefootError):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from surefoot.components.data.sources import Arrays
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.task import Loss
-from surefoot.core.errors import DataError, MissingExtra
+from surefoot.core.errors import DataError, needing
 
 if TYPE_CHECKING:
     from surefoot.components.data.order import Keys
@@ -60,10 +60,8 @@ class Digits:
     def data(self, split: str) -> Arrays:
         if split not in ("train", "test"):
             raise DataError(f"digits has no split {split!r}", hint='use "train" or "test"')
-        try:
+        with needing("scikit-learn", "sklearn", extra="demo", needed_for="the task digits"):
             from sklearn.datasets import load_digits
-        except ImportError:
-            raise MissingExtra("scikit-learn", extra="demo", needed_for="the task digits") from None
         pixels, labels = load_digits(return_X_y=True)  # 0 to 16, 0 to 9
         is_test = np.zeros(len(labels), dtype=bool)
         is_test[np.argsort(labels, kind="stable")[::TEST_EVERY]] = True

@@ -23,6 +23,7 @@ from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
+from surefoot.train.blame import describe
 from surefoot.train.environment import circumstances, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
 from surefoot.train.step import LiveUpdate, Stepper
@@ -95,7 +96,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     notes: list[str] = []
     if resolved.importable is None:
         notes.append("the task was built here: what needs a fresh process needs one that can be imported, with [task] use")
-    source = _source(resolved, "train")
+    source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(resolved, device)
     feed = _feed(spec, source)
@@ -113,7 +114,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
 
     @functools.cache
     def read(split: str) -> Source:
-        return _source(resolved, split)
+        return read_split(resolved, split)
 
     better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device)
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
@@ -165,23 +166,39 @@ def load_task(spec: RunSpec) -> Resolved:
     return load(spec.task.use, parameters)
 
 
-def _source(task: Resolved, split: str) -> Source:
+def read_split(task: Resolved, split: str) -> Source:
+    """The task's data of `split`. Raises DataError for one it does not know, or cannot read, TaskError for an error in its code."""
     try:
         return as_source(task.task.data(split))
     except SurefootError:
         raise
-    except (KeyError, ValueError) as error:
-        raise DataError(
-            f"task {task.name} has no split {split!r}: {error}", hint="see evaluate.split and the task's data(split)"
-        ) from error
+    except KeyError as error:
+        if error.args == (split,):  # looked up among those that the task knows
+            raise DataError(
+                f"task {task.name} has no split {split!r}", hint="name one that its data(split) knows: evaluate.split, --split"
+            ) from error
+        raise _failed_data(split, error) from error
     except OSError as error:
-        raise DataError(f"the data of split {split!r} cannot be read: {error}", hint="name its folder with --data") from error
+        with_folder = task.importable is not None and signature.takes_folder(task.importable)
+        raise DataError(
+            f"the data of split {split!r} cannot be read: {describe(error)}",
+            hint="name its folder with --data" if with_folder else "run with --traceback to see all of it",
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _failed_data(split, error) from error
+
+
+def _failed_data(split: str, error: BaseException) -> TaskError:
+    return TaskError(
+        f"data({split!r}) failed: {describe(error)}", hint="does the task know this split? --traceback shows all of it"
+    )
 
 
 def _model(task: Resolved, device: torch.device) -> nn.Module:
     model = task.task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
+    optim.check_shaped(model)
     model.train()
     return model.to(device) if device.type != "cpu" else model
 

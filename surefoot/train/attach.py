@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from surefoot.components import optim
 from surefoot.components.data import size_of
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes
 from surefoot.contract import events
@@ -62,6 +63,7 @@ def attach(
         )
     if not isinstance(data, Iterable):
         raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
+    optim.check_shaped(model)
     objects = name_objects(model, optimizers, state or {})
     return Attached(_Record(objects, optimizers, data, None if folder is None else Path(folder), every, save))
 

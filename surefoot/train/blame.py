@@ -32,8 +32,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[0]}{where}"
 
 
-def as_run_error(error: Exception, place: str) -> SurefootError:
-    """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own.
+def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
+    """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own, an exit too.
 
     What is bad input before a run is no longer that once something was written: bad data become a bad record, the rest the user's own.
     """

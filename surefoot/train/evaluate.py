@@ -19,6 +19,7 @@ from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
+from surefoot.train.step import check_count
 
 NUM_TRIED = 8
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
@@ -80,6 +81,8 @@ def evaluate(
                 tell(num_samples, total_samples)
     values = {name: metric.value() for name, metric in merged.items()}
     chosen, better = _choose(score, merged)
+    for name, (mean, _) in terms.items():
+        check_count(name, mean.count)
     means = [(mean.value(), weight) for mean, weight in terms.values()]
     total = sum(weight * value for value, weight in means if value is not None) if any(v is not None for v, _ in means) else None
     units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.items()}
@@ -110,7 +113,7 @@ def find_direction(
         return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score).better
     except SurefootError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"evaluating a few samples of {split!r} failed: {describe(error)}", hint="run with --traceback to see where"
         ) from error

@@ -17,16 +17,15 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import export
 from surefoot.components.checkpoint.load import check_fit
 from surefoot.components.checkpoint.tensors import lay_out
-from surefoot.components.data import as_source, size_of
+from surefoot.components.data import size_of
 from surefoot.components.observe import Console
 from surefoot.components.precision import compute_context
 from surefoot.contract import spec_file
 from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, Source, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, SurefootError, TaskError
-from surefoot.train.assemble import load_task
-from surefoot.train.blame import describe
+from surefoot.contract.task import Resolved, resolve
+from surefoot.core.errors import InputError, RunFolderError, SpecError, TaskError
+from surefoot.train.assemble import load_task, read_split
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
@@ -74,7 +73,7 @@ def evaluate_run(run: Path, step: str, split: str | None, data: str | None, *, q
     model, task, spec, used = load_with_task(run, step, data=data)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
-    source = _source(task, name)
+    source = read_split(task, name)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         result = evaluate(
             model, task, source, split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
@@ -100,7 +99,7 @@ def predict_run(
     collected: dict[str, list[Tensor]] = {}
     device = torch.device("cpu")
     compute = compute_context(spec.precision.compute, device)
-    source, num_done = _source(task, name), 0
+    source, num_done = read_split(task, name), 0
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
         for batch in batches(source, spec.evaluate.batch or spec.train.batch, device):
             with compute():
@@ -121,27 +120,16 @@ def predict_run(
     return path, {key: array.shape for key, array in arrays.items()}, used
 
 
-def _source(task: Resolved, split: str) -> Source:
-    """The task's split; what its code raises is told as its own. Raises TaskError."""
-    try:
-        return as_source(task.task.data(split))
-    except SurefootError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"data({split!r}) of task {task.name} failed: {describe(error)}", hint="does the task know this split? see --split"
-        ) from error
-
-
 def _named(output: Any) -> dict[str, Tensor]:
     """The tensors of an output with a first dimension per sample: one is called `output`, others by key or position."""
-    if isinstance(output, Tensor):
+    if isinstance(output, Tensor) and output.ndim:
         return {"output": output}
     pairs = output.items() if hasattr(output, "items") else enumerate(output) if isinstance(output, tuple | list) else ()
     found = {str(key): value for key, value in pairs if isinstance(value, Tensor) and value.ndim}
     if not found:
         raise TaskError(
-            f"forward gave a {type(output).__name__}, which holds no tensor", hint="return a tensor, or a tuple or dict of them"
+            f"forward gave a {type(output).__name__} without a row for each sample",
+            hint="return a tensor whose first dimension is the batch's, or a tuple or dict of them",
         )
     return found
 
@@ -155,7 +143,7 @@ def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | Non
             hint=f"use --format {', '.join(export.ENDINGS.values())}, or one of the endings {', '.join(export.ENDINGS)}",
         )
     model, task, spec, used = load_with_task(run, step, data=data)
-    source, device = as_source(task.task.data(spec.evaluate.split)), torch.device("cpu")
+    source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
     if chosen == "safetensors":
         made = export.export_weights(model, task.task.model, lambda one: task.task.forward(one, samples[0]), to)

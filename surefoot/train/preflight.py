@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from surefoot.components.data import Keys, to_device
 from surefoot.contract.task import Batch, Loss, Term, as_loss
@@ -14,9 +15,12 @@ from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
 from surefoot.train.blame import describe
 from surefoot.train.quiet import untouched
-from surefoot.train.step import LiveUpdate, check_splittable
+from surefoot.train.step import LiveUpdate, check_count, check_splittable
 
 NUM_SAMPLES = 8
+OVER_BATCHES = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor of two
 
 
@@ -50,13 +54,51 @@ def check(assembly: Assembly) -> list[str]:
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
                 check_splittable(update.name, whole, assembly.task.counts is not None)
-            if len(ids) < 2 or not whole.additive or source.guarantee != "proven":
-                notes.append(f"whether the loss of update {update.name} is a sum could not be checked")
+            unknown = f"whether the loss of update {update.name} is a sum could not be checked"
+            if not whole.additive or source.guarantee != "proven":
+                notes.append(unknown)
                 continue
-            middle = len(ids) // 2
-            halves = [attempt(update, read(part)) for part in (ids[:middle], ids[middle:])]
-            notes += _check_sums(update.name, whole, halves)
+            parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
+            if len(ids) < 2:  # batches of one sample: two of them may differ in shape, and need not go into one
+                parts = [ids, assembly.feed.window(1).ids]
+                try:
+                    whole = attempt(update, read(np.concatenate(parts)))
+                except Exception:  # noqa: BLE001 - such a batch is never asked for again
+                    notes.append(unknown)
+                    continue
+            notes += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
+    _check_lone_sample(assembly, read)
     return notes
+
+
+def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
+    """Raise TaskError where a batch of one sample comes and a norm over the batch cannot take it: else that ends the first epoch."""
+    feed, model, total = assembly.feed, assembly.model, assembly.course.total_steps
+    last = feed.window(min(feed.steps_per_epoch, total or feed.steps_per_epoch) - 1)
+    lone = feed.microbatches(last)[-1]
+    norms: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if isinstance(module, OVER_BATCHES)}
+    if len(lone) > 1 or not norms or feed.source.guarantee != "proven":
+        return
+    reached: list[nn.Module] = []
+    hooks = [module.register_forward_pre_hook(lambda module, _: reached.append(module)) for module in norms]
+    try:
+        with untouched(model, assembly.task.state), torch.enable_grad():
+            model.train()
+            for update in assembly.updates:
+                update.loss(model, read(lone))
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1"):
+            raise
+        module = reached[-1]
+        raise TaskError(
+            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch of one sample, as the last of an epoch is here",
+            hint='leave it out with data.last_batch = "drop", or use another train.batch'
+            if feed.microbatch > 1
+            else "use more than one sample in a train.microbatch or train.batch, or a norm that does not depend on the batch",
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
@@ -64,7 +106,7 @@ def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
         return read(ids)
     except SurefootError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"reading the first batch failed: {describe(error)}", hint="run with --traceback to see where") from error
 
 
@@ -90,7 +132,7 @@ def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
         made = loss(model, batch)
     except SurefootError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"the first forward pass of update {name} failed: {describe(error)}", hint="run with --traceback to see where"
         ) from error
@@ -115,10 +157,7 @@ def _check_kind(name: str, loss: Loss) -> None:
                 f"the weight of term {term.name} is a {type(term.weight).__name__}, not a number",
                 hint="multiply what is learned into the total",
             )
-        if float(term.count) < 0:
-            raise TaskError(
-                f"the count of term {term.name} is {float(term.count):g}", hint="count the items that the total sums over"
-            )
+        check_count(term.name, term.count)
     if not any(float(term.count) for term in loss.terms):
         raise TaskError(
             f"the loss of update {name} counts 0 items", hint="count the items that the total sums over, at least one"

@@ -87,7 +87,7 @@ class Run:
             self._begin()
         except SurefootError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if blame.find_user_frame(error) is None:
                 raise
             raise TaskError(
@@ -229,7 +229,7 @@ class Run:
             number = self.step + 1
             try:
                 report = stepper(number)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise blame.as_run_error(error, f"step {number}:") from error
             self.step = number
             self._ledger.add(number, stepper.consumed)
@@ -314,12 +314,11 @@ class Run:
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.engine.compute,
                     tell=functools.partial(self._evaluating, name),
                 )  # fmt: skip
-        except SystemExit:  # the state is that of the step before the evaluation
-            if self._is_preempted:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and self._is_preempted:  # the state is that of the step before the evaluation
                 self._commit(last=True)
                 self._keeper.settle(self._saved, wait=True)
-            raise
-        except Exception as error:
+                raise
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
         counts = name == spec.evaluate.split
         best = counts and self._scores.add(self.step, result)

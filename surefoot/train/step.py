@@ -142,7 +142,10 @@ class Stepper:
         """What the gradients must still be multiplied by to be means."""
         counts = [count for _, count, _ in totals.values()]
         is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
-        if is_known and not any(float(count) for count in counts):
+        if is_known:
+            for term, (_, count, _) in totals.items():
+                check_count(term, count)
+        if is_known and not any(map(float, counts)):
             raise NumbersError(
                 f"step {number}: the loss of update {name} counts 0 items", hint="a batch must hold at least one item that counts"
             )
@@ -185,6 +188,12 @@ def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) 
         if term.name in into:
             total, count = into[term.name][0] + total, into[term.name][1] + count
         into[term.name] = (total, count, term.weight)
+
+
+def check_count(name: str, count: Count) -> None:
+    """Raise TaskError for the count of a term that is no finite number of 0 or more."""
+    if not 0 <= float(count) < math.inf:
+        raise TaskError(f"the count of term {name} is {float(count):g}", hint="count the items that the total sums over")
 
 
 def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:

@@ -59,7 +59,7 @@ WRONG = {
     "infinity": ("[optim]\nlr = inf", "mine.toml:4: optim.lr is inf", "finite"),
     "a negative rate": ("[optim]\nlr = -0.1", "mine.toml:4: optim.lr is -0.1", "greater than or equal to 0"),
     "negative steps": ("[train]\nlength = '-5 steps'", "mine.toml:4: ", "a duration is a number with its unit"),
-    "no steps": ("[train]\nlength = '0 steps'", "length is 0", ""),
+    "no steps": ("[train]\nlength = '0 steps'", "mine.toml:4: train.length: 0 steps is nothing", "use at least 1 step"),
     "a bare number": ("[train]\nlength = 500", "mine.toml:4: train.length", "hint:"),
     "a duration in time with a prefix": ("[train]\nlength = '3 M min'", "mine.toml:4: ", "hint:"),
     "two kinds of clipping": ("[optim]\nclip = 1.0\nclip_value = 0.5", "contradict each other", ""),
@@ -94,6 +94,14 @@ def test_what_is_wrong_is_told_with_its_place_and_what_is_near(what: str, surefo
     assert says in error
     assert hints.removeprefix("hint:") in hint
     assert len(answer.err) < 1_000
+
+
+def test_a_spec_without_a_task_is_not_ok(surefoot: Command, spec_file: Path) -> None:
+    spec_file.write_text("")
+    answer = surefoot("spec", "check", spec_file)
+    assert (answer.code, answer.out) == (2, "")
+    assert "the spec names no task" in answer.err
+    assert surefoot("spec", "check", spec_file, "--set", "task.use=digits").code == 0
 
 
 def test_a_wrong_flag_is_named_as_the_place(surefoot: Command, spec_file: Path) -> None:

@@ -90,6 +90,12 @@ def five_views(images: torch.Tensor) -> list[torch.Tensor]:
     return [images, up, down, left, right]
 
 
+def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Let `package` be imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_an_unknown_split_a_size_of_nothing_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match='use "train" or "test"'):
         Digits().data("valid")
@@ -99,8 +105,18 @@ def test_an_unknown_split_a_size_of_nothing_and_a_missing_package_are_refused(mo
         Digits(dropout=1.0)
     with pytest.raises(TaskError, match="cannot be built"), Run(spec_file.read("digits", [("task.shift", 8.0, "--set")]).spec):
         pass
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    forget(monkeypatch, "sklearn")
+    monkeypatch.setattr(sys, "path", [])
     with pytest.raises(MissingExtra, match=r"surefoot\[demo\]"):
+        Digits().data("train")
+
+
+def test_a_package_that_is_there_and_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").write_text("import a_part_of_its_own")
+    forget(monkeypatch, "sklearn")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_part_of_its_own"):
         Digits().data("train")
 
 

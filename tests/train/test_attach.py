@@ -371,6 +371,7 @@ def test_a_disk_that_fills_ends_the_recording_and_not_the_loop(
 BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "data that cannot be iterated": ({"data": 3}, DataError, "data is a int, which cannot be iterated"),
     "an optimiser that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
+    "a model without shapes": ({"model": torch.nn.LazyLinear(2)}, TaskError, "weight, bias of the model has no shape yet"),
     "no optimiser": ({"optimizer": []}, TaskError, "which has no param_groups"),
 }
 

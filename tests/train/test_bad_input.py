@@ -67,6 +67,9 @@ CHANGES = {
     "does not parse": ("STEP = 0", "STEP = = 0", ["mine.py", "is not Python"]),
     "does not import": ("STEP = 0", "import no_such_package", ["does not import", "no_such_package", "mine.py:"]),
     "raises on import": ("STEP = 0", "STEP = 1 / 0", ["does not import", "ZeroDivisionError", "mine.py:"]),
+    "constructor exits": ("self.width = width", "exit()", ["cannot be built", "SystemExit", "in __init__"]),
+    "data exits": ("generator = ", "raise SystemExit; generator = ", ["SystemExit", "in data"]),
+    "forward exits": ("# FORWARD", "exit(0)", ["SystemExit: 0", "in forward"]),
     "exits on import": ("STEP = 0", "import sys; sys.exit(0)", ["does not import", "SystemExit"]),
     "constructor raises": ("self.width = width", "raise RuntimeError('no luck')", ["no luck", "in __init__"]),
     "no model": ("def model(", "def modell(", ["has no method model"]),
@@ -76,6 +79,10 @@ CHANGES = {
     "model raises": ("return nn.Sequential(", "raise IndexError('layer 7'); return nn.Sequential(", ["layer 7", "in model"]),
     "model is no module": ("return nn.Sequential(", "return [1]; return nn.Sequential(", ["list", "torch.nn.Module"]),
     "data raises": ("generator = ", "raise RuntimeError('torn file'); generator = ", ["torn file", "in data"]),
+    "data raises a ValueError": ("generator = ", "raise ValueError('bad csv'); generator = ", ["data('t", "bad csv", "in data"]),
+    "data raises a KeyError": ("generator = ", "{}['label']; generator = ", ["data('t", "KeyError: 'label'", "in data"]),
+    "data knows no split": ("generator = ", "{'train': 1}[split]; generator = ", ["task mine has no split 'test'"]),
+    "data has no file": ("generator = ", "open('gone.csv'); generator = ", ["gone.csv", "in data", "--traceback"]),
     "data lacks a package": ("generator = ", "import no_such_package; generator = ", ["no_such_package"]),
     "data is nothing": ("return Arrays(", "return None; return Arrays(", ["NoneType", "no source"]),
     "data is empty": (
@@ -94,6 +101,9 @@ CHANGES = {
     "loss has no gradient": ('reduction="sum")', 'reduction="sum").detach()', ["gradient"]),
     "loss has no term": ("return Loss.sum(", "return Loss(); return Loss.sum(", ["has no term"]),
     "loss counts nothing": ("len(batch[1]))", "0)", ["counts 0 items"]),
+    "loss counts infinity": ("len(batch[1]))", "float('inf'))", ["count of term loss is inf"]),
+    "loss counts no number": ("len(batch[1]))", "float('nan'))", ["count of term loss is nan"]),
+    "model is lazy": ("nn.Linear(4, self.width)", "nn.LazyLinear(self.width)", ["0.weight, 0.bias", "no shape yet", "one batch"]),
     "loss counts less": ("len(batch[1]))", "-3)", ["count of term loss is -3"]),
 }
 
@@ -148,6 +158,49 @@ def test_a_loss_that_cannot_be_checked_is_reported_as_such(tmp_path: Path, monke
     assert any("could not be checked" in note for note in started.notes)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_mean_for_a_sum_is_found_whatever_the_batch(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    task = write_task(tmp_path, change=('reduction="sum"', 'reduction="mean"'))
+    assert "is a mean, not a sum" in refused(monkeypatch, capsys, tmp_path, task, *FEW, "--set", f"train.batch={batch}")
+
+
+def test_samples_that_need_a_batch_of_one_leave_the_sum_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    task = write_task(tmp_path, change=("# FORWARD", "assert len(batch[0]) == 1"))
+    settings = ("--set", "train.batch=1", "--set", "evaluate.split=train", "--set", "evaluate.batch=1")
+    Path(tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text().replace("24", "1"))
+    assert call(monkeypatch, "train", task, *FEW, *settings, "--run", str(tmp_path / "a")) == 0
+    started = records(tmp_path / "a")[0]
+    assert any("is a sum could not be checked" in note for note in started.notes)  # type: ignore[attr-defined]
+
+
+NORM = ("nn.Linear(4, self.width), ", "nn.Linear(4, self.width), nn.BatchNorm1d(self.width), ")
+
+
+def test_a_norm_over_the_batch_is_refused_where_a_batch_has_one_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    task = write_task(tmp_path, change=NORM)
+    said = refused(monkeypatch, capsys, tmp_path, task, "--set", "train.batch=23")
+    assert "1 (BatchNorm1d) cannot be trained on a batch of one sample" in said
+    assert 'data.last_batch = "drop"' in said
+    assert "more than one sample" in refused(monkeypatch, capsys, tmp_path, task, "--set", "train.batch=1")
+
+
+@pytest.mark.parametrize(
+    "words", [["train.batch=22"], ["train.batch=23", "data.last_batch=drop"], ["train.batch=23", "train.length=1 step"]]
+)
+def test_a_norm_over_the_batch_is_let_be_where_no_batch_has_one_sample(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = write_task(tmp_path, change=NORM)
+    flags = [word for each in ("train.length=3 steps", "observe.tensorboard=false", *words) for word in ("--set", each)]
+    assert call(monkeypatch, "train", task, *flags, "--run", str(tmp_path / "a")) == 0
+
+
 # ---- the spec, through the command line
 
 VALUES = {
@@ -155,7 +208,13 @@ VALUES = {
     "infinite": ("optim.lr=inf", ["optim.lr is inf", "finite"]),
     "negative": ("optim.lr=-0.1", ["optim.lr is -0.1", "greater than or equal to 0"]),
     "negative steps": ("train.length='-5 steps'", ["train.length", "-5"]),
-    "no steps": ("train.length='0 steps'", ["[train]", "at least 1 step"]),
+    "no steps": ("train.length='0 steps'", ["train.length: 0 steps is nothing", "at least 1 step"]),
+    "no epochs": ("train.length='0 epochs'", ["train.length: 0 epochs is nothing"]),
+    "over before it begins": ("train.length='0.0001 s'", ["length = 0.0001 s is over before the first step", "1 step"]),
+    "evaluated every nothing": ("evaluate.every='0 steps'", ["evaluate.every: 0 steps is nothing", "at least 1 step"]),
+    "saved every nothing": ("checkpoint.every='0 s'", ["checkpoint.every: 0 s is nothing"]),
+    "kept every nothing": ("checkpoint.keep_every='0 epochs'", ["checkpoint.keep_every: 0 epochs is nothing"]),
+    "told every nothing": ("observe.every='0 steps'", ["observe.every: 0 steps is nothing"]),
     "no unit": ("train.length=5", ["train.length is 5"]),
     "an unknown unit": ("train.length='5 years'", ["train.length", "years"]),
     "not a number of steps": ("train.length='nan steps'", ["train.length", "nan"]),
@@ -233,7 +292,20 @@ AT_STEP_7 = {
     "loss has no gradient": ("# LOSS", "output = output.detach() if STEP == 7 else output", 3, ["step 7", "grad"]),
     "a file is gone": ("# FORWARD", "if STEP == 7: open('/no/such/shard')", 6, ["step 7", "/no/such/shard", "in forward"]),
     "out of memory": ("# FORWARD", "if STEP == 7: raise MemoryError", 3, ["step 7: MemoryError"]),
-    "an exit": ("# FORWARD", "if STEP == 7: raise SystemExit(5)", 5, []),
+    "an exit": ("# FORWARD", "if STEP == 7: raise SystemExit(5)", 3, ["step 7: SystemExit: 5", "in forward"]),
+    "an exit that says all is well": ("# LOSS", "if STEP == 7: import sys; sys.exit(0)", 3, ["step 7: SystemExit: 0", "in loss"]),
+    "loss counts below nothing": (
+        "# LOSS",
+        "if STEP == 7: return Loss.sum(output.sum(), -4)",
+        3,
+        ["step 7", "the count of term loss is -4"],
+    ),
+    "loss counts no number": (
+        "# LOSS",
+        "if STEP == 7: return Loss.sum(output.sum(), float('nan'))",
+        3,
+        ["step 7", "loss is nan"],
+    ),
 }
 
 
@@ -243,10 +315,6 @@ def test_what_goes_wrong_at_step_7_ends_the_run_with_the_users_own_frame(
 ) -> None:
     old, new, code, expected = AT_STEP_7[what]
     task = write_task(tmp_path, change=(old, new))
-    if not expected:
-        assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "a")) == code
-        assert end_of(tmp_path / "a").exit_code == code
-        return
     said, end = failed(monkeypatch, capsys, tmp_path, code, task)
     for words in expected:
         assert words in said
@@ -290,6 +358,27 @@ def test_a_task_whose_folder_begins_like_ours_is_the_users(folder: str, monkeypa
     frame = blame.find_user_frame(caught.value)
     assert frame is not None
     assert (frame.filename, frame.name) == (str(path), "loss")
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_a_task_that_exits_is_no_success_of_a_verb_that_looks_back(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    task = write_task(tmp_path)
+    assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "a"), "--quiet") == 0
+    write_task(tmp_path, change=("# FORWARD", "raise SystemExit(0)"))
+    capsys.readouterr()
+    assert call(monkeypatch, verb, str(tmp_path / "a")) == 3
+    assert "the task ended the process: SystemExit: 0 (" in capsys.readouterr().err
+
+
+def test_predict_refuses_one_number_for_a_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+    task = write_task(tmp_path)
+    assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "a"), "--quiet") == 0
+    write_task(tmp_path, change=("# FORWARD", "return model(batch[0]).mean()"))
+    capsys.readouterr()
+    assert call(monkeypatch, "predict", str(tmp_path / "a")) == 2
+    assert "forward gave a Tensor without a row for each sample" in capsys.readouterr().err
 
 
 # ---- numbers

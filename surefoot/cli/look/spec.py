@@ -75,10 +75,14 @@ def check(
     """
     from surefoot.cli.look import preview
     from surefoot.contract import spec_file
-    from surefoot.core.errors import InputError
+    from surefoot.core.errors import InputError, SpecError
 
     try:
         origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
+        if origin.spec.task.use is None:
+            raise SpecError(
+                "the spec names no task", hint='name one as [task] use = "digits"; in Python the object will do: Run(spec, task)'
+            )
         preview.check(origin)
     except InputError as error:
         if json:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
-from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError
+from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, needing
 
 TOLERANCE = 1e-5
 Format = Literal["safetensors", "torch-export", "onnx"]
@@ -123,12 +123,11 @@ def _write_export(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Cal
 
 def _write_onnx(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Callable[[Call], Any]:
     """Held against the reference evaluator of the onnx package, which needs no other runtime."""
-    try:
+    with needing("onnx", "onnx", extra="onnx", needed_for="exporting to ONNX"):
         import onnx
         import onnx.reference
+    with needing("onnxscript", "onnxscript", extra="onnx", needed_for="exporting to ONNX"):
         import onnxscript  # noqa: F401 - torch's exporter needs it
-    except ImportError as error:
-        raise MissingExtra(str(error.name or "onnx"), extra="onnx", needed_for="exporting to ONNX") from None
     torch.onnx.export(
         model, call.args, draft, kwargs=dict(call.kwargs), dynamo=True, dynamic_shapes=shapes, external_data=False, verbose=False
     )  # fmt: skip

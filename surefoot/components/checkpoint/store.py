@@ -15,7 +15,7 @@ from surefoot.components.checkpoint.save import discard, sync_folder
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Manifest
-from surefoot.core.errors import MissingExtra, RunFolderError, SpecError, StorageError
+from surefoot.core.errors import MissingExtra, RunFolderError, SpecError, StorageError, needing
 
 EXTRA = "store"
 
@@ -24,17 +24,15 @@ class Store:
     """The commits of one run under a URL, as `s3://bucket/runs/mine`. Raises MissingExtra, SpecError for a URL of no known kind."""
 
     def __init__(self, url: str) -> None:
-        try:
+        with needing("fsspec", "fsspec", extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"):
             import fsspec
-        except ImportError:
-            raise MissingExtra("fsspec", extra=EXTRA, needed_for=f"checkpoint.store = {url!r}") from None
         try:
             self._system: Any
             self._system, self._root = fsspec.core.url_to_fs(url)
-        except ImportError as error:
-            raise MissingExtra(
-                str(error.name or "the file system's own"), extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"
-            ) from None
+        except ImportError as error:  # fsspec's own words for a package that is missing, or broken, below it
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            raise MissingExtra(str(error.__cause__.name), extra=EXTRA, needed_for=f"checkpoint.store = {url!r}") from None
         except ValueError as error:
             raise SpecError(f"checkpoint.store is {url!r}: {error}", hint='give a URL such as "s3://bucket/runs/mine"') from None
         self.url = url

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from surefoot.core.errors import DataError, MissingExtra
+from surefoot.core.errors import DataError, needing
 
 MAX_MEMBER_BYTES = 64 << 20
 MAX_MEMBERS = 10_000_000
@@ -150,10 +150,8 @@ def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jp
 
     Raises MissingExtra without Pillow, DataError for a broken file or another size.
     """
-    try:
+    with needing("pillow", "PIL", extra="images", needed_for="decoding JPEG images"):
         from PIL import Image
-    except ImportError:
-        raise MissingExtra("pillow", extra="images", needed_for="decoding JPEG images") from None
     try:
         with Image.open(io.BytesIO(sample.parts[extension]), formats=["JPEG"]) as image:
             if image.size != (width, height):

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from surefoot.core.errors import MissingExtra, TaskError
+from surefoot.core.errors import TaskError, needing
 
 Better = Literal["higher", "lower"]
 
@@ -91,10 +91,8 @@ class FromTorchmetrics:
     """
 
     def __init__(self, metric: Any, *, better: Better | None = None) -> None:
-        try:
+        with needing("torchmetrics", "torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics"):
             import torchmetrics
-        except ImportError:
-            raise MissingExtra("torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics") from None
         if not isinstance(metric, torchmetrics.Metric):
             raise TaskError(
                 f"{type(metric).__name__} is no torchmetrics metric", hint="give torchmetrics.F1Score(...) or the like"

@@ -4,7 +4,7 @@ from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.optim.build import Built, build
-from surefoot.components.optim.groups import Named, build_groups, check_cover, find_trained, freeze
+from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.components.optim.update import GuardedUpdate
 
@@ -19,6 +19,7 @@ __all__ = [
     "build",
     "build_groups",
     "check_cover",
+    "check_shaped",
     "find_trained",
     "freeze",
 ]

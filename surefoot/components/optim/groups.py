@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from surefoot.core.errors import SpecError, TaskError
 
@@ -19,6 +20,16 @@ class Named:
     name: str
     parameter: nn.Parameter
     kind: str
+
+
+def check_shaped(model: nn.Module) -> None:
+    """Raise TaskError for a parameter or buffer that has no shape before the first forward pass, as those of nn.LazyLinear."""
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise TaskError(
+            f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''} of the model has no shape yet: the module is lazy",
+            hint="give its sizes, or call the model on one batch at the end of model()",
+        )
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
