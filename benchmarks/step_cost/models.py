@@ -27,7 +27,10 @@ NUM_BATCHES = 50
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its data: `batch` samples a step; `warmup` steps come before the `steps` that are timed."""
+    """A model with its data: `batch` samples a step; `warmup` steps come before the `steps` that are timed.
+
+    The data is `num_batches` batches, over and over.
+    """
 
     name: str
     make: Callable[[], nn.Module]
@@ -35,6 +38,7 @@ class Workload:
     batch: int
     warmup: int
     steps: int
+    num_batches: int = NUM_BATCHES
 
     def model(self) -> nn.Module:
         """The model with the weights of SEED, in training mode."""
@@ -42,8 +46,8 @@ class Workload:
         return self.make().train()
 
     def samples(self) -> Batch:
-        """All inputs and all targets, NUM_BATCHES batches of them."""
-        return self.draw(NUM_BATCHES * self.batch, torch.Generator().manual_seed(SEED + 1))
+        """All inputs and all targets."""
+        return self.draw(self.num_batches * self.batch, torch.Generator().manual_seed(SEED + 1))
 
     def batches(self) -> list[Batch]:
         """The same, cut into batches in their order, each one contiguous and of its own memory."""

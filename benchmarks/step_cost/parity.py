@@ -23,7 +23,7 @@ from surefoot.trial import Arm, compare_arms, find_conditions, read_arrays, run_
 
 REFERENCE, CANDIDATE = "idiomatic", "surefoot"
 ROUNDED = "fused"  # torch's own loop with another order of rounding: what 2,000 steps make of that is the floor of the losses
-NUM_BATCHES = 50  # as in models.py, which loads torch; a pass over the data
+WINDOW = 50  # steps whose mean loss is compared
 TENSOR_STEPS = (1, 10)  # the bar is step 1; what ten steps make of rounding is shown beside it
 TENSOR_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
 LONGEST_S = 3600.0
@@ -52,11 +52,11 @@ def find_tensor_rows(models: str) -> list[dict[str, Any]]:
     return rows
 
 
-def find_loss_rows(models: str, steps: int) -> list[dict[str, Any]]:
-    """The mean losses of the last pass over the data, of all three arms, at each quarter of `steps`; and the loss of that step alone."""
+def find_loss_rows(models: str, steps: int, batches: int) -> list[dict[str, Any]]:
+    """The mean losses of the last WINDOW steps, of all three arms, at each quarter of `steps`; and the loss of that step alone."""
     marks = [steps * quarter // 4 for quarter in (1, 2, 3, 4)]
-    read = [step for mark in marks for step in range(mark - NUM_BATCHES + 1, mark + 1)]
-    words = ("--steps", str(steps), "--losses", *map(str, read))
+    read = [step for mark in marks for step in range(mark - WINDOW + 1, mark + 1)]
+    words = ("--steps", str(steps), "--batches", str(batches), "--losses", *map(str, read))
     arms = [replace(_arm(name, models, words), timeout_s=LONGEST_S) for name in (REFERENCE, ROUNDED, CANDIDATE)]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:
         folders = [Path(work) / arm.name for arm in arms]
@@ -68,7 +68,7 @@ def find_loss_rows(models: str, steps: int) -> list[dict[str, Any]]:
 
 
 def _loss_row(model: str, mark: int, losses: Sequence[Mapping[str, Any]], *, is_last: bool) -> dict[str, Any]:
-    steps = range(mark - NUM_BATCHES + 1, mark + 1)
+    steps = range(mark - WINDOW + 1, mark + 1)
     reference, rounded, candidate = (mean([float(found[f"{model}/loss/{step}"][0]) for step in steps]) for found in losses)
     alone = [float(found[f"{model}/loss/{mark}"][0]) for found in losses]
     return {
@@ -87,13 +87,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--steps", type=int, default=2000, help="of the losses; 0 leaves them out")
+    parser.add_argument("--batches", type=int, help="of data for the losses; as many as steps, if not told: none comes twice")
     parser.add_argument("--out", type=Path, default=PARITY)
     parser.add_argument("--show", action="store_true", help="only make the table from the results that are there")
     asked = parser.parse_args()
     if not asked.show:
         found = {"conditions": find_conditions(), "tensors": find_tensor_rows(asked.models), "losses": []}
         if asked.steps:
-            found["losses"] = find_loss_rows(asked.models, asked.steps)
+            found["losses"] = find_loss_rows(asked.models, asked.steps, asked.batches or asked.steps)
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
     readme = RESULTS.parents[1] / "README.md"

@@ -69,6 +69,7 @@ class Orders:
     steps: int | None = None
     tensors: tuple[int, ...] = ()
     losses: tuple[int, ...] = ()
+    batches: int | None = None
 
 
 class Train(Protocol):
@@ -87,6 +88,8 @@ def main(train: Train, packages: Sequence[str] = ()) -> None:
         workload = WORKLOADS[name]
         if orders.steps is not None:
             workload = replace(workload, warmup=0, steps=orders.steps)
+        if orders.batches is not None:
+            workload = replace(workload, num_batches=orders.batches)
         watch = Watch(workload, orders.tensors, orders.losses)
         watch.start()
         train(workload, watch, f"{orders.folder}/{name}")
@@ -104,6 +107,7 @@ def _read_orders() -> Orders:
     parser.add_argument("--steps", type=int, help="instead of the workload's own, without warm-up")
     parser.add_argument("--tensors", type=int, nargs="*", default=[], help="steps whose loss, gradients and weights are reported")
     parser.add_argument("--losses", type=int, nargs="*", default=[], help="steps whose loss is reported")
+    parser.add_argument("--batches", type=int, help="of data, instead of the workload's own number")
     asked = parser.parse_args()
     models = tuple(asked.models.split(","))
-    return Orders(models, asked.report, asked.folder, asked.steps, tuple(asked.tensors), tuple(asked.losses))
+    return Orders(models, asked.report, asked.folder, asked.steps, tuple(asked.tensors), tuple(asked.losses), asked.batches)

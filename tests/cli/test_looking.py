@@ -13,6 +13,7 @@ from surefoot.cli.look import side_by_side, story
 from surefoot.cli.look.past import read
 from surefoot.contract import events
 from surefoot.core.errors import RunFolderError
+from surefoot.core.units import format_percent
 from tests.cli import past_runs as past
 from tests.cli.conftest import Command
 
@@ -142,7 +143,10 @@ def test_of_each_step_the_newest_attempt_counts(surefoot: Command) -> None:
     assert [(each["step"], each["loss"]) for each in row["curve"]] == [(10, 4.0), (20, 2.0), (30, 1.0)]
     assert (row["state"], row["attempts"], row["evaluations"]) == ("stopped", 2, [])
     assert len(row["faults"]) == 1
-    assert "attempts" in surefoot("show", run).out
+    told = surefoot("show", run).out
+    assert "2; 10 steps done again; of each step the newest is told" in told
+    assert row["goodput"] is not None
+    assert f"{format_percent(row['goodput'])} of" in next(line for line in told.splitlines() if line.split()[:1] == ["goodput"])
 
 
 def test_numbers_that_are_not_finite_are_null_in_json_and_named_in_words(surefoot: Command) -> None:

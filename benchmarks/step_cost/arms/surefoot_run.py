@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,8 +21,8 @@ from surefoot.train.run import Run
 class Costed:
     """One of the workloads as a task. All parameters decay, as in `AdamW(model.parameters())`, so that weights can be compared."""
 
-    def __init__(self, workload: str) -> None:
-        self.workload = WORKLOADS[workload]
+    def __init__(self, workload: str, batches: int) -> None:
+        self.workload = replace(WORKLOADS[workload], num_batches=batches)
 
     def model(self) -> nn.Module:
         return self.workload.model()
@@ -43,7 +44,7 @@ class Costed:
 
 def train(workload: Workload, watch: Watch, folder: str) -> None:
     spec = RunSpec(
-        task={"use": "benchmarks.step_cost.arms.surefoot_run:Costed", "workload": workload.name},
+        task={"use": "benchmarks.step_cost.arms.surefoot_run:Costed", "workload": workload.name, "batches": workload.num_batches},
         data={"shuffle": not watch.compares},  # shuffled, as by default, but where batches must be those of the other arms
         optim={"lr": LEARNING_RATE}, schedule={"name": "constant"},
         train={"length": f"{watch.total} steps", "batch": workload.batch, "seed": SEED, "threads": 1},

@@ -12,6 +12,7 @@ from typing import Any
 
 from surefoot.contract import events, manifest
 from surefoot.contract.events import Ended, Evaluated, Fault, Started, Step
+from surefoot.control.diagnose import Goodput, find_goodput
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import UNKNOWN, format_number, format_percent
 
@@ -28,9 +29,13 @@ class Past:
     evaluations: tuple[Evaluated, ...]
     faults: tuple[Fault, ...]
     ended: Ended | None
-    num_attempts: int
+    goodput: Goodput
     began_s: float
     last_s: float
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self.goodput.attempts)
 
     @property
     def state(self) -> str:
@@ -124,7 +129,7 @@ def read(folder: Path) -> Past:
         folder=folder, started=starts[-1], steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluated)),
         faults=tuple(event for event in kept if isinstance(event, Fault)), ended=ends[-1] if ends else None,
-        num_attempts=len(starts), began_s=starts[0].time_s, last_s=every[-1].time_s,
+        goodput=find_goodput(every), began_s=starts[0].time_s, last_s=every[-1].time_s,
     )  # fmt: skip
 
 

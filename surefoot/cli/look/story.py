@@ -11,7 +11,7 @@ from typing import Any
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
 from surefoot.cli.plot import overlay, terminal_style
 from surefoot.cli.table import format_time, print_pairs, print_table, shorten, without_control
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
 
 CURVE_ROWS = 12
 MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
@@ -55,7 +55,9 @@ def _where(past: Past) -> Pairs:
         ("code", f"digest {shorten(started.code_digest, 15)}, commit {shorten(started.commit or UNKNOWN, 15)}"),
     ]
     if past.num_attempts > 1:
-        pairs.append(("attempts", f"{past.num_attempts}; of each step the newest is told"))
+        redone = sum(each.num_redone for each in past.goodput.attempts)
+        told = f"{redone:,} steps done again; " if redone else ""
+        pairs.append(("attempts", f"{past.num_attempts}; {told}of each step the newest is told; surefoot why tells more"))
     return pairs + [("note" if not index else "", note) for index, note in enumerate(started.notes)]
 
 
@@ -129,6 +131,11 @@ def _end(past: Past) -> Iterator[tuple[str, str]]:
     total = "" if started.total_steps in (None, past.num_steps) else f" of {started.total_steps:,}"
     yield "steps", f"{past.num_steps:,}{total} ({_epoch(past, past.num_steps)} epochs)"
     yield "time", format_seconds(past.elapsed_s)
+    if past.num_attempts > 1:
+        yield (
+            "goodput",
+            f"{format_percent(past.goodput.share)} of {format_seconds(past.goodput.total_s)} since the first attempt began",
+        )
     rate = format_rate(past.samples_per_s, "samples")
     if started.unit != "samples":
         rate += f", {format_rate(past.items_per_s, started.unit)}"
@@ -169,5 +176,5 @@ def as_row(past: Past) -> dict[str, Any]:
             for each in past.evaluations
         ],
         "faults": [{"step": each.step, "fault": each.fault, "detail": each.detail, "action": each.action} for each in past.faults],
-        "weights": past.weights(),
+        "weights": past.weights(), "goodput": past.goodput.share,
     }  # fmt: skip
