@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 
@@ -12,15 +14,16 @@ from surefoot.cli.look import compare, ledger, runs, show, spec, why
 from surefoot.cli.operate import checkpoint
 from surefoot.cli.prove import promise, verify
 from surefoot.cli.train import evaluate, init, predict, resume, train
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError, UserCodeError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError, SurefootError, UserCodeError
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
-    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 130 interrupted, 143 ended by SIGTERM.",
+    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, 143 ended by SIGTERM.",
 )  # fmt: skip
 
+DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
 app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
@@ -53,10 +56,11 @@ def main() -> None:
         code = EXIT_INTERRUPTED
     except SystemExit as leave:
         code = _left(leave)
+    except OSError as error:
+        code = _tell_unwritten(error) if error.errno in DISK_REFUSES else _tell_other(error)
     except Exception as error:  # noqa: BLE001 - the last place that can put it into words
         code = _tell_other(error)
-    _flush()
-    sys.exit(code if isinstance(code, int) else EXIT_OK)
+    sys.exit(_flush(code if isinstance(code, int) else EXIT_OK))
 
 
 def _open_closed_streams() -> None:
@@ -66,13 +70,22 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
-def _flush() -> None:
-    """Write what is still held back; a reader who left early, as `head` does, is no failure."""
+def _flush(code: int) -> int:
+    """Write what is still held back; a reader who left early, as `head` does, is no failure, a full disk is."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+        return code
+    except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try again at its end, and complain
+        return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
+
+
+def _tell_unwritten(error: OSError) -> int:
+    """What a full or broken disk refused, outside of what a verb writes itself: standard output above all."""
+    where = error.filename or "standard output"
+    _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint="free some space, or write elsewhere"))
+    return StorageError.exit_code
 
 
 def _left(leave: SystemExit) -> int:
@@ -81,7 +94,7 @@ def _left(leave: SystemExit) -> int:
         return EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
     from surefoot.train import blame
 
-    if blame.find_user_frame(leave) is None:
+    if blame.is_ours(leave) or blame.find_user_frame(leave) is None:
         raise leave
     error = UserCodeError(f"the task ended the process: {blame.describe(leave)}", hint="raise an error instead")
     _tell(error)
@@ -97,9 +110,10 @@ def _tell(error: SurefootError) -> None:
         import traceback
 
         traceback.print_exception(error)
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody hears it; the exit code tells
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
 
 
 def _tell_other(error: Exception) -> int:

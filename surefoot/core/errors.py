@@ -13,8 +13,8 @@
         |-- StorageError      5     the run folder can no longer be written
         `-- BadRecordError    6     a record could not be read
 
-The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 130 interrupted,
-143 ended by SIGTERM.
+The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 129 ended by
+SIGHUP, 130 interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from contextlib import contextmanager
 EXIT_OK = 0
 EXIT_VERDICT_FAILS = 1
 EXIT_INTERNAL = 70
+EXIT_HUNG_UP = 129
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 

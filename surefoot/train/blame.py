@@ -13,13 +13,22 @@ _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether our own code raised it, wherever it was called from: a signal's handler runs in the middle of anything."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_ours(frames[-1].filename)
+
+
+def _is_ours(filename: str) -> bool:
+    """Of this package; a built-in task of ours counts as the user's."""
+    return filename.startswith(f"{_OURS}{os.sep}") and not filename.startswith(f"{Path(_OURS) / 'tasks'}{os.sep}")
+
+
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither ours nor a library's; a built-in task of ours counts as the user's."""
-    package, own_tasks = f"{_OURS}{os.sep}", f"{Path(_OURS) / 'tasks'}{os.sep}"
+    """The innermost frame that is neither ours nor a library's."""
     chosen = None
     for frame in traceback.extract_tb(error.__traceback__):
-        ours = frame.filename.startswith(package) and not frame.filename.startswith(own_tasks)
-        if not ours and not frame.filename.startswith(_LIBRARIES):
+        if not _is_ours(frame.filename) and not frame.filename.startswith(_LIBRARIES):
             chosen = frame
     return chosen
 

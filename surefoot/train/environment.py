@@ -22,12 +22,17 @@ from surefoot.components.stability import GuardFault
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, SpecError
 from surefoot.core.hardware import find_machine
 
 _DETERMINISM: Any = torch.utils.deterministic
 # M_MMAP_THRESHOLD: smaller blocks come from the heap; M_TRIM_THRESHOLD: so much may lie free at its end (malloc.h)
 MALLOC_LIMITS = {-3: 32 << 20, -1: 256 << 20}
+ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit code
+    "SIGINT": ("interrupted by Ctrl-C", "Ctrl-C", EXIT_INTERRUPTED),
+    "SIGTERM": ("ended by SIGTERM", "SIGTERM", EXIT_TERMINATED),
+    "SIGHUP": ("ended by SIGHUP", "SIGHUP", EXIT_HUNG_UP),
+}
 RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
@@ -68,8 +73,8 @@ def keep_freed_memory() -> bool:
     return all(mallopt(parameter, size) == 1 for parameter, size in MALLOC_LIMITS.items())
 
 
-def listen(number: int, on_signal: Callable[[], None], *, once: bool = True) -> Callable[[], None]:
-    """A signal calls `on_signal`, the first time only with `once`: then it does what it did before; gives what puts that back.
+def listen(number: int, on_signal: Callable[[], None]) -> Callable[[], None]:
+    """Let a signal call `on_signal`; gives what puts back what it did before.
 
     Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one.
     """
@@ -81,8 +86,6 @@ def listen(number: int, on_signal: Callable[[], None], *, once: bool = True) -> 
         signal.signal(number, before)
 
     def heard(number: int, frame: FrameType | None) -> None:
-        if once:
-            put_back()
         on_signal()
 
     signal.signal(number, heard)

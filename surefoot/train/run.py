@@ -26,7 +26,6 @@ from surefoot.core.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_TERMINATED,
     InputError,
     RunFolderError,
     StorageError,
@@ -62,6 +61,8 @@ class Run:
         self._fresh, self._accept, self._quiet = fresh, accept_code_change, quiet
         self._stop: tuple[str, str] | None = None
         self._stop_code = EXIT_INTERRUPTED
+        self._asked: set[int] = set()  # the exit codes of the signals that came
+        self._is_leaving = False
         self._meter = Meter()
         self.step = 0
         self.num_samples = 0
@@ -204,17 +205,24 @@ class Run:
             raise InputError("this run is not open", hint="use it inside its block: with Run(spec) as run: ...")
 
     def _listen(self) -> None:
-        """Ctrl-C and SIGTERM end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
-        interrupt = functools.partial(self._interrupt, EXIT_INTERRUPTED, "interrupted by Ctrl-C", "Ctrl-C")
-        self._opened.callback(environment.listen(signal.SIGINT, interrupt))
-        terminate = functools.partial(self._interrupt, EXIT_TERMINATED, "ended by SIGTERM", "SIGTERM")
-        self._opened.callback(environment.listen(signal.SIGTERM, terminate))
-        if hasattr(signal, "SIGUSR1"):  # not on Windows
-            self._opened.callback(environment.listen(signal.SIGUSR1, self._keeper.ask, once=False))
+        """Ctrl-C, SIGTERM and SIGHUP end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
+        for signal_name, ending in environment.ENDINGS.items():
+            if hasattr(signal, signal_name):  # no SIGHUP on Windows
+                heard = functools.partial(self._interrupt, *ending)
+                self._opened.callback(environment.listen(getattr(signal, signal_name), heard))
+        if hasattr(signal, "SIGUSR1"):
+            self._opened.callback(environment.listen(signal.SIGUSR1, self._keeper.ask))
 
-    def _interrupt(self, exit_code: int, cause: str, name: str) -> None:
-        """What the first signal does, in the middle of whatever goes on."""
+    def _interrupt(self, cause: str, name: str, exit_code: int) -> None:
+        """What a signal does, in the middle of whatever goes on."""
+        if self._is_leaving:
+            return  # how it ended is being written, which one signal more must not cut off
+        is_first = exit_code not in self._asked
+        self._asked.add(exit_code)
         self._stop, self._stop_code = ("interrupted", cause), exit_code
+        if not is_first:
+            self._stop, self._is_leaving = ("interrupted", f"{cause}, at once, after step {self.step}"), True
+            raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
         with contextlib.suppress(RuntimeError):  # in the middle of a line of our own: a stream is not entered twice
             self._console.say(f"ending after this step; {name} again stops at once")
 
@@ -230,6 +238,8 @@ class Run:
             try:
                 report = stepper(number)
             except (Exception, SystemExit) as error:
+                if self._is_leaving:
+                    raise
                 raise blame.as_run_error(error, f"step {number}:") from error
             self.step = number
             self._ledger.add(number, stepper.consumed)
@@ -315,6 +325,8 @@ class Run:
                     tell=functools.partial(self._evaluating, name),
                 )  # fmt: skip
         except (Exception, SystemExit) as error:
+            if self._is_leaving:
+                raise
             if isinstance(error, SystemExit) and self._is_preempted:  # the state is that of the step before the evaluation
                 self._commit(last=True)
                 self._keeper.settle(self._saved, wait=True)
@@ -334,12 +346,12 @@ class Run:
 
     @property
     def _is_preempted(self) -> bool:
-        return self._stop is not None and self._stop[0] == "interrupted" and self._stop_code == EXIT_TERMINATED
+        return self._stop is not None and self._stop[0] == "interrupted" and self._stop_code != EXIT_INTERRUPTED
 
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
         """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
         if self._is_preempted:
-            raise SystemExit(EXIT_TERMINATED)
+            raise SystemExit(self._stop_code)
         self._console.evaluating(split, done, total)
 
     def _averaged(self) -> Any:
@@ -400,7 +412,7 @@ class Run:
             error = problem
             raise
         finally:
-            self._is_open = False
+            self._is_open, self._is_leaving = False, True
             with self._opened:
                 self._keeper.abandon()
                 self._end(error)

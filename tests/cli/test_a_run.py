@@ -106,3 +106,17 @@ def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_p
     environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(["bash", "-c", line], env=environment, check=False)
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("words", ["spec show digits", "spec schema", "runs --json", "--help"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_an_answer_that_a_full_disk_does_not_take_is_a_failure_of_storage(words: str, tmp_path: Path) -> None:
+    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = [sys.executable, "-m", "surefoot", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+        silent = subprocess.run(command, env=environment, stdout=full, stderr=full, cwd=tmp_path, check=False)
+    assert done.stderr == (
+        "error: standard output cannot be written: No space left on device\nhint: free some space, or write elsewhere\n"
+    )
+    assert (done.returncode, silent.returncode) == (5, 5)

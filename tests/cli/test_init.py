@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.cli.reference import ROOT
+from tests.train.small import fill, mounted
 
 
 def test_the_next_command_that_init_prints_works_as_it_is(surefoot: Command, tmp_path: Path) -> None:
@@ -47,6 +48,17 @@ def test_init_into_what_is_no_folder_is_bad_input(surefoot: Command, tmp_path: P
         answer = surefoot("init", folder)
         assert answer.code == 2
         assert "hint: give another folder" in answer.err
+
+
+def test_init_on_a_full_disk_leaves_nothing_behind(surefoot: Command, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=64k") as disk:
+        ballast = fill(disk, leaving=0)
+        answer = surefoot("init", disk)
+        assert answer.code == 2
+        assert "No space left on device" in answer.err
+        assert list(disk.iterdir()) == [ballast]
+        ballast.unlink()
+        assert surefoot("init", disk).code == 0
 
 
 def test_the_starter_needs_core_dependencies_alone_and_passes_the_linter(surefoot: Command, tmp_path: Path) -> None:

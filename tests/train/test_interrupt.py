@@ -98,6 +98,22 @@ main()
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_without_end_leave_a_record_of_the_end(number: signal.Signals, tmp_path: Path) -> None:
+    task = write_task(tmp_path, change=("# FORWARD", "print(STEP, flush=True) if model.training else 0"))
+    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    words = ["--steps", "1000000", "--run", str(tmp_path / "a"), "--set", "observe.tensorboard=false", "--set", "train.batch=4"]
+    with subprocess.Popen(
+        [sys.executable, "-c", PRESS, task, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in iter(process.stdout.readline, "3\n"):
+            assert line
+        while process.poll() is None:
+            process.send_signal(number)
+    assert end_of(tmp_path / "a").outcome == "interrupted"
+
+
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_at_the_command_line_ends_with_130_and_says_so(presses: int, tmp_path: Path) -> None:
     task = write_task(

@@ -18,19 +18,53 @@ from surefoot.core.place import child_environment
 from surefoot.train.run import Run, drive
 from tests.train.small import Small, end_of, records, spec, write_task
 
+CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
 
-def test_sigterm_ends_after_the_step_saved_and_with_a_code_of_its_own(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_to_end_ends_after_the_step_saved_and_with_a_code_of_its_own(number: signal.Signals, tmp_path: Path) -> None:
+    before = signal.getsignal(number)
     with Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
         for report in run.steps():
             if report.step == 7:
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(number)
     end = end_of(tmp_path / "a")
-    assert (end.outcome, end.step, end.exit_code, run.exit_code) == ("interrupted", 7, 143, 143)
+    assert (end.outcome, end.step, end.exit_code, run.exit_code) == ("interrupted", 7, CODES[number], CODES[number])
+    assert end.cause == f"ended by {number.name}"
     assert manifest.steps(tmp_path / "a") == [7]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     with Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as again:
         assert again.step == 7
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_second_one_ends_at_once_and_further_ones_do_not_cut_off_what_is_written_of_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught, Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 7:
+                try:
+                    signal.raise_signal(number)
+                    signal.raise_signal(number)
+                finally:
+                    signal.raise_signal(number)
+    assert caught.value.code == CODES[number]
+    end = end_of(tmp_path / "a")
+    assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, CODES[number])
+    assert end.cause == f"ended by {number.name}, at once, after step 7"
+    assert manifest.steps(tmp_path / "a") == []
+
+
+def test_a_process_that_ignores_hang_ups_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with Run(spec(4), Small(), folder=tmp_path / "a", quiet=True) as run:
+            for _ in run.steps():
+                signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.outcome == "finished"
 
 
 class Terminated(Small):

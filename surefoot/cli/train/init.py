@@ -37,6 +37,8 @@ def init(
 
 
 def _write(folder: Path, paths: dict[Path, Path]) -> None:
+    import contextlib
+
     from surefoot.core.errors import InputError
 
     there = [path for path in paths if path.exists() or path.is_symlink()]
@@ -44,9 +46,12 @@ def _write(folder: Path, paths: dict[Path, Path]) -> None:
         raise InputError(f"{there[0]} is there already, and is left as it is", hint="give another folder: surefoot init FOLDER")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, source in paths.items():
-            with path.open("x", encoding="utf-8") as file:
-                file.write(source.read_text(encoding="utf-8"))
+        with contextlib.ExitStack() as unless_whole:
+            for path, source in paths.items():
+                with path.open("x", encoding="utf-8") as file:
+                    unless_whole.callback(path.unlink)
+                    file.write(source.read_text(encoding="utf-8"))
+            unless_whole.pop_all()
     except FileExistsError:
         raise InputError(f"{folder} is a file, not a folder", hint="give another folder: surefoot init FOLDER") from None
     except OSError as error:
