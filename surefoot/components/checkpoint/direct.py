@@ -6,11 +6,12 @@ Where the system refuses direct writes (tmpfs, some network file systems; macOS)
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import numpy as np
 
 if sys.platform != "win32":
     import fcntl
@@ -31,31 +32,31 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
         os.close(descriptor)
 
 
-def _joined(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
     """The bytes of `buffers` in blocks that begin at a page, all whole but the last; each holds until the next is asked for."""
-    with mmap.mmap(-1, BUFFER_BYTES) as held:
-        filled = 0
-        for buffer in buffers:
-            done = 0
-            while done < len(buffer):
-                count = min(len(buffer) - done, BUFFER_BYTES - filled)
-                held[filled : filled + count] = buffer[done : done + count]
-                filled, done = filled + count, done + count
-                if filled == BUFFER_BYTES:
-                    yield memoryview(held)
-                    filled = 0
-        if filled:
-            yield memoryview(held)[:filled]
+    room = np.empty(BUFFER_BYTES + BLOCK_BYTES, np.uint8)
+    block = room[-room.ctypes.data % BLOCK_BYTES :][:BUFFER_BYTES]
+    filled = 0
+    for buffer in buffers:
+        values, done = np.frombuffer(buffer, np.uint8), 0
+        while done < len(values):
+            count = min(len(values) - done, BUFFER_BYTES - filled)
+            block[filled : filled + count] = values[done : done + count]  # by numpy, which lets the training go on meanwhile
+            filled, done = filled + count, done + count
+            if filled == BUFFER_BYTES:
+                yield block
+                filled = 0
+    if filled:
+        yield block[:filled]
 
 
-def _write(descriptor: int, block: memoryview) -> None:
+def _write(descriptor: int, block: np.ndarray) -> None:
     """Whole blocks directly, and what is left at the end through the cache."""
     whole = len(block) - len(block) % BLOCK_BYTES
-    with block:
-        _write_all(descriptor, block[:whole])
-        if whole < len(block):
-            _leave_direct(descriptor)
-            _write_all(descriptor, block[whole:])
+    _write_all(descriptor, block[:whole].data)
+    if whole < len(block):
+        _leave_direct(descriptor)
+        _write_all(descriptor, block[whole:].data)
 
 
 def _open_new(path: Path) -> int:
