@@ -83,7 +83,7 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
     """A descriptor of a file of a commit, read-only; raises RunFolderError for a link, a missing file or one of another size."""
     path = folder / entry.name
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | manifest.NO_LINK)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be opened: {error.strerror}") from None
     try:
@@ -101,18 +101,20 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
     """The header of a file of tensors, which must say what the manifest says; raises RunFolderError."""
     pieces = entry.tensors or {}
     num_data = sum(piece.num_bytes for piece in pieces.values())
+    if entry.num_bytes - num_data > manifest.MAX_BYTES:
+        raise RunFolderError(f"{path} has a header of more than {manifest.MAX_BYTES >> 20} MiB, which no file of tensors has")
     header = os.pread(descriptor, entry.num_bytes - num_data, 0)
     stated = int.from_bytes(header[:LENGTH_BYTES], "little")
     if len(header) < LENGTH_BYTES or stated != len(header) - LENGTH_BYTES:
         raise RunFolderError(f"{path} is damaged: its header is not of the size that the manifest says")
     try:
-        rows: dict[str, Any] = json.loads(header[LENGTH_BYTES:])
+        rows: dict[str, Any] = json.loads(header[LENGTH_BYTES:].decode(), object_pairs_hook=manifest.without_twice)
         rows.pop("__metadata__", None)
         fits = rows == {
             name: {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [piece.start, piece.start + piece.num_bytes]}
             for name, piece in pieces.items()
         }
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError, MemoryError):
         fits = False
     if not fits:
         raise RunFolderError(f"{path} is damaged: its header names other tensors than the manifest")

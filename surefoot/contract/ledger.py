@@ -52,55 +52,93 @@ class Ledger:
 
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
         self._path, self._generation = folder / FILE, generation
-        self._rows: list[bytes] = []
+        self._rows, self._num_written = bytearray(), 0  # since the last sync; so many bytes of them stand in the file
+        self._is_spoiled = False
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             size = os.fstat(self._descriptor).st_size
             if size < HEADER_BYTES:
                 os.ftruncate(self._descriptor, 0)
-                self._append(_header(plan))
+                self._append(self._descriptor, _header(plan))
             else:
                 os.ftruncate(self._descriptor, size - (size - HEADER_BYTES) % ROW.size)  # a killed attempt may leave half a row
+            self._num_synced = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
         if (found := read_plan(folder)) != plan:
             raise RunFolderError(f"{self._path} is of another plan: {found}, now {plan}", hint="give another --run folder")
 
     def add(self, step: int, ids: Any) -> None:
-        self._rows.append(ROW.pack(step, self._generation, checksum(ids)))
-        if len(self._rows) % MAX_ROWS == 0:
+        self._rows += ROW.pack(step, self._generation, checksum(ids))
+        if (len(self._rows) - self._num_written) % (MAX_ROWS * ROW.size) == 0:
             with contextlib.suppress(OSError):  # kept until `sync`, which says so
                 self._flush()
+
+    def count_lost(self, step: int) -> int:
+        """How many rows a run that stands after `step` has lost: one that was written before its commit was is gone by damage alone."""
+        return max(0, step - read_after(self._path.parent) - (self._num_synced - HEADER_BYTES) // ROW.size)
 
     def sync(self) -> None:
         """Everything added is on disk once this returns."""
         try:
-            self._flush()
-            os.fsync(self._descriptor)
+            if self._is_spoiled:
+                self._write_anew()
+            else:
+                self._flush()
+                self._is_spoiled = True
+                os.fsync(self._descriptor)
+                self._is_spoiled = False
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+        self._num_synced += len(self._rows)
+        self._rows, self._num_written = bytearray(), 0
 
     def _flush(self) -> None:
         """Write the rows; what the disk refuses is taken back whole, and tried again with the next."""
-        if not self._rows:
+        if len(self._rows) == self._num_written:
             return
         size = os.fstat(self._descriptor).st_size
         try:
-            self._append(b"".join(self._rows))
+            self._append(self._descriptor, self._rows[self._num_written :])
         except OSError:
             os.ftruncate(self._descriptor, size)
             raise
-        self._rows = []
+        self._num_written = len(self._rows)
 
-    def _append(self, data: bytes) -> None:
+    def _write_anew(self) -> None:
+        """After a failed fsync the next one says nothing of what that was to write: another file takes the place of this one."""
+        draft = self._path.with_name(f".{FILE}.draft")
+        descriptor = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            self._append(descriptor, os.pread(self._descriptor, self._num_synced, 0) + self._rows)
+            os.fsync(descriptor)
+            draft.replace(self._path)
+        except BaseException:
+            os.close(descriptor)
+            draft.unlink(missing_ok=True)
+            raise
+        os.close(self._descriptor)
+        self._descriptor, self._is_spoiled, self._num_written = descriptor, False, len(self._rows)
+        _sync_folder(self._path.parent)
+
+    @staticmethod
+    def _append(descriptor: int, data: bytes | bytearray) -> None:
         done = 0
         while done < len(data):
-            done += os.write(self._descriptor, data[done:])
+            done += os.write(descriptor, data[done:])
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _header(plan: Plan, after: int = 0) -> bytes:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +24,11 @@ FORMAT = 1
 FILE = "manifest.json"
 FOLDER = "checkpoints"
 MAX_BYTES = 64 << 20
+MAX_NESTED = 1 << 20  # lists and objects in a manifest: more than fit with a digest beside each tensor's four
+MAX_TEXT_BYTES = 1 << 30  # of a file that holds no tensors: it is read whole
 MAX_COUNT = 2**48  # numbers in one tensor, bytes in one file: more is no checkpoint of today
 MAX_DIMS = 64
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
 STEP_FOLDER = re.compile(r"^step-(\d{12})$")
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 # what safetensors calls a dtype, and its bytes
@@ -108,16 +114,23 @@ def step_folder(run: Path, step: int) -> Path:
 
 def steps(run: Path) -> list[int]:
     """The steps of a run that have a folder with a manifest, ascending."""
+    return [step for step in named_steps(run) if (step_folder(run, step) / FILE).is_file()]
+
+
+def named_steps(run: Path) -> list[int]:
+    """The steps of a run that have a folder, ascending; one without a manifest lost it, since it is there before the name is."""
     folder = run / FOLDER
     if not folder.is_dir():
         return []
-    found = (STEP_FOLDER.match(path.name) for path in folder.iterdir() if (path / FILE).is_file())
+    found = (STEP_FOLDER.match(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match.group(1)) for match in found if match)
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a step folder, its own digest, names, sizes and types checked; raises RunFolderError that names the file."""
     path = folder / FILE
+    if folder.is_symlink():
+        raise RunFolderError(f"{folder} is a link, which no commit is")
     row = _read_row(path)
     try:
         made = _made(row)
@@ -137,11 +150,7 @@ def _short(error: Exception) -> str:
 
 def _read_row(path: Path) -> dict[str, Any]:
     try:
-        if path.is_symlink():
-            raise RunFolderError(f"{path} is a link, which no manifest is")
-        if path.stat().st_size > MAX_BYTES:
-            raise RunFolderError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no manifest is")
-        row = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twice)
+        row = json.loads(_read_text(path).decode(), object_pairs_hook=without_twice)
         stated = row.pop("sha256")
         if isinstance(row.get("format"), int) and row["format"] > FORMAT:
             raise RunFolderError(f"{path} is of format {row['format']}, newer than {FORMAT}", hint="use a newer surefoot")
@@ -149,15 +158,29 @@ def _read_row(path: Path) -> dict[str, Any]:
             raise RunFolderError(f"{path} is damaged: its digest does not match")
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise RunFolderError(f"{path} is no manifest: {_short(error)}") from None
     return dict(row)
 
 
-def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _read_text(path: Path) -> bytes:
+    """The bytes of a manifest: of a regular file of its own, and not more than one has."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | NO_LINK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise RunFolderError(f"{path} is no regular file, which every manifest is")
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise RunFolderError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no manifest is")
+    if text.count(b"[") + text.count(b"{") > MAX_NESTED:  # each takes twenty times its text in memory
+        raise RunFolderError(f"{path} is no manifest: it holds more than {MAX_NESTED} lists and objects")
+    return text
+
+
+def without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys stand once. Raises ValueError for one where two readers could see two things."""
     row = dict(pairs)
     if len(row) != len(pairs):
-        raise RunFolderError("it is no manifest: a key stands twice")
+        raise ValueError("a key stands twice")
     return row
 
 
@@ -167,16 +190,31 @@ def _made(row: dict[str, Any]) -> Manifest:
     names = [entry.name for entry in files]
     _demand(len(set(names)) == len(names), "a file is named twice")
     made = Manifest(files=files, **row)
-    _demand(0 <= _typed(made.step, int) < 10**12 and _typed(made.generation, int) >= 0, "its step or generation is negative")
-    _typed(made.spec_id, str), _typed(made.format, int)
+    _demand(0 <= _typed(made.step, int) < 10**12, "its step is none")
+    _demand(0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0, "its generation or format is none")
+    _typed(made.spec_id, str)
     _demand(
         all(isinstance(key, str) and isinstance(value, str) for key, value in _typed(made.environment, dict).items()),
         "environment",
     )
     _demand(all(type(value) is int and value > 0 for value in _typed(made.layout, dict).values()), "layout")
-    _demand(made.score is None or isinstance(made.score, dict), "score")
-    _demand(made.parent is None or isinstance(made.parent, dict), "parent")
+    _demand(made.score is None or _is_score(_typed(made.score, dict)), "score")
+    _demand(made.parent is None or all(_is_plain(value) for value in _typed(made.parent, dict).values()), "parent")
     return made
+
+
+def _is_plain(value: Any) -> bool:
+    """What a later manifest can repeat: no depth, and no number that a text cannot hold."""
+    return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+
+
+def _is_score(row: Mapping[str, Any]) -> bool:
+    value = row.get("value")
+    return (
+        _is_plain(value)
+        and not isinstance(value, str)
+        and all(isinstance(row.get(key, ""), str) for key in ("name", "better", "split"))
+    )
 
 
 def _entry(row: dict[str, Any]) -> Entry:
@@ -190,7 +228,9 @@ def _entry(row: dict[str, Any]) -> Entry:
         f"{made.name} has no size or digest",
     )
     _demand(made.since is None or _typed(made.since, int) >= 0, "since")
-    if pieces is not None:
+    if pieces is None:
+        _demand(made.num_bytes <= MAX_TEXT_BYTES, f"{made.name} is larger than {MAX_TEXT_BYTES >> 30} GiB and holds no tensors")
+    else:
         _check_tiling(made.name, pieces, made.num_bytes)
     return made
 
@@ -203,7 +243,8 @@ def _piece(row: dict[str, Any]) -> Piece:
     _demand(
         all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)), "a piece lies outside its tensor"
     )
-    _demand(math.prod(made.whole) <= MAX_COUNT and 0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor is too large")
+    count = math.prod(max(size, 1) for size in made.whole)  # sizes beside a 0 count, too: who makes such a tensor multiplies them
+    _demand(count <= MAX_COUNT and 0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor is too large")
     _demand(_typed(made.owner, int) >= 0, "owner")
     return made
 

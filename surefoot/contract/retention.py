@@ -99,12 +99,11 @@ def retain(
 
     Where the newest does not verify, nothing is deleted.
     """
-    doomed = find_doomed(run, keep=keep, every=every, every_s=every_s, keep_best=keep_best, budget_bytes=budget_bytes)
-    if not doomed:
-        return []
     try:
-        commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
-    except RunFolderError:
+        doomed = find_doomed(run, keep=keep, every=every, every_s=every_s, keep_best=keep_best, budget_bytes=budget_bytes)
+        if doomed:
+            commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
+    except (OSError, RunFolderError):  # the disk does not answer, or the newest is damaged
         return []
     gone = []
     for step in doomed:

@@ -86,11 +86,20 @@ class RunLock:
             raise
 
     def still_ours(self) -> bool:
-        """Whether no later attempt took the folder; asked again before every commit."""
+        """Whether it is certain that no later attempt took the folder; asked again before every commit."""
+        return self._stands() is True
+
+    def is_lost(self) -> bool:
+        """Whether it is certain that one did, or that the folder is gone: a disk that does not answer is neither."""
+        return self._stands() is False
+
+    def _stands(self) -> bool | None:
         try:
             return int(json.loads(self._path.read_text())["generation"]) == self.generation
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
             return False
+        except OSError:
+            return None
 
     def release(self) -> None:
         if self._descriptor >= 0:

@@ -161,7 +161,7 @@ class _Record:
             self._keeper = LoopKeeper(self.folder, self._lock, objects, data, save)
             notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
             self._journal = Journal(self.folder)
-            self._journal.write(self._started(model, name, digest, data, notes))
+            self._journal.begin(self._started(model, name, digest, data, notes))
         for note in notes:
             self._console.warn(note)
 
@@ -278,9 +278,12 @@ class _Record:
     def _write(self, event: events.Event) -> None:
         """What the disk refuses ends the recording, never the loop."""
         try:
-            self._journal.write(event)
+            trouble = self._journal.write(event)
         except StorageError as error:
             self._give_up(error)
+        else:
+            if trouble is not None:
+                self._console.warn(trouble)
 
     def _give_up(self, error: StorageError) -> None:
         self._console.warn(f"{error.message}; the loop goes on unrecorded")
@@ -317,7 +320,7 @@ class _Record:
             outcome = "finished" if is_whole else "stopped"
             passes = "1 pass" if self._num_passes == 1 else f"{self._num_passes} passes"
             cause = f"{passes} over the data" if is_whole else f"the loop was left after step {self.step}"
-        if not self._is_over and self._lock.still_ours():
+        if not self._is_over and not self._lock.is_lost():
             self._write(self._ended(outcome, cause, exit_code))
         if not self._is_over:
             try:

@@ -135,11 +135,15 @@ class Run:
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
         self.started_s = time.perf_counter()
         told = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *notes)
-        self._write(self.assembly.started(self.generation, environment.as_run(self.spec), digest, told, first_step=self.step + 1))
+        self._journal.begin(
+            self.assembly.started(self.generation, environment.as_run(self.spec), digest, told, first_step=self.step + 1)
+        )
         self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
         self._opened.callback(self._console.close)
         for trouble in troubles:
             self._tell_fault(self._guard.damaged_commit(self.step, trouble))
+        if num_lost := self._ledger.count_lost(self.step):
+            self._tell_fault(self._guard.damaged_ledger(self.step, num_lost))
         for note in (
             *chosen.notes,
             *self._where_from(chosen.is_again, begun),
@@ -163,10 +167,11 @@ class Run:
 
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
         """Stand after `step` of what was saved."""
-        self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
-        if saved["scores"] is not None:
-            self._scores.restore(saved["scores"])
-        self._guard.restore(saved["guard"])
+        with checkpoint.taken_from(f"the state after step {step:,}"):
+            self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
+            if saved["scores"] is not None:
+                self._scores.restore(saved["scores"])
+            self._guard.restore(saved["guard"])
         self._is_taken = True
 
     def _begin_with(self, start: Start, chosen: folder.Chosen) -> Begun:
@@ -366,7 +371,7 @@ class Run:
 
     def _commit(self, *, last: bool = False) -> None:
         """Save the state; what the disk refuses ends this save, not the run."""
-        if not self._lock.still_ours():
+        if self._lock.is_lost():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         self._close_window()
         try:
@@ -388,7 +393,7 @@ class Run:
 
     def _saved(self, saved: Saved) -> None:
         """Record what became of a save."""
-        if isinstance(saved.error, StorageError) and self._lock.still_ours():
+        if isinstance(saved.error, StorageError) and not self._lock.is_lost():
             self._give_up("this commit", saved.error, saved.step)
         elif saved.error is not None:
             raise saved.error
@@ -420,7 +425,7 @@ class Run:
     def _end(self, error: BaseException | None) -> None:
         """Write how the run ended; what cannot be written then is the error, unless there is one already."""
         self.outcome, self.cause, self.exit_code = self._outcome(error)
-        if not self._lock.still_ours():
+        if self._lock.is_lost():
             return  # the log belongs to a later attempt, or is gone
         try:
             if error is not None:
@@ -466,7 +471,7 @@ class Run:
         return outcome, cause, self._stop_code if outcome == "interrupted" else EXIT_OK
 
     def _write(self, event: events.Event) -> None:
-        self._journal.write(event)
+        self._record(event)
         try:
             self._tensorboard.write(event)
         except StorageError as error:
@@ -477,8 +482,13 @@ class Run:
         self._tell_fault(self._guard.storage_fault(self.step if step is None else step, error.message, what))
 
     def _tell_fault(self, fault: GuardFault) -> None:
-        self._journal.write(environment.fault(self.generation, fault))
+        self._record(environment.fault(self.generation, fault))
         self._console.warn(f"{fault.detail}; {fault.action}")
+
+    def _record(self, event: events.Event) -> None:
+        trouble = self._journal.write(event)
+        if trouble is not None:
+            self._console.warn(trouble)
 
 
 def _plan(feed: Feed) -> Plan:

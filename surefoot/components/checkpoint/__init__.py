@@ -7,7 +7,7 @@ from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit, sync_folder
 from surefoot.components.checkpoint.store import Store
 from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create
-from surefoot.components.checkpoint.tree import join, split
+from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract.commits import find_step
 from surefoot.contract.retention import retain
 
@@ -15,5 +15,5 @@ __all__ = [
     "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_storable",
     "clear_drafts", "commit", "create", "find_step", "join", "load", "load_into", "newest_loadable", "random_states",
     "read_weights", "restore_random", "retain", "save", "split",
-    "sync_folder",
+    "sync_folder", "taken_from",
 ]  # fmt: skip

@@ -51,7 +51,10 @@ class Commit:
         """A small file, whole."""
         entry = self._entry(name)
         with commits.opened(self.folder, entry) as descriptor, open(descriptor, "rb", closefd=False) as file:
-            data = file.read(entry.num_bytes)
+            try:
+                data = file.read(entry.num_bytes)
+            except MemoryError:
+                raise RunFolderError(f"{self.folder / name} has {entry.num_bytes} bytes, more than memory holds") from None
         if digest.of_bytes(data) != entry.sha256:
             raise RunFolderError(f"{self.folder / name} is damaged: its digest does not match")
         return data
@@ -59,7 +62,7 @@ class Commit:
     def json(self, name: str) -> Any:
         try:
             return json.loads(self.text(name))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, MemoryError):
             raise RunFolderError(f"{self.folder / name} is no JSON") from None
 
     def _entry(self, name: str) -> Entry:
@@ -113,33 +116,23 @@ def _identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int | None = None) -> tuple[int | None, list[str]]:
     """Load the newest commit that is whole; what is damaged is set aside. Gives its step (None where none is), and what was wrong.
 
-    `load` may be called again after it raised RunFolderError, and must then replace all that it had put in place.
+    All of a commit is verified before `load` sees it: where none is whole nothing has moved, and the run begins from its start.
+    What is whole and does not fit raises, since another one would not either.
     """
     troubles: list[str] = []
-    for step in reversed(manifests.steps(run)):
+    for step in reversed(manifests.named_steps(run)):
         if at_most is not None and step > at_most:
             continue
         try:
-            commit = Commit(run, step)
-            if not commit.manifest.is_whole_state:
-                continue
-            load(commit)
+            made = commits.check(manifests.step_folder(run, step))
         except RunFolderError as error:
-            if _is_sound(run, step):
-                raise  # the commit is whole and does not fit: another one would not either
             troubles.append(error.message)
             commits.set_aside(manifests.step_folder(run, step))
             continue
-        return step, troubles
+        if made.is_whole_state:
+            load(Commit(run, step))
+            return step, troubles
     return None, troubles
-
-
-def _is_sound(run: Path, step: int) -> bool:
-    try:
-        commits.check(manifests.step_folder(run, step))
-    except RunFolderError:
-        return False
-    return True
 
 
 @torch.no_grad()

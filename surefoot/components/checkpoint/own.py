@@ -21,7 +21,7 @@ from surefoot.components.checkpoint.load import Commit, check_fit, newest_loadab
 from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.save import Content, Stamp, commit
 from surefoot.components.checkpoint.tensors import check_storable
-from surefoot.components.checkpoint.tree import join, split
+from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract import commits, manifest
 from surefoot.contract.manifest import NAME, Manifest
 from surefoot.core.errors import RunFolderError, TaskError
@@ -117,8 +117,9 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
     absent = [name for name in modules if not one.names(f"{name}.safetensors")]
     if absent:
         raise RunFolderError(f"{one.folder} holds no {absent[0]}.safetensors", hint="load what was saved, by the same names")
-    tree = join(one.json("state.json"), one.read("state.safetensors"))
-    values = dict(tree["values"])
+    with taken_from(one.folder):
+        tree = join(one.json("state.json"), one.read("state.safetensors"), one.folder)
+        values, random = dict(tree["values"]), tree["random"]
     for name, module in modules.items():
         read_weights(one, module.state_dict(keep_vars=True), f"{name}.safetensors")
     for name, value in state.items():
@@ -131,5 +132,6 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, Tensor):
             with torch.no_grad():
                 value.copy_(values[name])
-    restore_random(tree["random"])
+    with taken_from(one.folder):
+        restore_random(random)
     return values

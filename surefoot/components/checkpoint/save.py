@@ -146,6 +146,9 @@ def _link(draft: Path, earlier: Manifest, entry: Entry) -> bool:
 
 
 def _write_text(path: Path, text: bytes) -> Entry:
+    most = manifests.MAX_BYTES if path.name == manifests.FILE else manifests.MAX_TEXT_BYTES
+    if len(text) > most:  # nobody would read it back
+        raise StorageError(f"{path.name} of {path.parent.name} would have {len(text):,} bytes, and {most:,} are allowed")
     with path.open("xb") as file:
         file.write(text)
         file.flush()

@@ -132,10 +132,13 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     moment. Raises RunFolderError, naming the tensor, when a digest does not match: what was read before is then in place.
     """
     pieces = entry.tensors or {}
-    given = {name: give(name, piece) for name, piece in pieces.items()}
+    parts_of = [name for name, piece in pieces.items() if piece.shape != piece.whole]
+    if parts_of:
+        raise RunFolderError(f"{folder / entry.name} holds a part of {parts_of[0]}, not the whole", hint="use a newer surefoot")
     found: dict[str, str] = {}
     with commits.opened(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
+        given = {name: give(name, piece) for name, piece in pieces.items()}  # only now: the file is as large as was said
         direct = {
             name: _begin(file, len(header), pieces[name], tensor, pool)
             for name, tensor in given.items()
@@ -145,7 +148,7 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
             found[name] = digest.finish(parts)
         for name, tensor in given.items():
             if name not in direct:
-                held = torch.empty(pieces[name].shape, dtype=NAMES[pieces[name].dtype])
+                held = create(name, pieces[name])
                 found[name] = digest.finish(_begin(file, len(header), pieces[name], held, pool))
                 tensor.copy_(held)
     for name, piece in pieces.items():
@@ -171,5 +174,8 @@ def _begin(file: int, data: int, piece: Piece, tensor: Tensor, pool: Executor): 
 
 
 def create(name: str, piece: Piece) -> Tensor:
-    """A new tensor on the host to read one into."""
-    return torch.empty(piece.shape, dtype=NAMES[piece.dtype])
+    """A new tensor on the host to read one into. Raises RunFolderError for one that memory does not hold."""
+    try:
+        return torch.empty(piece.shape, dtype=NAMES[piece.dtype])
+    except (RuntimeError, MemoryError):
+        raise RunFolderError(f"a tensor {name} of {piece.num_bytes} bytes is more than memory holds") from None

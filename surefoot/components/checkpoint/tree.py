@@ -6,8 +6,9 @@ a tuple, a dict whose keys are no plain strings, a dtype.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,15 @@ from torch import Tensor
 from surefoot.core.errors import RunFolderError, TaskError
 
 MARK = "$"
+ODD = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    OverflowError,
+)  # RecursionError is a RuntimeError
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -82,12 +92,19 @@ def _as_tensor(value: Any, place: str) -> Tensor:
         ) from None
 
 
-def join(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that was split. Raises RunFolderError for what `split` never wrote."""
-    try:
+def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the state") -> Any:
+    """The tree that was split. Raises RunFolderError, naming the place, for what `split` never wrote."""
+    with taken_from(place):
         return _join(skeleton, tensors)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise RunFolderError(f"the state is not one that a checkpoint holds: {error!r}") from None
+
+
+@contextlib.contextmanager
+def taken_from(place: object) -> Iterator[None]:
+    """What a state of other names and values raises where it is put in place, as RunFolderError: a right digest promises no sense."""
+    try:
+        yield
+    except ODD as error:
+        raise RunFolderError(f"{place} is not one that a checkpoint of this run holds: {error!r}"[:300]) from None
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -113,4 +130,4 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(_join(part, tensors) for part in value["items"])
     if kind == "dict":
         return {_join(key, tensors): _join(part, tensors) for key, part in value["items"]}
-    raise RunFolderError(f"the state is not one that a checkpoint holds: unknown kind {str(kind)[:40]!r}")
+    raise ValueError(f"unknown kind {str(kind)[:40]!r}")

@@ -1,4 +1,7 @@
-"""The writer of `events.jsonl`: append-only, whole lines, in one write each."""
+"""The writer of `events.jsonl`: append-only, whole lines, in one write each.
+
+Lines that a full disk refuses are held and written before the next one: a run does not end for its log before `MAX_HELD_BYTES`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ from surefoot.contract import events
 from surefoot.core.errors import StorageError
 
 BLOCK_BYTES = 1 << 16
+MAX_HELD_BYTES = 1 << 20  # hours of a run that records once a second
 
 
 class Journal:
-    """Appends events to a run's file. What the disk refuses raises StorageError; the lines before it stay whole."""
+    """Appends events to a run's file. What the disk refuses for too long raises StorageError; the lines before it stay whole."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / events.FILE
+        self._held = b""
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -44,22 +49,42 @@ class Journal:
         if end != size:
             os.ftruncate(self._descriptor, end)
 
-    def write(self, event: events.Event) -> None:
-        line = event.as_line().encode()
+    def begin(self, event: events.Event) -> None:
+        """Write the first record of an attempt. Raises StorageError when the disk refuses."""
+        self._held = event.as_line().encode()
         try:
-            written = os.write(self._descriptor, line)
-            if written != len(line):  # half a line fitted: take it back, so that whatever comes next stands on a line of its own
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._write_held()
         except OSError as error:
             raise self._refused(error) from error
 
+    def write(self, event: events.Event) -> str | None:
+        """Append a record; gives what to tell where the disk begins to refuse. Raises StorageError once too much is held."""
+        was_held = bool(self._held)
+        self._held += event.as_line().encode()
+        try:
+            self._write_held()
+        except OSError as error:
+            if len(self._held) > MAX_HELD_BYTES:
+                raise self._refused(error) from error
+            return None if was_held else f"{self._refused(error).message}; its lines are held until it can"
+        return None
+
+    def _write_held(self) -> None:
+        if not self._held:
+            return
+        written = os.write(self._descriptor, self._held)
+        if written != len(self._held):  # a part fitted: take it back, so that whatever comes next stands on a line of its own
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._held = b""
+
     def close(self) -> None:
-        """Sync and close. Raises StorageError when the lines do not reach the disk."""
+        """Write what is held, sync and close. Raises StorageError when the lines do not reach the disk."""
         if self._descriptor < 0:
             return
         try:
+            self._write_held()
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._refused(error) from error

@@ -102,6 +102,11 @@ class Guard:
             step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail
         )
 
+    def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
+        return GuardFault(
+            step, "damaged-ledger", "going on; these rows stay missing", f"ledger.bin lost the rows of {num_lost} steps"
+        )
+
     def raise_if_over(self, step: int) -> None:
         """Raise NumbersError when the run cannot come back."""
         if self._ending is not None:

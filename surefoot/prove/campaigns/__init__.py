@@ -1,6 +1,7 @@
 """Fault campaigns: real processes that are killed, real files that are damaged, real disks that are full."""
 
 from surefoot.prove.campaigns import clock, kills, preemption, rivals
+from surefoot.prove.campaigns.files import damage, hostile
 from surefoot.prove.campaigns.power import cut
 from surefoot.prove.outcome import Campaign
 
@@ -10,4 +11,6 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     *preemption.CAMPAIGNS,
     *clock.CAMPAIGNS,
     *rivals.CAMPAIGNS,
+    *damage.CAMPAIGNS,
+    *hostile.CAMPAIGNS,
 )

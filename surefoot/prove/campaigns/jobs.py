@@ -5,8 +5,10 @@ Marks come from Python's own audit events (https://docs.python.org/3/library/aud
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
+import json
 import os
 import resource
 import signal
@@ -21,6 +23,7 @@ import torch
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Stamp
 from surefoot.contract import commits, manifest
+from surefoot.core.errors import RunFolderError
 from surefoot.prove.campaigns.probe import Attempt
 from surefoot.train.run import Run
 
@@ -34,6 +37,9 @@ CLOCKS: Mapping[str, Callable[[int], float]] = {  # how far a clock is off when 
     "backwards": lambda n: -2.0 * n,
     "to and fro": lambda n: TEN_YEARS_S if n % 2 else -DAY_S,
 }
+RUNS_CODE = (
+    "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
+)  # fmt: skip
 SETTLED = 2  # commits that a commit job keeps
 
 
@@ -150,21 +156,47 @@ def _let_trace() -> None:
     ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
 
 
-def open_commit(words: Words, line: Line) -> int:
-    """Read all of a commit under a limit of memory, as going on does; what is refused raises RunFolderError."""
+def open_run(words: Words, line: Line) -> int:
+    """Open a run that a stranger left, under a limit of memory; marks whatever happens outside of its folder."""
+    attempt = Attempt(**words["attempt"])
     limit = _address_space_bytes() + int(words["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    run, step = Path(words["run"]), int(words["step"])
-    one = Commit(run, step)
+    _watch_out(attempt.folder, line)
+    steps = manifest.named_steps(attempt.folder)
+    commits.find_best(attempt.folder, steps)
+    for read in (commits.check, _read_all):
+        with contextlib.suppress(RunFolderError):
+            read(manifest.step_folder(attempt.folder, steps[-1]))
+            line.mark(f"whole {steps[-1]}")
+    with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
+        line.mark(f"state {json.dumps(run.state_digests(), sort_keys=True)}")
+    return 0
+
+
+def _read_all(folder: Path) -> None:
+    one = Commit(folder.parents[1], int(folder.name.removeprefix("step-")))
     one.read("")
     checkpoint.join(one.json("state.json"), one.read("state."))
-    commits.check(manifest.step_folder(run, step))
-    line.mark("whole")
-    return 0
+
+
+def _watch_out(run: Path, line: Line) -> None:
+    """Mark every file beside the run that is opened, every write elsewhere, and all that runs or loads what could be foreign."""
+
+    def hear(event: str, given: tuple[Any, ...]) -> None:
+        if event in RUNS_CODE:
+            line.mark(f"outside {event}")
+        elif event == "open" and isinstance(given[0], str | os.PathLike):
+            follows = not (isinstance(given[2], int) and given[2] & os.O_NOFOLLOW)
+            path = Path(os.path.realpath(given[0]) if follows else os.path.realpath(os.path.dirname(given[0])))
+            is_written = isinstance(given[2], int) and bool(given[2] & (os.O_WRONLY | os.O_RDWR))
+            if not path.is_relative_to(run) and (path.is_relative_to(run.parent) or (is_written and path != Path(os.devnull))):
+                line.mark(f"outside open {path}")
+
+    sys.addaudithook(hear)
 
 
 def _address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-JOBS: dict[str, Callable[[Words, Line], int]] = {"train": train, "commit": commit, "open": open_commit}
+JOBS: dict[str, Callable[[Words, Line], int]] = {"train": train, "commit": commit, "open": open_run}

@@ -12,7 +12,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import StorageError
+from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
@@ -136,13 +136,22 @@ class Keeper:
         lost = self._fetch()
 
         def load(commit: Commit) -> None:
-            found.clear()
+            self._check_own(commit)
             found.update(self._state.restore(commit))
             self._parent = commit.manifest.parent
 
         step, troubles = checkpoint.newest_loadable(self._folder, load)
         self.saved_step = step or 0
         return (None if step is None else found), step or 0, [*lost, *troubles]
+
+    def _check_own(self, commit: Commit) -> None:
+        """Raise RunFolderError for the commit of another run, which somebody put here."""
+        theirs, ours = commit.manifest.spec_id, self._assembly.spec.id
+        if theirs != ours:
+            raise RunFolderError(
+                f"{commit.folder} is the commit of another spec ({theirs}, now {ours})",
+                hint="move it away, or give another --run folder",
+            )
 
     def _fetch(self) -> list[str]:
         """Take over the store's newest commit where it is newer than the folder's; gives what was damaged there."""

@@ -46,11 +46,12 @@ class LoopKeeper:
         found = checkpoint.load(self._folder, self._objects)
         if found is None:
             return None, ()
-        loop = dict(found.values["loop"])
-        self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
+        with checkpoint.taken_from(f"the state after step {found.step:,}"):
+            loop, data = dict(found.values["loop"]), found.values["data"]
+            self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
         self._wanted = checkpoint.random_states()
-        if found.values["data"] is not None:
-            self._data.load_state_dict(found.values["data"])  # type: ignore[attr-defined]
+        if data is not None:
+            self._data.load_state_dict(data)  # type: ignore[attr-defined]
             self._saves_itself = True
         return loop, found.troubles
 

@@ -176,11 +176,16 @@ class LiveState:
             checkpoint.read_weights(commit, live, LIVE)
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
         tensors = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) | commit.read(STATE)
-        tree = checkpoint.join(skeleton, tensors)
-        if adapt is not None:
-            adapt(tree)
-        self._put_back(tree)
-        return {**tree, "clock": commit.json("clock.json")}
+        with checkpoint.taken_from(commit.folder):
+            tree = {**checkpoint.join(skeleton, tensors, commit.folder), "clock": commit.json("clock.json")}
+            if adapt is not None:
+                adapt(tree)
+            self._put_back(tree)
+            extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
+        self._put_back_of_task(extra, task)
+        with checkpoint.taken_from(commit.folder):
+            checkpoint.restore_random(random)
+        return tree
 
     def _check_fit(self, commit: Commit, skeleton: Any) -> None:
         stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
@@ -199,19 +204,21 @@ class LiveState:
         if self._assembly.engine.average is not None:
             self._assembly.engine.average.restore(tree["average"])
         self._assembly.course.schedule.restore(tree["plateau"])
-        if tree["extra"]:
-            self._model.load_state_dict(tree["extra"], strict=False)
         buffers = dict(self._model.named_buffers())
         with torch.no_grad():
             for name, value in tree["buffers"].items():
                 if name in buffers and buffers[name].shape == value.shape:
                     buffers[name].copy_(value)
+
+    def _put_back_of_task(self, extra: Any, task: Mapping[str, Any]) -> None:
+        """What the user's own code takes back."""
+        if extra:
+            self._model.load_state_dict(extra, strict=False)
         state = self._task_state()
-        for name, value in tree["task"].items():
+        for name, value in task.items():
             if name not in state:
                 raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
             _restore_of_task(state[name], value)
-        checkpoint.restore_random(tree["random"])
 
 
 def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:

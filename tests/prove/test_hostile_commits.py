@@ -1,0 +1,49 @@
+"""Hostile commits run no code, touch nothing outside of the run and take no more memory than they may; holes that are planted are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from surefoot.prove.campaigns.files import forge, hostile
+from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.outcome import Outcome, carry_out
+from tests.prove.planted_files import SERVER
+
+(CAMPAIGN,) = hostile.CAMPAIGNS
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    with Workshop(tmp_path_factory.mktemp("hostile"), server=SERVER) as made:
+        yield made
+
+
+def found(workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
+    return carry_out(CAMPAIGN, workshop, trials=trials, seed=seed, tell=print)
+
+
+def test_a_hostile_commit_is_refused_in_words_and_nothing_of_it_runs(workshop: Workshop) -> None:
+    assert CAMPAIGN.few >= len(forge.HOSTILE) + len(hostile.BESIDE)  # each kind once, at least
+    assert found(workshop, CAMPAIGN.few).failures == ()
+
+
+@pytest.mark.faults
+def test_hostile_commits_are_refused_in_the_large_count(workshop: Workshop) -> None:
+    assert found(workshop, CAMPAIGN.many, seed=CAMPAIGN.few).failures == ()
+
+
+HOLES = {
+    "files are opened whatever they are": "a link outside", "any name will do": "a file outside",
+    "a pickle is loaded": "a pickle as state.json",
+    "memory is taken before the file is looked at": "a tensor larger than its file", "scores are not looked at": "a huge score",
+    "an odd state is not caught": "a state without random",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_planted_hole_is_found(hole: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workshop, "planted", hole)
+    (failure,) = found(workshop, 1, seed=list(forge.HOSTILE).index(HOLES[hole])).failures
+    assert failure.what.startswith(HOLES[hole])
