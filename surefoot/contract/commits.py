@@ -7,7 +7,6 @@ byte is hashed. What is read for loading is hashed in the memory that receives i
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -108,13 +107,13 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
     if len(header) < LENGTH_BYTES or stated != len(header) - LENGTH_BYTES:
         raise RunFolderError(f"{path} is damaged: its header is not of the size that the manifest says")
     try:
-        rows: dict[str, Any] = json.loads(header[LENGTH_BYTES:].decode(), object_pairs_hook=manifest.without_twice)
+        rows: dict[str, Any] = manifest.parse_json(header[LENGTH_BYTES:], path)
         rows.pop("__metadata__", None)
         fits = rows == {
             name: {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [piece.start, piece.start + piece.num_bytes]}
             for name, piece in pieces.items()
         }
-    except (ValueError, AttributeError, RecursionError, MemoryError):
+    except (TypeError, AttributeError):
         fits = False
     if not fits:
         raise RunFolderError(f"{path} is damaged: its header names other tensors than the manifest")

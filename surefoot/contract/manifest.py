@@ -150,7 +150,7 @@ def _short(error: Exception) -> str:
 
 def _read_row(path: Path) -> dict[str, Any]:
     try:
-        row = json.loads(_read_text(path).decode(), object_pairs_hook=without_twice)
+        row = parse_json(_read_text(path), path)
         stated = row.pop("sha256")
         if isinstance(row.get("format"), int) and row["format"] > FORMAT:
             raise RunFolderError(f"{path} is of format {row['format']}, newer than {FORMAT}", hint="use a newer surefoot")
@@ -158,7 +158,7 @@ def _read_row(path: Path) -> dict[str, Any]:
             raise RunFolderError(f"{path} is damaged: its digest does not match")
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunFolderError(f"{path} is no manifest: {_short(error)}") from None
     return dict(row)
 
@@ -176,11 +176,20 @@ def _read_text(path: Path) -> bytes:
     return text
 
 
-def without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose keys stand once. Raises ValueError for one where two readers could see two things."""
+def parse_json(text: bytes, path: Path) -> Any:
+    """JSON in which every key of an object stands once. Raises RunFolderError that names the file."""
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_without_twice)
+    except RunFolderError as error:
+        raise RunFolderError(f"{path} is not to be read: {error.message}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise RunFolderError(f"{path} is no JSON: {_short(error)}") from None
+
+
+def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise RunFolderError("a key stands twice, and two readers could see two things")
     return row
 
 

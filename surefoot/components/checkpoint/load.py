@@ -5,7 +5,6 @@ What is damaged is set aside as `.bad-step-...`, never deleted, and the next old
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,7 @@ class Commit:
         return data
 
     def json(self, name: str) -> Any:
-        try:
-            return json.loads(self.text(name))
-        except (ValueError, RecursionError, MemoryError):
-            raise RunFolderError(f"{self.folder / name} is no JSON") from None
+        return manifests.parse_json(self.text(name), self.folder / name)
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:

@@ -94,8 +94,10 @@ def _as_tensor(value: Any, place: str) -> Tensor:
 
 def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the state") -> Any:
     """The tree that was split. Raises RunFolderError, naming the place, for what `split` never wrote."""
-    with taken_from(place):
+    try:
         return _join(skeleton, tensors)
+    except (*ODD, RunFolderError) as error:
+        raise _misfit(place, error) from None
 
 
 @contextlib.contextmanager
@@ -104,7 +106,11 @@ def taken_from(place: object) -> Iterator[None]:
     try:
         yield
     except ODD as error:
-        raise RunFolderError(f"{place} is not one that a checkpoint of this run holds: {error!r}"[:300]) from None
+        raise _misfit(place, error) from None
+
+
+def _misfit(place: object, error: Exception) -> RunFolderError:
+    return RunFolderError(f"{place} does not hold a state of this run: {error!r}"[:300])
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -130,4 +136,4 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(_join(part, tensors) for part in value["items"])
     if kind == "dict":
         return {_join(key, tensors): _join(part, tensors) for key, part in value["items"]}
-    raise ValueError(f"unknown kind {str(kind)[:40]!r}")
+    raise RunFolderError(f"unknown kind {str(kind)[:40]!r}")

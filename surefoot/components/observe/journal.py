@@ -52,39 +52,42 @@ class Journal:
     def begin(self, event: events.Event) -> None:
         """Write the first record of an attempt. Raises StorageError when the disk refuses."""
         self._held = event.as_line().encode()
-        try:
-            self._write_held()
-        except OSError as error:
+        error = self._write_held()
+        if error is not None:
             raise self._refused(error) from error
 
     def write(self, event: events.Event) -> str | None:
         """Append a record; gives what to tell where the disk begins to refuse. Raises StorageError once too much is held."""
         was_held = bool(self._held)
         self._held += event.as_line().encode()
-        try:
-            self._write_held()
-        except OSError as error:
-            if len(self._held) > MAX_HELD_BYTES:
-                raise self._refused(error) from error
-            return None if was_held else f"{self._refused(error).message}; its lines are held until it can"
-        return None
+        error = self._write_held()
+        if error is not None and len(self._held) > MAX_HELD_BYTES:
+            raise self._refused(error) from error
+        return None if error is None or was_held else f"{self._refused(error).message}; its lines are held until it can"
 
-    def _write_held(self) -> None:
+    def _write_held(self) -> OSError | None:
+        """Write what is held, all of it or nothing; gives why not."""
         if not self._held:
-            return
-        written = os.write(self._descriptor, self._held)
-        if written != len(self._held):  # a part fitted: take it back, so that whatever comes next stands on a line of its own
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return None
+        try:
+            written = os.write(self._descriptor, self._held)
+            if written != len(self._held):  # a part fitted: take it back, so that whatever comes next stands on a line of its own
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            return error
         self._held = b""
+        return None
 
     def close(self) -> None:
         """Write what is held, sync and close. Raises StorageError when the lines do not reach the disk."""
         if self._descriptor < 0:
             return
+        error = self._write_held()
         try:
-            self._write_held()
+            if error is not None:
+                raise self._refused(error) from error
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._refused(error) from error
