@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from pathlib import Path
 
@@ -173,3 +174,35 @@ def test_how_much_of_an_evaluation_is_done_is_told_unless_quiet(quiet: bool, tol
     console.reading("test", 30, 60)
     console.reading("test", 60, 60)  # within the same seconds: not said again
     assert stream.getvalue() == told
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [120, 80, 60])
+def test_the_bar_cuts_no_number_off_and_tells_of_the_steps_again_after_an_evaluation(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = Console(total_steps=20_000, unit="samples", stream=stream)
+    meter = Meter()
+    meter.add(StepReport(9_990, 0.5, 4, 0.00123, {"loss": (torch.tensor(1.23456), 1, 1.0)}, 1.0, True))
+    summary = meter.take()
+    assert summary is not None
+    console.step(summary)
+    console.evaluated(9_990, 0.5, "accuracy", 0.9543, "%", True)
+    console.step(summary)
+    console.evaluating("test", 1_000, 12_000)
+    console.evaluated(9_990, 0.5, "accuracy", 0.9643, "%", True)
+    console.close()
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    lines = [line for line in re.split(r"[\r\n]+", said) if line.strip()]
+    assert all(len(line) <= width and "…" not in line for line in lines)
+    assert "9,990/20,000" in lines[-1]
+    assert "loss 1.235" in lines[-1]
+    assert ("accuracy 96.43 %" in lines[-1]) is (width >= 80)
+    assert "test 1,000" not in lines[-1]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import sys
 import time
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from surefoot.components.observe.meter import Summary
 from surefoot.core.units import format_bytes, format_number, format_percent, format_rate, format_seconds
 
 LINE_EVERY_S = 5.0  # plain lines: at most so often
+WIDE = 100  # columns of a terminal that has room for the time that has passed, too
+SHORTEST_BAR = 8  # columns
 
 
 def format_score(name: str, value: float | None, unit: str = "") -> str:
@@ -40,16 +45,20 @@ class Console:
         self._bar: Progress | None = None
         self._row: TaskID | None = None
         self._score = ""
+        self._last: Summary | None = None
         self._last_line_s = 0.0
         self._started_s = time.monotonic()
         if not quiet and self._stream.isatty():
             self._start_bar()
 
     def _start_bar(self) -> None:
+        console = RichConsole(file=self._stream)
+        times = [TextColumn("left"), TimeRemainingColumn(table_column=Column(no_wrap=True))]
+        if console.width >= WIDE:
+            times.insert(0, TimeElapsedColumn(table_column=Column(no_wrap=True)))
+        count = _Count(table_column=Column(no_wrap=True))
         self._bar = Progress(
-            _Count(),
-            BarColumn(bar_width=None), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            console=RichConsole(file=self._stream), expand=True,
+            count, BarColumn(bar_width=None), TextColumn("{task.description}"), *times, console=console, expand=True
         )  # fmt: skip
         self._row = self._bar.add_task("starting", total=self._total, completed=self._done_before)
         self._bar.start()
@@ -76,7 +85,7 @@ class Console:
         """Show where the run is; called once a window."""
         if self._quiet:
             return
-        now_s = time.monotonic()
+        now_s, self._last = time.monotonic(), summary
         if self._bar is not None and self._row is not None:
             self._bar.update(self._row, completed=summary.step, description=self._describe(summary))
         elif now_s - self._last_line_s > LINE_EVERY_S:
@@ -84,7 +93,16 @@ class Console:
             total = f"/{self._total:,}" if self._total else ""
             self.say(f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}")
 
+    def _room(self) -> float:
+        """Columns for words in the bar's line; what does not fit would cut the numbers beside it."""
+        if self._bar is None:
+            return math.inf
+        width = self._bar.console.width
+        count = 2 * max(7, len(f"{self._total or 0:,}")) + 1
+        return width - count - SHORTEST_BAR - (25 if width >= WIDE else 17)
+
     def _describe(self, summary: Summary) -> str:
+        """What is most worth telling first, as far as there is room."""
         items = summary.items_per_s if self._unit != "samples" else summary.samples_per_s
         parts = [
             f"loss {format_number(summary.loss)}",
@@ -92,7 +110,8 @@ class Console:
             f"rate {format_number(summary.learning_rate)}",
             format_rate(items, self._unit),
         ]
-        return "  ".join(part for part in parts if part)
+        fits = list(itertools.accumulate((part for part in parts if part), "{}  {}".format))
+        return max((text for text in fits if len(text) <= self._room()), key=len, default="")
 
     def _left(self, step: int) -> str:
         if not self._total or step <= self._done_before:
@@ -114,7 +133,7 @@ class Console:
         now_s = time.monotonic()
         text = f"{split} {done:,}/{total:,} samples" if total else f"{split} {done:,} samples"
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, description=text)
+            self._bar.update(self._row, description=text if len(text) <= self._room() else text.removesuffix(" samples"))
         elif now_s - self._last_line_s > LINE_EVERY_S:
             self._last_line_s = now_s
             self.say(text)
@@ -123,6 +142,8 @@ class Console:
         self._score = format_score(name, value, unit)
         mark = "  (best so far)" if best else ""
         self.say(f"step {step:,}  epoch {format_number(epoch)}  {self._score}{mark}")
+        if self._bar is not None and self._row is not None:
+            self._bar.update(self._row, description="" if self._last is None else self._describe(self._last))
 
     def close(self) -> None:
         bar, self._bar = self._bar, None

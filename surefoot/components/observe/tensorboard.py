@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ class TensorBoard:
         self._folder, self._purge_step = folder, purge_step
         self._waiting: list[Event] = []
         self._writer: Any = None
+        self._hook_before: Callable[[threading.ExceptHookArgs], Any] | None = None
         self._since_s = time.monotonic()
 
     def write(self, event: Event) -> None:
@@ -42,6 +45,7 @@ class TensorBoard:
             if self._writer is None and self._waiting:
                 from torch.utils.tensorboard import SummaryWriter
 
+                self._hush_writers()
                 self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
             for event in self._waiting:
                 for name, value, step in scalars(event):
@@ -56,17 +60,32 @@ class TensorBoard:
         if not self._on:
             return
         self._flush()
-        self._on = False
         try:
             if self._writer is not None:
                 self._writer.close()
         except Exception as error:
             raise self._given_up(error) from error
+        self._turn_off()
 
     def _given_up(self, error: Exception) -> StorageError:
         """A plot that cannot be written, for whatever reason, is no reason to end a run."""
-        self._on = False
+        self._turn_off()
         return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
+
+    def _hush_writers(self) -> None:
+        """TensorBoard's own thread raises what the disk refused, and hands it to whoever writes next: told once is enough."""
+        before = threading.excepthook
+
+        def hook(arguments: threading.ExceptHookArgs) -> None:
+            if not type(arguments.thread).__module__.startswith("tensorboard."):
+                before(arguments)
+
+        threading.excepthook, self._hook_before = hook, before
+
+    def _turn_off(self) -> None:
+        self._on = False
+        if self._hook_before is not None:
+            threading.excepthook, self._hook_before = self._hook_before, None
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:
