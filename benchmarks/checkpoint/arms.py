@@ -26,7 +26,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Content, Stamp
 from surefoot.trial import write_report
 
-REPEATS = 5
+REPEATS = 3
 CHUNK = 16 << 20
 
 

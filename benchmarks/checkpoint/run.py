@@ -1,6 +1,6 @@
 """What saving and loading cost: bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
 
-python benchmarks/checkpoint/run.py [--rounds 5] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
+python benchmarks/checkpoint/run.py [--rounds 4] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _verdict(holds: bool) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.set_defaults(rounds=5)
+    parser.set_defaults(rounds=4)
     parser.add_argument("--sizes", default="400,2000", help="megabytes")
     parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
     asked = parser.parse_args()
