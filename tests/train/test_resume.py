@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,27 @@ def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_le
     rows, _ = ledger.consumed(ledger.read(tmp_path / "left"))
     whole, _ = ledger.consumed(ledger.read(tmp_path / "whole"))
     assert [(row.step, row.checksum) for row in rows] == [(row.step, row.checksum) for row in whole]
+
+
+OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01), "adamw in a loop": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=False),
+    "adam of torch's fused kernel": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, fused=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01), "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1), "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    class Own(Rich):
+        def optimizer(self, groups: Any) -> torch.optim.Optimizer:
+            return OWN[name](groups)
+
+    how = spec(STEPS, checkpoint={"every": f"{EVERY} steps"})
+    train(tmp_path / "whole", how, Own())
+    train(tmp_path / "left", how, Own(), leave_at=STOP)
+    train(tmp_path / "left", how, Own())
+    assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard"])

@@ -66,7 +66,6 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tenso
             _fill(optimizer.state[parameter], saved["state"][name], parameter)
         else:
             optimizer.state.pop(parameter, None)
-    _share_counters(optimizer)
 
 
 def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) -> None:
@@ -81,8 +80,11 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) ->
 
 
 @torch.no_grad()
-def _share_counters(optimizer: Optimizer) -> None:
-    """One counter for all parameters of a group that stand at the same step: a fused update then moves one number."""
+def share_counters(optimizer: Optimizer) -> None:
+    """One counter for all parameters of a group that stand at the same step: our fused update then moves one number.
+
+    Not for an optimiser that steps by itself: torch moves the counter of each parameter, so one that is shared by many goes too far.
+    """
     for group in optimizer.param_groups:
         states = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]
         steps = [state["step"] for state in states if isinstance(state.get("step"), Tensor)]

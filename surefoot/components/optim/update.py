@@ -77,6 +77,8 @@ class GuardedUpdate:
             raise RunFolderError("the saved state is that of other optimisers", hint="go on with the spec that the run had")
         for optimizer, held, each in zip(self.optimizers, self._held, saved["optimizers"], strict=True):
             saving.restore(optimizer, each, held, names)
+            if fused.supports(optimizer):
+                saving.share_counters(optimizer)
         self.applied_steps = int(saved["applied_steps"])
         if self.on_device:
             self._applied.fill_(self.applied_steps)
