@@ -6,7 +6,9 @@ read, others by SHA-256; what holds times by its nature is left out, by name, an
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import random
 import shlex
@@ -15,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ TIMED = ("events.jsonl", "clock.json", "manifest.json", "run.lock", "ledger.bin"
 TIMED_PREFIXES = ("events.out.tfevents",)
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 RANDOM = (
-    "state/random/"  # of streams that a script does not seed, which differ between any two processes; what they decided does not
-)
-POLL_S = 0.01
+    "random",
+    "pass_random",
+)  # streams that a script does not seed differ between any two processes; what they decided does not
+LOOK_S = 0.005
 MAX_TRIES = 20
 TOLD_LINES = 12
 Tell = Callable[[str], None]
@@ -41,12 +44,16 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CommandVerdict:
-    """What was tried and what came of it; `kills` are shares of an unbroken run's time, `repeat` and `resume` name the first difference."""
+    """What was tried and what came of it; `repeat` and `resume` name the first difference.
+
+    `num_changes` were seen in the state folder of an unbroken run; `kills` say how many an attempt had made when it was killed.
+    """
 
     seed: int
     num_files: int
+    num_changes: int
     elapsed_s: float
-    kills: tuple[float, ...] = ()
+    kills: tuple[int, ...] = ()
     repeat: str | None = None
     resume: str | None = None
     by_digest: tuple[str, ...] = ()
@@ -67,24 +74,31 @@ def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed:
         raise InputError("--command is empty", hint='give one such as "python train.py"')
     if state.exists():
         raise InputError(f"--state {state} is there already", hint="each run begins without it: move it away, or name another")
-    first_s = took_s = 0.0
     for name in ("first", "second"):
         tell(f"{name} unbroken run")
-        first_s, took_s = _run_whole(words, state)
+        pace = _run_whole(words, state)
         _keep(state, folder / name)
     files = _files(folder / "first")
-    left_out = tuple(name for name in files if _is_timed(name))
+    found = CommandVerdict(
+        seed=seed, num_files=len(files), num_changes=pace.num_changes, elapsed_s=pace.took_s,
+        left_out=tuple(name for name in files if _is_timed(name)),
+    )  # fmt: skip
     repeat, by_digest = _compare(folder / "first", folder / "second")
     if repeat is not None:
-        return CommandVerdict(
-            seed=seed, num_files=len(files), elapsed_s=took_s, repeat=repeat, by_digest=by_digest, left_out=left_out
-        )
-    done = _run_killed(words, state, (first_s, took_s), kills, random.Random(seed), tell)
+        return replace(found, repeat=repeat, by_digest=by_digest)
+    done = _run_killed(words, state, pace, kills, random.Random(seed), tell)
     _keep(state, folder / "killed")
     resume, by_digest = _compare(folder / "first", folder / "killed")
-    return CommandVerdict(
-        seed=seed, num_files=len(files), elapsed_s=took_s, kills=done, resume=resume, by_digest=by_digest, left_out=left_out
-    )
+    return replace(found, kills=done, resume=resume, by_digest=by_digest)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How an unbroken run went: the seconds it took, when its state folder changed first, and how many changes were seen."""
+
+    took_s: float
+    first_s: float
+    num_changes: int
 
 
 def _start(words: list[str]) -> subprocess.Popen[str]:
@@ -99,40 +113,49 @@ def _start(words: list[str]) -> subprocess.Popen[str]:
         ) from None
 
 
-def _run_whole(words: list[str], state: Path) -> tuple[float, float]:
-    """The seconds after which a run had saved something, and to its end. Raises TaskError when it fails or leaves nothing."""
-    started_s = time.monotonic()
-    process = _start(words)
-    while process.poll() is None and not _is_begun(state):
-        time.sleep(POLL_S)
-    first_s = time.monotonic() - started_s
+def _run_whole(words: list[str], state: Path) -> Pace:
+    """Run the command to its end. Raises TaskError when it fails or leaves nothing."""
+    started_s = first_s = time.monotonic()
+    process, look, num_changes = _start(words), _look(state), 0
+    while process.poll() is None:
+        if (now := _look(state)) != look:
+            look, num_changes = now, num_changes + 1
+            first_s = time.monotonic() if num_changes == 1 else first_s
+        time.sleep(LOOK_S)
     _, said = process.communicate()
     if process.returncode:
         told = "\n".join(said.strip().splitlines()[-TOLD_LINES:])
         raise TaskError(f"the command ended with {process.returncode}: {told}", hint="make it run to its end first")
     if not state.is_dir() or not _files(state):
         raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
-    return first_s, time.monotonic() - started_s
+    return Pace(time.monotonic() - started_s, first_s - started_s, num_changes)
 
 
-def _is_begun(state: Path) -> bool:
-    return state.is_dir() and any(state.iterdir())
+def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
+    """What can be seen of a folder from outside: which files, how long, when written."""
+    found = []
+    for path in state.rglob("*"):
+        with contextlib.suppress(OSError):  # gone since
+            status = path.stat()
+            found.append((str(path), status.st_size, status.st_mtime_ns))
+    return tuple(sorted(found))
 
 
-def _run_killed(
-    words: list[str], state: Path, span_s: tuple[float, float], kills: int, draws: random.Random, tell: Tell
-) -> tuple[float, ...]:
-    """Kill the process group at random times, once something was saved, and start again; at last let it end."""
-    done: list[float] = []
-    first_s, took_s = span_s
+def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: random.Random, tell: Tell) -> tuple[int, ...]:
+    """Kill the process group once it has changed the folder so often, a random time later, and start again; at last let it end.
+
+    Changes are counted, not seconds: a busy machine is slower in both. Together the attempts make fewer than a whole run.
+    """
+    done: list[int] = []
+    most, longest_s = max(1, pace.num_changes // (kills + 1)), (pace.took_s - pace.first_s) / max(1, pace.num_changes)
     for _ in range(MAX_TRIES):
         if len(done) == kills:
             break
-        share = draws.uniform(0.1, 0.8)  # of the time from the first save to the end: before it there is nothing to go on from
+        wanted = draws.randint(1, most)
         process = _start(words)
-        if _kill_after(process, state, first_s + share * (took_s - first_s)):
-            done.append(share)
-            tell(f"kill {len(done)} of {kills}: at {share:.0%} of the time of a run")
+        if _kill_after(process, state, wanted, draws.uniform(0.0, longest_s)):
+            done.append(wanted)
+            tell(f"kill {len(done)} of {kills}: after {wanted} of {pace.num_changes} changes in {state}")
             continue
         said = process.communicate()[1]
         if process.returncode:
@@ -144,24 +167,26 @@ def _run_killed(
             return tuple(done)
         tell("it was over before the kill came: again, and earlier")
         shutil.rmtree(state)
-        first_s, took_s = first_s / 2, took_s / 2
+        most, longest_s = max(1, most // 2), longest_s / 2
     if not done:
-        raise TaskError("the command is over before it can be killed", hint="make its run longer")
+        raise TaskError("the command is over before it can be killed", hint="make its run longer, or let it save more often")
     tell("the last start, to the end")
     _run_whole(words, state)
     return tuple(done)
 
 
-def _kill_after(process: subprocess.Popen[str], state: Path, after_s: float) -> bool:
-    """Kill the group after a time, but not before something lies in the state folder; False where the process ended by itself."""
-    began_s = time.monotonic()
-    while process.poll() is None:
-        if _is_begun(state) and time.monotonic() - began_s >= after_s:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return process.returncode == -signal.SIGKILL
-        time.sleep(POLL_S)
-    return False
+def _kill_after(process: subprocess.Popen[str], state: Path, changes: int, later_s: float) -> bool:
+    """Kill the group so many seconds after the folder has changed so often; False where the process ended by itself."""
+    look, kill_s = _look(state), math.inf
+    while process.poll() is None and time.monotonic() < kill_s:
+        if changes and (now := _look(state)) != look:
+            look, changes = now, changes - 1
+            kill_s = kill_s if changes else time.monotonic() + later_s
+        time.sleep(min(LOOK_S, max(0.0, kill_s - time.monotonic())))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
 
 
 def _keep(state: Path, where: Path) -> None:
@@ -206,14 +231,14 @@ def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | 
         return f"{name} differs"
     if first.keys() != second.keys():
         return f"{name}: {next(iter(sorted(first.keys() ^ second.keys())))} is in one of them alone"
-    for key in sorted(key for key in first if not key.startswith(RANDOM)):
+    for key in sorted(key for key in first if not set(RANDOM) & set(key.split("/"))):
         if first[key].shape != second[key].shape or first[key].tobytes() != second[key].tobytes():
             return f"{name}: {key} differs{_by_how_much(first[key], second[key])}"
     return None  # other bytes around the same tensors
 
 
 def _without_random(tree: Any) -> Any:
-    return {key: value for key, value in tree.items() if key != "random"} if isinstance(tree, dict) else tree
+    return {key: _without_random(value) for key, value in tree.items() if key not in RANDOM} if isinstance(tree, dict) else tree
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray] | None:

@@ -105,7 +105,8 @@ def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_le
 
 
 OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01), "adamw in a loop": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=False),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "adamw in a loop": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=False),
     "adam of torch's fused kernel": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, fused=True),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01), "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1), "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),

@@ -126,8 +126,9 @@ def _print_command(found: CommandVerdict, command: str) -> None:
 
     rows = [("two unbroken runs", f"{found.num_files} files each", found.repeat or "the same")]
     if found.repeat is None:
-        at = ", ".join(f"{share:.0%}" for share in found.kills)
-        rows.append((f"killed {len(found.kills)} times and restarted", f"at {at} of its time", found.resume or "the same"))
+        after = ", ".join(str(count) for count in found.kills)
+        how = f"after {after} of {found.num_changes} changes in its folder"
+        rows.append((f"killed {len(found.kills)} times and restarted", how, found.resume or "the same"))
     print_table(("test", "how", "outcome"), rows)
     if found.by_digest:
         print(f"\ncompared by SHA-256 alone: {', '.join(found.by_digest)}")
