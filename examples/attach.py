@@ -2,12 +2,15 @@
 
 python examples/attach.py
 surefoot show runs/attached
+surefoot verify --command "python examples/attach.py out" --state out     # does it?
 
 The loop keeps its loader, optimiser and schedule. What is added counts, times, records and saves, and names the cause of the end;
 the same script, started again after a kill, goes on to the same bits.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +32,8 @@ def main(folder: str = "runs/attached", epochs: int = 8) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(loader))
 
-    keeping = {"schedule": schedule}
-    with surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, state=keeping) as run:  # 1
+    keeping = {"folder": folder, "state": {"schedule": schedule}, "save": "50 steps"}
+    with surefoot.attach(model=model, optimizer=optimizer, data=loader, **keeping) as run:  # 1
         for _ in range(run.first_pass, epochs):
             for pixels, labels in run.batches():  # 2: was `in loader`
                 loss = F.cross_entropy(model(pixels), labels)
@@ -47,4 +50,4 @@ def main(folder: str = "runs/attached", epochs: int = 8) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
