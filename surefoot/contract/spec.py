@@ -160,7 +160,9 @@ class CheckpointTable(Table):
         None, description="the disk that all commits may take; the oldest go, never the newest two nor the best"
     )
     store: str | None = Field(None, min_length=1, description="a URL that fsspec knows; every commit is copied there too")
-    background: bool = Field(True, description="write while training goes on; costs one copy of the state in host memory")
+    background: bool = Field(
+        True, description="write while training goes on, at the lowest priority; costs one copy of the state in host memory"
+    )
 
 
 class StabilityTable(Table):

@@ -372,6 +372,7 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "data that cannot be iterated": ({"data": 3}, DataError, "data is a int, which cannot be iterated"),
     "an optimiser that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
     "a model without shapes": ({"model": torch.nn.LazyLinear(2)}, TaskError, "weight, bias of the model has no shape yet"),
+    "a save every nothing": ({"save": "0 steps"}, TaskError, "cannot be saved every '0 steps'"),
     "no optimiser": ({"optimizer": []}, TaskError, "which has no param_groups"),
 }
 

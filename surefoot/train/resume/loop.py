@@ -28,7 +28,7 @@ class LoopKeeper:
     def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Iterable[Any], every: str | None) -> None:
         self._folder, self._lock, self._objects, self._data = folder, lock, objects, data
         duration = None if every is None else Duration.parse(every)
-        if duration is not None and duration.unit not in ("s", "steps"):
+        if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
             raise TaskError(
                 f"a loop of your own cannot be saved every {every!r}", hint='say it in steps or time, as "500 steps" or "10 min"'
             )
