@@ -157,7 +157,7 @@ def _finite(value: Any) -> Any:
 
 
 def read(folder: Path) -> Iterator[Event]:
-    """The events of a run in the order written; a torn last line and kinds of a later version are left out.
+    """The events of a run in the order written; a torn last line, holes of zeros and kinds of a later version are left out.
 
     Raises RunFolderError when the folder holds no events, a line in the middle is damaged, or the format is newer.
     """
@@ -168,6 +168,8 @@ def read(folder: Path) -> Iterator[Event]:
         for number, line in enumerate(lines, start=1):
             row = _row(line)
             if row is None:
+                if "\0" in line:
+                    continue  # a power cut left it: what was not synced yet, and so belongs to no commit
                 if not line.endswith("\n"):
                     return
                 raise RunFolderError(f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand")

@@ -196,11 +196,11 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
 
 
 def read(folder: Path) -> Iterator[Row]:
-    """Every row in the order written; half a row at the end, which a kill leaves, is left out."""
+    """Every row in the order written; half a row at the end, which a kill leaves, and zeros, which a power cut leaves, are left out."""
     with (folder / FILE).open("rb") as file:
         file.seek(HEADER_BYTES)
         while len(data := file.read(ROW.size * 4096)) >= ROW.size:
-            yield from (Row(*fields) for fields in ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size]))
+            yield from (Row(*fields) for fields in ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size]) if fields[0])
 
 
 def consumed(rows: Iterator[Row]) -> tuple[list[Row], int]:

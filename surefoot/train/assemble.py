@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.components.data import Feed, Iterated, Order, as_source
+from surefoot.components.observe import Summary, peak_resident_bytes
 from surefoot.components.precision import compute_context
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
@@ -82,6 +84,17 @@ class Assembly:
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
             total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, first_step=first_step,
             **circumstances(str(self.engine.device)),
+        )  # fmt: skip
+
+    def stepped(self, generation: int, summary: Summary) -> events.Step:
+        """The record of the steps that `summary` sums up."""
+        rates = {f"{u.name}.{i}" if i else u.name: g["lr"] for u in self.updates for i, g in enumerate(u.guarded.groups)}
+        return events.Step(
+            generation=generation, time_s=time.time(), step=summary.step, epoch=summary.epoch, num_steps=summary.num_steps,
+            loss=summary.loss, terms=summary.terms, gradient_norm=summary.gradient_norm,
+            learning_rates={name: float(rate) for name, rate in rates.items()}, num_applied=summary.num_applied,
+            num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
+            samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
         )  # fmt: skip
 
 

@@ -211,6 +211,7 @@ class _Record:
         }  # fmt: skip
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
+            self._journal.sync()
             made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
             self._console.warn(f"{error.message}; the loop goes on")

@@ -16,7 +16,7 @@ import torch
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Saved
 from surefoot.components.data import Feed
-from surefoot.components.observe import Console, Journal, Meter, Summary, TensorBoard, peak_resident_bytes
+from surefoot.components.observe import Console, Journal, Meter, TensorBoard
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events, ledger
 from surefoot.contract.ledger import Ledger, Plan
@@ -237,6 +237,9 @@ class Run:
         """Yield a StepReport after each optimiser step until the spec's length, a stop, or the reader's own end."""
         self._check_begun()
         stepper, total, window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._window
+        if (owed := self._scores.take_owed()) is not None:
+            self._keeper.saved_step = 0  # this step's commit is without it
+            self.evaluate(owed)
         self._meter.restart_clock()
         while self._stop is None and not self._is_over(total):
             number = self.step + 1
@@ -272,22 +275,12 @@ class Run:
         if summary is None:
             return
         self.training_s += summary.elapsed_s
-        self._write(self._step_event(summary))
+        self._write(self.assembly.stepped(self.generation, summary))
         for fault in self._guard.judge(summary.step):
             self._write(environment.fault(self.generation, fault))
             self._console.say(f"step {fault.step}: {fault.detail}; {fault.action}")
         self._console.step(summary)
         self._guard.raise_if_over(summary.step)
-
-    def _step_event(self, summary: Summary) -> events.Step:
-        rates = {f"{u.name}.{i}" if i else u.name: g["lr"] for u in self.assembly.updates for i, g in enumerate(u.guarded.groups)}
-        return events.Step(
-            generation=self.generation, time_s=time.time(), step=summary.step, epoch=summary.epoch, num_steps=summary.num_steps,
-            loss=summary.loss, terms=summary.terms, gradient_norm=summary.gradient_norm,
-            learning_rates={name: float(rate) for name, rate in rates.items()}, num_applied=summary.num_applied,
-            num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
-            samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
-        )  # fmt: skip
 
     @property
     def is_stopping(self) -> str | None:
@@ -333,6 +326,7 @@ class Run:
             if self._is_leaving:
                 raise
             if isinstance(error, SystemExit) and self._is_preempted:  # the state is that of the step before the evaluation
+                self._scores.owed = name
                 self._commit(last=True)
                 self._keeper.settle(self._saved, wait=True)
                 raise
@@ -376,6 +370,7 @@ class Run:
         self._close_window()
         try:
             self._ledger.sync()
+            self._journal.sync()
             clock = {"training_s": self.training_s}
             self._keeper.save(self.step, self._more(), clock, self._scores.score_of(self.step), self._saved, last=last)
         except StorageError as error:

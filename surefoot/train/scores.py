@@ -33,12 +33,14 @@ class Scores:
         self.best_step: int | None = None
         self.last: Evaluation | None = None
         self.last_step = 0
+        self.owed: str | None = None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
         return {
             "best": _without_time(self.best), "best_step": self.best_step, "since_best": self._since_best,
             "last": _without_time(self.last), "last_step": self.last_step,
+            "owed": self.owed,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -46,6 +48,12 @@ class Scores:
         self.best = Evaluation(**state["best"]) if state["best"] else None
         self.last = Evaluation(**state["last"]) if state["last"] else None
         self.best_step, self.last_step, self._since_best = state["best_step"], state["last_step"], state["since_best"]
+        self.owed = state.get("owed")
+
+    def take_owed(self) -> str | None:
+        """The split to evaluate before the next step, once: the best commit and a plateau schedule depend on it."""
+        owed, self.owed = self.owed, None
+        return owed
 
     def is_due(self, step: int) -> bool:
         if self._every_steps is not None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.contract import manifest
+from surefoot.contract import commits, manifest
 from surefoot.contract.events import Committed, Evaluated
 from surefoot.core.place import child_environment
 from surefoot.train.run import Run, drive
@@ -99,6 +99,28 @@ def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_s
     assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
     assert torch.equal(run.model.get_parameter("4.bias"), weights)  # the average went back where it came from
     assert manifest.steps(tmp_path / "a") == [7]
+
+
+def test_an_evaluation_that_sigterm_left_is_the_first_thing_that_the_next_attempt_does(tmp_path: Path) -> None:
+    def attempt(folder: str, *, is_terminated: bool) -> None:
+        task = Terminated()
+        task.seen = [] if is_terminated else [0, 0]  # it is sent in the second batch
+        with Run(spec(9, evaluate={"batch": 4}), task, folder=tmp_path / folder, quiet=True) as run:
+            for report in run.steps():
+                if report.step == 7:
+                    task.is_begun = True
+                    run.evaluate()
+
+    with pytest.raises(SystemExit):
+        attempt("left", is_terminated=True)
+    attempt("left", is_terminated=False)
+    attempt("whole", is_terminated=False)
+    evaluated = {
+        name: [(event.step, event.loss, event.best) for event in records(tmp_path / name) if isinstance(event, Evaluated)]
+        for name in ("left", "whole")
+    }
+    assert evaluated["left"] == evaluated["whole"] == [(7, evaluated["whole"][0][1], True)]
+    assert commits.find_step(tmp_path / "left", "best") == commits.find_step(tmp_path / "whole", "best") == 7
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._path = folder / events.FILE
         self._held = b""
+        self._lost_sync = False
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -80,17 +81,28 @@ class Journal:
         self._held = b""
         return None
 
+    def sync(self) -> None:
+        """Write what is held and put it on disk: before a commit, so that its steps are in the log after a power cut.
+
+        Raises StorageError, after which nothing is synced again: a second fsync would not tell what the first one lost.
+        """
+        error = self._write_held()
+        if error is not None:
+            raise self._refused(error) from error
+        if self._lost_sync:
+            return
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self._lost_sync = True
+            raise self._refused(error) from error
+
     def close(self) -> None:
         """Write what is held, sync and close. Raises StorageError when the lines do not reach the disk."""
         if self._descriptor < 0:
             return
-        error = self._write_held()
         try:
-            if error is not None:
-                raise self._refused(error) from error
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise self._refused(error) from error
+            self.sync()
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
