@@ -166,8 +166,18 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Out of sight at once, then deleted: a kill in between leaves nothing that looks like a commit."""
+    """Out of sight at once, then deleted: neither a kill nor a power cut in between leaves half of what looks like a commit."""
     hidden = folder.with_name(f"{GONE}{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
+    sync_folder(folder.parent)
     shutil.rmtree(hidden)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on disk once this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

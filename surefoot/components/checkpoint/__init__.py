@@ -4,11 +4,11 @@ from surefoot.components.checkpoint.background import Saved, Saver
 from surefoot.components.checkpoint.load import MODEL, Commit, newest_loadable, read_weights
 from surefoot.components.checkpoint.own import Restored, load, load_into, save
 from surefoot.components.checkpoint.random import random_states, restore_random
-from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit, sync_folder
+from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
 from surefoot.components.checkpoint.store import Store
 from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create
 from surefoot.components.checkpoint.tree import join, split, taken_from
-from surefoot.contract.commits import find_step
+from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.retention import retain
 
 __all__ = [

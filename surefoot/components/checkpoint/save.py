@@ -20,6 +20,7 @@ from torch import Tensor
 from surefoot.components.checkpoint import tensors as files
 from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
+from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.core.errors import NumbersError, RunFolderError, StorageError
 
@@ -161,14 +162,6 @@ def discard(draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     with contextlib.suppress(OSError):
         draft.parent.rmdir()
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace(final: Path, draft: Path) -> None:

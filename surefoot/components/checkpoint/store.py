@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from surefoot.components.checkpoint.save import discard, sync_folder
+from surefoot.components.checkpoint.save import discard
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
+from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Manifest
 from surefoot.core.errors import MissingExtra, RunFolderError, SpecError, StorageError, needing
 

@@ -86,9 +86,9 @@ class Journal:
 
         Raises StorageError, after which nothing is synced again: a second fsync would not tell what the first one lost.
         """
-        error = self._write_held()
-        if error is not None:
-            raise self._refused(error) from error
+        unwritten = self._write_held()
+        if unwritten is not None:
+            raise self._refused(unwritten) from unwritten
         if self._lost_sync:
             return
         try:
