@@ -9,7 +9,7 @@ import time
 from surefoot.contract import manifest
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 from surefoot.prove.campaigns.probe import EVALUATE_EVERY, EVERY, STEPS, Attempt
-from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, find_difference, go_on, look_at
+from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
 from surefoot.prove.outcome import Campaign, Result
 
 PLACES = ("any step", "a save", "an evaluation", "the first step", "going on")
@@ -40,7 +40,7 @@ def preempt(workshop: Workshop, seed: int) -> Result:
         tags = (place, f"{grace_s:.0f} s of grace", f"{sent.name}{' twice' if is_twice else ''}", f"ended with {status}")
         wrong = look_at(attempt.folder, golden) or _judge(child, attempt, status, sent, may_die=is_twice, had_grace=grace_s > 0)
         if wrong is None:
-            wrong = find_difference(attempt.folder, golden) if status == EXIT_OK else go_on(workshop, attempt, golden)
+            wrong = go_on(workshop, attempt, golden)
         return Result(None if wrong is None else f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
 
 
@@ -68,7 +68,7 @@ def _judge(child: Child, attempt: Attempt, status: int, sent: signal.Signals, *,
         return f"it ended with {status}: {child.said[-300:]}"
     done = [int(mark.removeprefix("step ")) for mark in child.marks if mark.startswith("step ")]
     newest = max(manifest.steps(attempt.folder), default=0)
-    if done and newest != done[-1] and not may_die:
+    if done and newest < done[-1] and not may_die:
         return f"it was given the time to save, did step {done[-1]}, and step {newest} is committed"
     return None
 

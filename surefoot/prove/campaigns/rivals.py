@@ -15,7 +15,7 @@ from surefoot.prove.outcome import Campaign, Result
 
 KINDS = ("all at once", "the owner is killed", "the lock is lost")
 HELD = 2 * EVERY + 1  # the step after which the owner waits while the others try
-MOST, STAGGER_S = 8, 0.3
+MOST, STAGGER_S, LOOK_S = 8, 0.3, 0.01
 
 
 def launch_rivals(workshop: Workshop, seed: int) -> Result:
@@ -45,12 +45,15 @@ def _launch(workshop: Workshop, attempt: Attempt, count: int, draws: random.Rand
 def _find_owner(children: list[Child]) -> tuple[Child | None, str | None]:
     """The one that trains, and what is wrong with the others: each must have ended by itself and have named it."""
     until_s = time.monotonic() + PATIENCE_S
-    while sum(child.is_over for child in children) < len(children) - 1 and time.monotonic() < until_s:
-        time.sleep(0.01)
-    owners = [child for child in children if not child.is_over]
-    if len(owners) != 1:
-        return None, f"{len(owners)} train: {[child.said[-200:] for child in children]}"
-    owner = owners[0]
+    undecided = children
+    while len(undecided) > 1 and time.monotonic() < until_s:
+        undecided = [child for child in children if not child.ends_within(LOOK_S)]
+        training = [child.pid for child in undecided if "begun" in child.marks]
+        if len(training) > 1:
+            return None, f"processes {training} train in one folder"
+    if len(undecided) != 1:
+        return None, f"{len(undecided)} neither train nor end: {[child.said[-200:] for child in children]}"
+    owner = undecided[0]
     if not owner.wait_for(f"paused {HELD}"):
         return None, f"the owner ended: {owner.said[-300:]}"
     for child in children:

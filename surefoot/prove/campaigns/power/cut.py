@@ -16,7 +16,7 @@ from surefoot.prove.campaigns.trace import Tracer
 from surefoot.prove.campaigns.workshop import Golden, Workshop, digests, go_on
 from surefoot.prove.outcome import Campaign, Result
 
-GOES_ON_EVERY = 40  # of so many states one is gone on from to the end, which takes longest
+GOES_ON_EVERY = 20  # of so many states one is gone on from to the end, which takes longest
 WHOLE = ("frozen", "plain")  # what is traced: commits with linked files, and without
 
 
@@ -77,7 +77,7 @@ def _bytes(call: trace.Call) -> bytes:
 
 
 def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
-    """What is wrong once the leavings were cleared away as a start does: an acknowledged step that does not load, a wrong one that does."""
+    """What is wrong once the leavings were cleared away as a start does: a step that was committed or can be seen, and is not whole."""
     if run.is_dir():
         checkpoint.clear_drafts(run)
     elif acknowledged:
@@ -86,9 +86,8 @@ def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
         try:
             commits.check(manifest.step_folder(run, step))
         except SurefootError as error:
-            if step in acknowledged:
-                return f"step {step} was committed and does not load: {error.message}"
-            continue  # refused, and named
+            told = "was committed and does not load" if step in acknowledged else "can be seen and is not whole"
+            return f"step {step} {told}: {error.message}"
         if digests(run, step) != golden.states.get(step):
             return f"step {step} loads with another state than it had"
     if acknowledged:

@@ -1,0 +1,112 @@
+"""The promises hold in every trial of the fault campaigns, and each campaign is seen to catch what it is there to catch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from surefoot.prove.campaigns import CAMPAIGNS
+from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.outcome import Campaign, Failure, Outcome, carry_out
+from surefoot.prove.promises import PROMISES
+
+PLANTED = Path(__file__).with_name("planted.py")
+LARGE_SEED = 10_000  # the large counts have trials of their own
+BY_CASE = {campaign.case: campaign for campaign in CAMPAIGNS}
+# campaign, what is broken, the seed of the first trial, and how many of them must be enough
+PLANTS = [
+    ("F01", "one_more_draw_on_resume", 1, 2),
+    ("F01", "begun_anew_on_resume", 1, 2),
+    ("F01", "a_pointer_taken_as_truth", 1, 8),
+    ("F02", "old_ones_deleted_first", 0, 12),
+    ("F03", "a_loaded_commit_is_used_up", 2, 6),
+    ("F04", "no_sync_of_files", 0, 100),
+    ("F04", "no_sync_of_folders", 0, 100),
+    ("F04", "no_sync_of_new_parents", 0, 100),
+    ("F04", "rename_before_sync", 0, 200),
+    ("F24", "deaf_to_sigterm", 0, 2),
+    ("F24", "nothing_saved_at_the_end", 0, 12),
+    ("F25", "the_newest_by_time", 0, 4),
+    ("F29", "no_lock", 0, 1),
+    ("F29", "a_stale_attempt_may_commit", 2, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    """In memory where it can be: a kill loses nothing that was written, synced or not, and a real disk costs the tests a minute."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(prefix="surefoot-faults-", dir=memory) as folder,
+        Workshop(Path(folder), server=(sys.executable, str(PLANTED))) as made,
+    ):
+        yield made
+
+
+def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> Outcome:
+    """What came of it; skips where it cannot be tried."""
+    outcome = carry_out(campaign, workshop, trials=trials, seed=seed)
+    if outcome.not_here is not None:
+        pytest.skip(outcome.not_here)
+    return outcome
+
+
+@pytest.mark.parametrize("case", BY_CASE)
+def test_the_promises_hold_in_a_few_trials(case: str, workshop: Workshop) -> None:
+    outcome = tried(BY_CASE[case], workshop, BY_CASE[case].few, 0)
+    assert outcome.failures == ()
+    assert outcome.trials >= 0.8 * BY_CASE[case].few  # a fault may come too late
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("case", BY_CASE)
+def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None:
+    outcome = tried(BY_CASE[case], workshop, BY_CASE[case].many, LARGE_SEED)
+    assert outcome.failures == ()
+    assert outcome.holds
+
+
+@pytest.mark.parametrize(("case", "plant", "seed", "trials"), PLANTS, ids=[f"{case}-{plant}" for case, plant, _, _ in PLANTS])
+def test_a_campaign_catches_what_is_planted(case: str, plant: str, seed: int, trials: int, workshop: Workshop) -> None:
+    found = first_failure(BY_CASE[case], workshop, plant, range(seed, seed + trials))
+    assert found is not None
+
+
+def first_failure(campaign: Campaign, workshop: Workshop, plant: str, seeds: range) -> Failure | None:
+    kept, workshop.kept, workshop.planted = workshop.kept, {}, plant  # what was traced of a sound run is not that of a broken one
+    try:
+        for seed in seeds:
+            failures = tried(campaign, workshop, 1, seed).failures
+            if failures:
+                return failures[0]
+    finally:
+        workshop.kept, workshop.planted = kept, None
+    return None
+
+
+def test_every_campaign_is_shown_to_catch_something() -> None:
+    assert {case for case, *_ in PLANTS} == set(BY_CASE)
+
+
+def test_every_promise_names_campaigns_that_there_are_and_every_campaign_has_a_promise() -> None:
+    named = {case for promise in PROMISES for case in promise.cases}
+    assert named == set(BY_CASE)
+    assert all(promise.cases or promise.not_yet for promise in PROMISES)
+
+
+def test_a_trial_is_replayed_by_its_seed(workshop: Workshop) -> None:
+    if BY_CASE["F04"].missing():
+        pytest.skip(BY_CASE["F04"].missing())
+    first, again = (tried(BY_CASE["F04"], workshop, 5, 7).counts for _ in range(2))
+    assert first == again
+
+
+def test_trials_leave_nothing_behind(workshop: Workshop) -> None:
+    before = set(os.listdir(workshop.folder))
+    tried(BY_CASE["F29"], workshop, 1, 3)
+    assert set(os.listdir(workshop.folder)) == before
