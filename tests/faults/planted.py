@@ -121,12 +121,12 @@ def no_lock() -> None:
 
 
 def a_stale_attempt_may_commit() -> None:
-    RunLock.still_ours = lambda self: True
+    RunLock._stands = lambda self: True
 
 
 def the_newest_by_time() -> None:
-    steps = manifest.steps
-    manifest.steps = lambda run: sorted(steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime)
+    steps = manifest.named_steps
+    manifest.named_steps = lambda run: sorted(steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime)
 
 
 if __name__ == "__main__":
