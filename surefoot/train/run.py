@@ -134,22 +134,16 @@ class Run:
         self._opened.callback(self._ledger.close)
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
         self.started_s = time.perf_counter()
-        told = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *notes)
-        self._journal.begin(
-            self.assembly.started(self.generation, environment.as_run(self.spec), digest, told, first_step=self.step + 1)
-        )
+        said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note())
+        told = environment.as_run(self.spec), digest, (*said, *notes)
+        self._journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1))
         self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
         self._opened.callback(self._console.close)
         for trouble in troubles:
             self._tell_fault(self._guard.damaged_commit(self.step, trouble))
         if num_lost := self._ledger.count_lost(self.step):
             self._tell_fault(self._guard.damaged_ledger(self.step, num_lost))
-        for note in (
-            *chosen.notes,
-            *self._where_from(chosen.is_again, begun),
-            *self._keeper.disk_note(),
-            f"run folder {self.folder}",
-        ):
+        for note in (*said, f"run folder {self.folder}"):
             self._console.say(note)
         for saved in first:
             self._saved(saved)
