@@ -28,6 +28,7 @@ FREE = {
     "surefoot/components/checkpoint/foreign_child.py": {"pickle", "torch.load"},
     # what is measured beside our own: writes a file and reads that very file
     "benchmarks/checkpoint/arms.py": {"torch.save", "torch.load"},
+    "benchmarks/checkpoint/stall.py": {"torch.save"},
 }
 ENDS = {("surefoot/prove/campaigns/server.py", "os._exit")}  # of a forked trial: a second each for taking the interpreter apart
 NETWORK = (
