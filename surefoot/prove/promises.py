@@ -45,7 +45,7 @@ KEPT = (
         words="A dead, stuck or cut-off rank is named within 60 s; without progress after 3 restarts the run stops and says why.",
     ),
     Promise(
-        number=7, name="A full disk costs nothing but that save", not_yet="its campaigns are to come",
+        number=7, name="A full disk costs nothing but that save", cases=("F07", "F08", "F09", "F10"),
         words="Older checkpoints are never harmed, training goes on, and it is told.",
     ),
     Promise(

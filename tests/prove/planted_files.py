@@ -12,12 +12,10 @@ from typing import Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint.background import Saver
-from surefoot.contract import commits, ledger, manifest, retention
+from surefoot.contract import commits, ledger, manifest
 from surefoot.contract.manifest import Entry
 from surefoot.core.errors import StorageError
 from surefoot.prove.campaigns import server
-from surefoot.train import folder
-from surefoot.train.resume.keeper import Keeper
 from surefoot.train.run import Run
 
 load, save, tensors = (importlib.import_module(f"surefoot.components.checkpoint.{name}") for name in ("load", "save", "tensors"))
@@ -138,11 +136,7 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "a failed save ends the run": put(Run, "_give_up", end_at_once),
     "a failed save is not told": put(Run, "_tell_fault", lambda self, fault: None),
     "a failed save is told twice": put(Run, "_give_up", told_twice),
-    "drafts stay": put(save, "discard", lambda draft: None),
-    "whether the folder can be written is not looked at": put(folder, "_check_writable", lambda wanted: None),
     "a save does not wait for the one before": put(Saver, "finish", never_waits),
-    "retention is not verified": put(retention.commits, "check", lambda place: None),
-    "the keeper is deaf": put(Keeper, "settle", lambda self, tell, *, wait=False: None),
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""Disks that are full, refuse a call, turn read-only or are slow cost the saves that they refuse; and bugs that are planted are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from surefoot.prove.campaigns import failing
+from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.outcome import Campaign, Outcome, carry_out
+from tests.prove.planted_files import SERVER
+
+FULL, REFUSED, READ_ONLY, SLOW = failing.CAMPAIGNS
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    with Workshop(tmp_path_factory.mktemp("failing"), server=SERVER) as made:
+        yield made
+
+
+def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
+    outcome = carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
+    if outcome.not_here is not None:
+        pytest.skip(outcome.not_here)
+    return outcome
+
+
+@pytest.mark.parametrize("campaign", failing.CAMPAIGNS, ids=lambda campaign: campaign.case)
+def test_a_failing_disk_costs_the_saves_that_it_refuses(campaign: Campaign, workshop: Workshop) -> None:
+    outcome = found(campaign, workshop, campaign.few)
+    assert outcome.failures == ()
+    assert outcome.trials
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("campaign", failing.CAMPAIGNS, ids=lambda campaign: campaign.case)
+def test_a_failing_disk_costs_the_saves_that_it_refuses_in_the_large_count(campaign: Campaign, workshop: Workshop) -> None:
+    assert found(campaign, workshop, campaign.many).failures == ()
+
+
+PLANTED: Mapping[str, tuple[Campaign, str | int]] = {
+    "a failed save ends the run": (FULL, 0), "a failed save is not told": (FULL, 0), "a failed save is told twice": (FULL, 0),
+    "room is made before the save": (FULL, 0), "fsync is tried again": (REFUSED, "fsync"), "fsync may fail": (REFUSED, "fsync"),
+    "the ledger is synced again": (REFUSED, "fsync"), "a save does not wait for the one before": (SLOW, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    campaign, seed = PLANTED[bug]
+    found(campaign, workshop, 0)  # is it missing here?
+    at = seed if isinstance(seed, int) else [name for name, _ in failing.find_calls(workshop)].index(seed)
+    workshop.golden("frozen"), workshop.golden("plain"), workshop.golden("plain", failing.WIDTH)
+    monkeypatch.setattr(workshop, "planted", bug)
+    assert found(campaign, workshop, 1, seed=at).failures
