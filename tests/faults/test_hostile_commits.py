@@ -9,7 +9,7 @@ import pytest
 from surefoot.prove.campaigns.files import forge, hostile
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Outcome, carry_out
-from tests.prove.planted_files import SERVER
+from tests.faults.planted_files import SERVER
 
 (CAMPAIGN,) = hostile.CAMPAIGNS
 

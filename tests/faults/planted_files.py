@@ -19,7 +19,7 @@ from surefoot.prove.campaigns import server
 from surefoot.train.run import Run
 
 load, save, tensors = (importlib.import_module(f"surefoot.components.checkpoint.{name}") for name in ("load", "save", "tensors"))
-SERVER = (sys.executable, "-m", "tests.prove.planted_files")
+SERVER = (sys.executable, "-m", "tests.faults.planted_files")
 
 
 def put(place: Any, name: str, broken: Any) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import pytest
 from surefoot.prove.campaigns import failing
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Campaign, Outcome, carry_out
-from tests.prove.planted_files import SERVER
+from tests.faults.planted_files import SERVER
 
 FULL, REFUSED, READ_ONLY, SLOW = failing.CAMPAIGNS
 
