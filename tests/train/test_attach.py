@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import surefoot
+from surefoot.components.observe import journal
 from surefoot.contract import events
 from surefoot.contract.events import Ended, Event, Started, Step
 from surefoot.core.errors import DataError, InputError, RunFolderError, TaskError
@@ -349,9 +350,11 @@ def test_the_folder_of_a_run_with_a_spec_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
-def test_a_disk_that_fills_ends_the_recording_and_not_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("held", ["its lines are held until it can", "the loop goes on unrecorded"])
+def test_a_full_disk_never_ends_the_loop(
+    held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    gives_up = "unrecorded" in held
     loop = Loop()
     run = loop.attach(tmp_path / "run", every=1)
     run.step_done(1.0)
@@ -360,12 +363,15 @@ def test_a_disk_that_fills_ends_the_recording_and_not_the_loop(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
+    if gives_up:
+        monkeypatch.setattr(journal, "MAX_HELD_BYTES", 0)
     for batch in run.batches():
         run.step_done(loop.train_on(batch))
     monkeypatch.undo()
     run.close()
-    assert [event.kind for event in read(tmp_path / "run")] == ["started", "step"]
-    assert capsys.readouterr().err.count("No space left on device; the loop goes on unrecorded") == 1
+    kinds = [event.kind for event in read(tmp_path / "run")]
+    assert kinds == (["started", "step"] if gives_up else ["started", *["step"] * 4, "committed", "ended"])
+    assert capsys.readouterr().err.count(f"No space left on device; {held}") == 1
 
 
 BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
