@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ FILE = "ledger.bin"
 FORMAT = 1
 HEADER_BYTES = 256
 ROW = struct.Struct("<IIQ")
-MAX_ROWS = 4096  # rows held back at most: a kill loses them together with the steps that they belong to
+MOST_HELD_BYTES = 4096 * ROW.size  # held back at most: a kill loses them together with the steps that they belong to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,39 +47,35 @@ def checksum(ids: Any) -> int:
     return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
 
 
-class Ledger:
-    """Appends to a run's ledger. Raises StorageError when the disk refuses, RunFolderError when the file is of another plan."""
+class Appended:
+    """A file that begins with a header and is only appended to: what `add` was given is on disk once `sync` returns.
 
-    def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
-        self._path, self._generation = folder / FILE, generation
+    `end_of(size)` says where the last whole row ends: a killed attempt may leave a part of one. Raises StorageError.
+    """
+
+    def __init__(self, path: Path, header: bytes, end_of: Callable[[int], int]) -> None:
+        self._path = path
         self._rows, self._num_written = bytearray(), 0  # since the last sync; so many bytes of them stand in the file
         self._is_spoiled = False
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             size = os.fstat(self._descriptor).st_size
             if size < HEADER_BYTES:
                 os.ftruncate(self._descriptor, 0)
-                self._append(self._descriptor, _header(plan))
+                self._append(self._descriptor, header)
             else:
-                os.ftruncate(self._descriptor, size - (size - HEADER_BYTES) % ROW.size)  # a killed attempt may leave half a row
-            self._num_synced = os.fstat(self._descriptor).st_size
+                os.ftruncate(self._descriptor, end_of(size))
+            self.num_synced = os.fstat(self._descriptor).st_size
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
-        if (found := read_plan(folder)) != plan:
-            raise RunFolderError(f"{self._path} is of another plan: {found}, now {plan}", hint="give another --run folder")
+            raise StorageError(f"{path} cannot be written: {error.strerror}", hint="free some space") from error
 
-    def add(self, step: int, ids: Any) -> None:
-        self._rows += ROW.pack(step, self._generation, checksum(ids))
-        if (len(self._rows) - self._num_written) % (MAX_ROWS * ROW.size) == 0:
+    def add(self, rows: bytes) -> None:
+        self._rows += rows
+        if len(self._rows) - self._num_written >= MOST_HELD_BYTES:
             with contextlib.suppress(OSError):  # kept until `sync`, which says so
                 self._flush()
 
-    def count_lost(self, step: int) -> int:
-        """How many rows a run that stands after `step` has lost: one that was written before its commit was is gone by damage alone."""
-        return max(0, step - read_after(self._path.parent) - (self._num_synced - HEADER_BYTES) // ROW.size)
-
     def sync(self) -> None:
-        """Everything added is on disk once this returns."""
         try:
             if self._is_spoiled:
                 self._write_anew()
@@ -90,7 +86,7 @@ class Ledger:
                 self._is_spoiled = False
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
-        self._num_synced += len(self._rows)
+        self.num_synced += len(self._rows)
         self._rows, self._num_written = bytearray(), 0
 
     def _flush(self) -> None:
@@ -110,7 +106,7 @@ class Ledger:
         draft = self._path.with_name(f".{FILE}.draft")
         descriptor = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            self._append(descriptor, os.pread(self._descriptor, self._num_synced, 0) + self._rows)
+            self._append(descriptor, os.pread(self._descriptor, self.num_synced, 0) + self._rows)
             os.fsync(descriptor)
             draft.replace(self._path)
         except BaseException:
@@ -131,6 +127,30 @@ class Ledger:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class Ledger:
+    """Appends to a run's ledger. Raises StorageError when the disk refuses, RunFolderError when the file is of another plan."""
+
+    def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
+        self._folder, self._generation = folder, generation
+        self._file = Appended(folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size)
+        if (found := read_plan(folder)) != plan:
+            raise RunFolderError(f"{folder / FILE} is of another plan: {found}, now {plan}", hint="give another --run folder")
+
+    def add(self, step: int, ids: Any) -> None:
+        self._file.add(ROW.pack(step, self._generation, checksum(ids)))
+
+    def count_lost(self, step: int) -> int:
+        """How many rows a run that stands after `step` has lost: one that was written before its commit was is gone by damage alone."""
+        return max(0, step - read_after(self._folder) - (self._file.num_synced - HEADER_BYTES) // ROW.size)
+
+    def sync(self) -> None:
+        """Everything added is on disk once this returns."""
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -25,12 +25,14 @@ from torch.optim import Optimizer
 from surefoot.components import optim
 from surefoot.components.data import size_of
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes
-from surefoot.contract import events
+from surefoot.contract import events, loop_ledger
+from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, StorageError, TaskError
 from surefoot.train import blame, environment, folder
 from surefoot.train.resume.loop import LoopKeeper, name_objects
+from surefoot.train.resume.watched import Watched
 
 SPEC_ID = "attached"  # such a run has no spec
 
@@ -150,6 +152,10 @@ class _Record:
         self._loss: float | None = None
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
+        self._watched = Watched(data)
+        self._unstepped: list[
+            tuple[int, int, tuple[int, ...]]
+        ] = []  # (pass, place in it, samples) of the batches since the last step
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = 0
         self.started_s = time.perf_counter()
@@ -158,8 +164,9 @@ class _Record:
         choice = functools.partial(folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True)
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
-            self._keeper = LoopKeeper(self.folder, self._lock, objects, data, save)
+            self._keeper = LoopKeeper(self.folder, self._lock, objects, self._watched.data, save)
             notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
+            self._ledger = LoopLedger(self.folder, self._watched.promise, self.generation)
             self._journal = Journal(self.folder)
             self._journal.begin(self._started(model, name, digest, data, notes))
         for note in notes:
@@ -194,11 +201,23 @@ class _Record:
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
         self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
-        return self._keeper.begin_pass()
+        self._watched.begin_pass()
+        batches = self._keeper.begin_pass()
+        self._compare_with_before([self._watched.take() for _ in range(self._keeper.position)])
+        return batches
+
+    def _compare_with_before(self, again: list[tuple[int, ...]]) -> None:
+        """Tell of a pass whose batches, read once more to find the place, are not those that were consumed before the stop."""
+        rows = loop_ledger.consumed(loop_ledger.read(self.folder))[0] if any(again) else []
+        before = [row.ids for row in rows if row.number_of_pass == self._keeper.pass_number and row.step <= self.step]
+        if before != again[: len(before)]:
+            self._console.warn(
+                "the data come in another order than before the stop, so samples are read twice or never: seed the loader"
+            )
 
     def between_steps(self) -> None:
         """The loop asks for its next batch: all that belongs to the step before is done, schedulers too."""
-        if self.step > self._saved_step and self._keeper.is_due(self.step):
+        if self.step > self._saved_step and not self._unstepped and self._keeper.is_due(self.step):
             self.save()
 
     def save(self) -> None:
@@ -212,6 +231,7 @@ class _Record:
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
             self._journal.sync()
+            self._ledger.sync()  # what was consumed reaches the disk before the commit that presupposes it
             made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
             self._console.warn(f"{error.message}; the loop goes on")
@@ -226,12 +246,14 @@ class _Record:
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
         self._num_batches += 1
+        self._unstepped.append((self._keeper.pass_number, self._keeper.position, self._watched.take()))
         self._keeper.position += 1
         self._unreported += size_of(batch)
 
     def end_pass(self) -> None:
         self._is_inside = False
         self._num_passes += 1
+        self._keeper.end_pass()
         self._close_window()
 
     @property
@@ -249,6 +271,9 @@ class _Record:
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
         weight = count or 1  # a loop that reads its data past batches() still has a mean
         self.step += 1
+        for batch in self._unstepped:
+            self._ledger.add(self.step, *batch)
+        self._unstepped.clear()
         self.num_samples += count
         rate = self._optimizers[0].param_groups[0]["lr"]
         report = StepReport(
@@ -325,6 +350,7 @@ class _Record:
             self._write(self._ended(outcome, cause, exit_code))
         if not self._is_over:
             try:
+                self._ledger.sync()
                 self._journal.close()
             except StorageError as error:
                 self._give_up(error)
@@ -346,6 +372,7 @@ class _Record:
 
     def _let_go(self) -> None:
         self._is_over = True
+        self._ledger.close()
         self._journal.abandon()
         self._lock.release()
         atexit.unregister(self.end_with_process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from surefoot.components.data import consumed
 from surefoot.contract import ledger
 from surefoot.contract.ledger import HEADER_BYTES, ROW, Ledger, Plan
+from surefoot.contract.loop_ledger import LoopLedger, Promise
 from surefoot.core.errors import InputError
 from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
+from tests.conftest import ROOT
 
 PLAN = Plan(samples=50, seed=3, shuffle=True, batch=8, drop_last=False)  # 7 steps an epoch, the last of 2 samples
 STEPS = 30
@@ -174,3 +177,21 @@ def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(tmp_pat
     answer = surefoot("ledger", write(tmp_path / "run", (1, 3)), "--sample", "50")
     assert answer.code == 2
     assert "there is no sample 50" in answer.err
+
+
+def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Command) -> None:
+    book = LoopLedger(tmp_path, Promise(samples=6, once=True, all=True), 1)
+    for step, ids in enumerate([(4, 1, 0), (2, 5, 3), (1, 3, 3)]):
+        book.add(step + 1, step // 2, step % 2, ids)
+        book.sync()
+        answer = surefoot("ledger", tmp_path, "--sample", "3")
+        assert answer.code == (step == 2)
+    assert "steps 1 to 3: 3 batches, 9 samples, 2 passes of 6" in answer.out
+    assert "twice: pass 2 consumed sample 3 2 times" in answer.out
+    assert "sample 3: step 2 (pass 1), step 3 (pass 2)" in answer.out
+    row = surefoot("ledger", tmp_path, "--sample", "3", "--json").row
+    told = (ROOT / "docs" / "reference" / "cli.md").read_text().split("Of a loop with `surefoot.attach`")[1].split("\n\n")[0]
+    assert {*row, *row["promise"]} - {"id", "version", "uses"} <= set(re.findall(r"`([a-z_]+)`", told))
+    assert row["sample"]["uses"] == [{"step": 2, "pass": 1, "place": 2}, {"step": 3, "pass": 2, "place": 1}]
+    book.close()
+    assert surefoot("ledger", tmp_path, "--sample", "6").code == 2

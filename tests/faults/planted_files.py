@@ -82,13 +82,13 @@ def carry_on(descriptor: int) -> None:
 real_fsync = os.fsync
 
 
-def sync_again(self: ledger.Ledger) -> None:
+def sync_again(self: ledger.Appended) -> None:
     try:
         self._flush()
         os.fsync(self._descriptor)
     except OSError as error:
         raise StorageError(str(error)) from error
-    self._num_synced += len(self._rows)
+    self.num_synced += len(self._rows)
     self._rows, self._num_written = bytearray(), 0
 
 
@@ -131,7 +131,7 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "an odd state is not caught": put(checkpoint, "taken_from", contextlib.nullcontext),
     "fsync is tried again": put(os, "fsync", tried_again),
     "fsync may fail": put(os, "fsync", carry_on),
-    "the ledger is synced again": put(ledger.Ledger, "sync", sync_again),
+    "the ledger is synced again": put(ledger.Appended, "sync", sync_again),
     "room is made before the save": put(checkpoint, "commit", make_room_first),
     "a failed save ends the run": put(Run, "_give_up", end_at_once),
     "a failed save is not told": put(Run, "_tell_fault", lambda self, fault: None),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +13,8 @@ from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 if TYPE_CHECKING:
-    from surefoot.components.data.consumed import Consumed
+    from surefoot.components.data.consumed import Consumed, Fault
+    from surefoot.contract import loop_ledger
 
 MOST_SHOWN = 10
 
@@ -24,6 +28,10 @@ def ledger(
 
     Every sample exactly once an epoch, in order, over any number of kills; ends with 1 where that does not hold.
     """
+    from surefoot.contract import loop_ledger
+
+    if loop_ledger.is_of_a_loop(run):
+        return _of_a_loop(run, sample, json=json)
     from surefoot.components.data import consumed
 
     found = consumed.check(run)
@@ -65,8 +73,50 @@ def _tell(found: Consumed) -> None:
     if found.holds:
         print("exactly once: every step consumed what the plan says, nothing twice, lost or out of order")
         return
-    for each in found.faults[:MOST_SHOWN]:
+    _tell_faults(found.faults)
+
+
+def _tell_faults(faults: Sequence[Fault | loop_ledger.Fault]) -> None:
+    for each in faults[:MOST_SHOWN]:
         print(f"  {each.kind}: {each.told}")
-    if len(found.faults) > MOST_SHOWN:
-        print(f"  and {len(found.faults) - MOST_SHOWN:,} more")
+    if len(faults) > MOST_SHOWN:
+        print(f"  and {len(faults) - MOST_SHOWN:,} more")
     print("NOT exactly once")
+
+
+def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
+    """What a loop with `surefoot.attach` consumed; there is no plan, the samples themselves are recorded."""
+    from surefoot.contract import loop_ledger
+
+    found = loop_ledger.check(run)
+    uses = None if sample is None else loop_ledger.find_sample(run, sample)
+    if json:
+        fields = asdict(found) | {"faults": [each._asdict() for each in found.faults], "attempts": list(found.attempts)}
+        told = [{"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1} for use in uses or ()]
+        options.print_json({
+            "run": str(run), "ok": found.holds, **fields, "sample": None if uses is None else {"id": sample, "uses": told},
+        })  # fmt: skip
+        return int(not found.holds)
+    _tell_loop(found)
+    if uses is not None:
+        told_uses = ", ".join(f"step {use.step:,} (pass {use.number_of_pass + 1:,})" for use in uses) or "not yet"
+        print(f"sample {sample:,}: {told_uses}")
+    return int(not found.holds)
+
+
+def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
+    from surefoot.cli.table import print_pairs
+
+    promise = found.promise
+    known = f"{found.num_samples:,} samples" if found.num_samples else "which samples they held is not known"
+    of = "" if promise.samples is None else f" of {promise.samples:,}"
+    print_pairs([
+        ("consumed", f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, {found.num_passes:,} passes{of}"),
+        ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} batches were read again"),
+    ])  # fmt: skip
+    if not found.holds:
+        _tell_faults(found.faults)
+    elif promise.once:
+        print("exactly once: every batch in its place, every sample once a pass")
+    else:
+        print("every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader")

@@ -37,6 +37,8 @@ class LoopKeeper:
         self._pass_random: Mapping[str, Any] = {}
         self._wanted: Mapping[str, Any] | None = None  # random states to go on with, once the place in the data is found
         self.position = 0  # batches read in the pass that goes on
+        self.pass_number = -1  # of the pass that goes on, from 0; one that is left before its end counts too
+        self._is_between = False  # two passes
 
     # ---- going on
 
@@ -49,6 +51,7 @@ class LoopKeeper:
         with checkpoint.taken_from(f"the state after step {found.step:,}"):
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
+            self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
         self._wanted = checkpoint.random_states()
         if data is not None:
             self._data.load_state_dict(data)  # type: ignore[attr-defined]
@@ -60,8 +63,14 @@ class LoopKeeper:
     def begin_pass(self) -> Iterator[Any]:
         """An iterator over the data that stands where the loop was left; from the second pass on, at the beginning."""
         wanted, self._wanted = self._wanted, None
+        if wanted is not None and self._is_between:
+            checkpoint.restore_random(wanted)
+            self._restore_own(self._pass_random)
+            wanted = None
+        self._is_between = False
         if wanted is None:
             self.position = 0
+            self.pass_number += 1
             self._pass_random = self._random()
             return iter(self._data)
         if self._saves_itself:
@@ -74,6 +83,10 @@ class LoopKeeper:
         checkpoint.restore_random(wanted)
         return batches
 
+    def end_pass(self) -> None:
+        """A commit that is made now goes on with the next pass."""
+        self.position, self._is_between, self._pass_random = 0, True, self._random()
+
     def _random(self) -> dict[str, Any]:
         """The random states from which this pass over the data draws its order."""
         own = [each.get_state() for each in self._generators()]
@@ -81,6 +94,9 @@ class LoopKeeper:
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         checkpoint.restore_random(states)
+        self._restore_own(states)
+
+    def _restore_own(self, states: Mapping[str, Any]) -> None:
         for generator, state in zip(self._generators(), states["own"], strict=False):
             generator.set_state(state)
 
@@ -104,7 +120,10 @@ class LoopKeeper:
         if not self._lock.still_ours():
             raise StorageError(f"{self._folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
-        loop = {**counters, "position": self.position, "pass_random": self._pass_random}
+        loop = {
+            **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
+            "pass_random": self._pass_random,
+        }  # fmt: skip
         made = checkpoint.save(self._folder, step, {**self._objects, "loop": loop, "data": data_state}, stamp)
         checkpoint.retain(self._folder, keep=KEEP)
         return made, time.monotonic() - started_s

@@ -1,0 +1,200 @@
+"""`ledger.bin` of a loop of the user's own: which samples each batch held, as they were consumed; read and judged without torch.
+
+The order is the loader's own, so there is no plan to hold it against: the ids stand here themselves, 4 bytes each. A header of 256
+bytes says what a pass promises. A row is a batch: (step, generation, pass, place in the pass, number of ids), then the ids; none
+where the data do not say which samples a batch holds, and the place alone is known.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from surefoot.contract.ledger import FILE, HEADER_BYTES, Appended
+from surefoot.core.errors import RunFolderError
+
+FORMAT = "loop 1"
+HEAD = struct.Struct("<IIIII")
+ID_BYTES = 4
+MOST_IDS = 1 << 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """What a pass over the data is: `samples` in the set (None: unknown), each `once`, and `all` of them where no batch is left out."""
+
+    samples: int | None = None
+    once: bool = False
+    all: bool = False
+
+
+class Batch(NamedTuple):
+    """One batch of a loop: the step it was consumed by, and where it stood. Passes and places count from 0; `ids` may be unknown."""
+
+    step: int
+    generation: int
+    number_of_pass: int
+    place: int
+    ids: tuple[int, ...]
+
+
+class Fault(NamedTuple):
+    """What a loop consumed that it should not have, or did not: `lost`, `twice` or `out of order`."""
+
+    kind: str
+    step: int
+    told: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConsumed:
+    """What a loop consumed, in `attempts` (generations); `num_overruled` batches were read again after a kill."""
+
+    promise: Promise
+    last: int
+    attempts: tuple[int, ...]
+    num_batches: int
+    num_overruled: int
+    num_samples: int
+    num_passes: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def holds(self) -> bool:
+        return not self.faults
+
+
+class LoopLedger:
+    """Appends to a loop's ledger. Raises StorageError when the disk refuses, RunFolderError when the file is of other data."""
+
+    def __init__(self, folder: Path, promise: Promise, generation: int) -> None:
+        path, self._generation = folder / FILE, generation
+        header = json.dumps({"surefoot ledger": FORMAT, **asdict(promise)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
+        self._file = Appended(path, header, lambda size: HEADER_BYTES + sum(_num_bytes(row) for row in read(folder)))
+        if (found := read_promise(folder)) != promise:
+            raise RunFolderError(f"{path} is of other data: {found}, now {promise}", hint="give another folder")
+
+    def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
+        head = HEAD.pack(step, self._generation, number_of_pass, place, len(ids))
+        self._file.add(head + struct.pack(f"<{len(ids)}I", *ids))
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def is_of_a_loop(folder: Path) -> bool:
+    """Whether a run's ledger is that of a loop of the user's own."""
+    try:
+        with (folder / FILE).open("rb") as file:
+            return bool(json.loads(file.read(HEADER_BYTES))["surefoot ledger"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_promise(folder: Path) -> Promise:
+    """What the data of a loop promise. Raises RunFolderError for a ledger that is damaged."""
+    try:
+        with (folder / FILE).open("rb") as file:
+            row = json.loads(file.read(HEADER_BYTES))
+        del row["surefoot ledger"]
+        return Promise(**row)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{folder / FILE} is no ledger of a loop: {error}") from None
+
+
+def read(folder: Path) -> Iterator[Batch]:
+    """Every batch in the order written; a part of one at the end, which a kill leaves, is left out."""
+    with (folder / FILE).open("rb") as file:
+        file.seek(HEADER_BYTES)
+        while len(head := file.read(HEAD.size)) == HEAD.size:
+            step, generation, number_of_pass, place, count = HEAD.unpack(head)
+            ids = array("I")
+            ids.frombytes(data := file.read(ID_BYTES * count))
+            if step == 0 or len(data) < ID_BYTES * count:
+                return
+            yield Batch(step, generation, number_of_pass, place, tuple(ids))
+
+
+def _num_bytes(batch: Batch) -> int:
+    return HEAD.size + ID_BYTES * len(batch.ids)
+
+
+def consumed(batches: Iterator[Batch]) -> tuple[list[Batch], int]:
+    """The batches that count, and how many were overruled: an attempt that went back to step n takes over from there."""
+    kept: list[Batch] = []
+    overruled = 0
+    for batch in batches:
+        while kept and batch.generation > kept[-1].generation and kept[-1].step >= batch.step:
+            kept.pop()
+            overruled += 1
+        kept.append(batch)
+    return kept, overruled
+
+
+def check(run: Path) -> LoopConsumed:
+    """Read the ledger of `run` and judge what was consumed. Raises RunFolderError for one that is damaged."""
+    promise = read_promise(run)
+    rows = list(read(run))
+    kept, overruled = consumed(iter(rows))
+    return LoopConsumed(
+        promise=promise, last=kept[-1].step if kept else 0, attempts=tuple(sorted({row.generation for row in rows})), num_batches=len(kept),
+        num_overruled=overruled, num_samples=sum(len(batch.ids) for batch in kept),
+        num_passes=len({batch.number_of_pass for batch in kept}), faults=(*_places(kept), *_samples(kept, promise)),
+    )  # fmt: skip
+
+
+def find_sample(run: Path, sample: int) -> list[Batch]:
+    """The batches that held `sample` and were not overruled. Raises RunFolderError for one that the set has not."""
+    samples = read_promise(run).samples
+    if sample < 0 or samples is None or sample >= samples:
+        told = (
+            "the data do not say which samples a batch holds" if samples is None else f"the set has {samples:,}, counted from 0"
+        )
+        raise RunFolderError(f"there is no sample {sample}", hint=told)
+    return [batch for batch in consumed(read(run))[0] if sample in batch.ids]
+
+
+def _places(kept: list[Batch]) -> Iterator[Fault]:
+    """One batch after another, one pass after another; a pass may be left before its end, and a step may hold several batches."""
+    step, number, place = 0, 0, -1
+    for batch in kept:
+        expected = (number, place + 1) if batch.number_of_pass == number else (number + 1, 0)
+        if (batch.number_of_pass, batch.place) != expected:
+            at = f"batch {batch.place + 1:,} of pass {batch.number_of_pass + 1:,}"
+            kind = "lost" if (batch.number_of_pass, batch.place) > expected else "twice"
+            yield Fault(
+                kind,
+                batch.step,
+                f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of pass {expected[0] + 1:,} was next",
+            )
+        elif not step <= batch.step <= step + 1:
+            kind = "lost" if batch.step > step + 1 else "out of order"
+            yield Fault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
+        step, number, place = batch.step, batch.number_of_pass, batch.place
+
+
+def _samples(kept: list[Batch], promise: Promise) -> Iterator[Fault]:
+    """Each sample once a pass, and all of them in a pass that came to its end: the next one has begun."""
+    if not promise.once:
+        return
+    passes: dict[int, Counter[int]] = {}
+    last: dict[int, int] = {}
+    for batch in kept:
+        passes.setdefault(batch.number_of_pass, Counter()).update(batch.ids)
+        last[batch.number_of_pass] = batch.step
+    for number, counts in passes.items():
+        for sample, count in counts.items():
+            if count > 1:
+                yield Fault("twice", last[number], f"pass {number + 1:,} consumed sample {sample:,} {count} times")
+        is_whole = number + 1 in passes
+        if promise.all and is_whole and promise.samples is not None and len(counts) < promise.samples:
+            yield Fault("lost", last[number], f"pass {number + 1:,} left out {promise.samples - len(counts):,} samples")
