@@ -194,6 +194,14 @@ _SCHEDULE = TypeAdapter(ScheduleSettings)
 ScheduleTable = Annotated[ScheduleSettings, BeforeValidator(_read_schedule)]
 
 
+class FaultTable(Table):
+    """What is done wrong on purpose: for a lab, never for a run that is to be believed."""
+
+    forget: tuple[Literal["optimizer", "schedule", "random", "task"], ...] = Field(
+        (), description="parts of the state that going on leaves as a new run has them: optimizer, schedule, random, task"
+    )
+
+
 class LaterTable(Table):
     """A table whose name is taken and whose room is not built yet: it has no keys."""
 
@@ -215,7 +223,7 @@ class RunSpec(Table):
     stability: StabilityTable = StabilityTable()
     observe: ObserveTable = ObserveTable()
     ablate: LaterTable = LaterTable()
-    fault: LaterTable = LaterTable()
+    fault: FaultTable = FaultTable()
 
     @model_validator(mode="wrap")
     @classmethod

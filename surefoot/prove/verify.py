@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,15 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two runs part: a step (None: only the last commit shows it), a component, and what may be the cause."""
+    """The first place where two runs part: a step (None: only the last commit shows it), a component, and what may be the cause.
+
+    `loss_gap` is by how much the losses of a step part at most.
+    """
 
     step: int | None
     component: str
     cause: str
+    loss_gap: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,9 @@ def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: 
         done = tuple(_killed_run(interpreters, file, folder / "killed", steps, planned, tell))
         tell("the last attempt, to the end")
         interpreters.attempt(file, folder / "killed", steps=steps)
-    resume = _compare(folder / "first", folder / "killed", cause=lambda component: _cause_of_loss(component, guarantee))
+    resume = _compare(
+        folder / "first", folder / "killed", cause=lambda component: _cause_of_loss(component, guarantee, spec.fault.forget)
+    )
     return Verdict(
         num_steps=done_steps, seed=seed, components=components, kills=done, resume=resume, guarantee=guarantee,
         saved_steps=tuple(manifest.steps(folder / "killed")),
@@ -139,17 +145,19 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Difference | None:
     """The first step and component in which the attempts at `other` differ from `whole`; then the last commits; then the ledgers."""
-    expected = {row["step"]: row for row in _trace(whole)}
-    for row in sorted(_trace(other), key=lambda row: int(row["step"])):
+    expected, rows = {row["step"]: row for row in _trace(whole)}, sorted(_trace(other), key=lambda row: int(row["step"]))
+    pairs = [(row["loss"], expected[row["step"]]["loss"]) for row in rows if row["step"] in expected]
+    gap = max((abs(one - two) for one, two in pairs if None not in (one, two)), default=0.0)
+    for row in rows:
         first = expected.get(row["step"])
         apart = _first_apart(first, row) if first is not None else "the number of steps"
         if apart is not None:
-            return Difference(row["step"], apart, cause(apart))
+            return Difference(row["step"], apart, cause(apart), gap)
     tensor = _differing_tensor(whole, other)
     if tensor is not None:
         return Difference(None, tensor, cause(tensor))
-    rows, others = ([(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]] for run in (whole, other))
-    return None if rows == others else Difference(None, "the ledger of samples", cause("ledger"))
+    one, two = ([(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]] for run in (whole, other))
+    return None if one == two else Difference(None, "the ledger of samples", cause("ledger"))
 
 
 def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
@@ -181,7 +189,9 @@ def _cause_of_noise(component: str) -> str:
     return "an operator without a fixed order, the time of day, or what other processes do decides a number"
 
 
-def _cause_of_loss(component: str, guarantee: str) -> str:
+def _cause_of_loss(component: str, guarantee: str, forgotten: Sequence[str]) -> str:
+    if forgotten:
+        return f"fault.forget leaves out {', '.join(forgotten)} when the run goes on"
     if guarantee != "proven":
         return f"the data are {guarantee}: read anew they gave other batches than before"
     if component == "random states":

@@ -120,6 +120,8 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     frozen = optim.freeze(model, spec.optim.freeze)
     if frozen:
         notes.append(f"{len(frozen)} parameters are frozen")
+    if spec.fault.forget:
+        notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
     tokens = _tokens_per_sample(source)
     total_steps = _to_steps(length, feed, tokens)

@@ -165,3 +165,29 @@ def test_a_state_folder_that_is_there_already_is_left_alone(
     assert code == 2
     assert "is there already" in said
     assert (tmp_path / "out" / "mine").read_text() == "years of work"
+
+
+REMEMBERS = """return model(batch[0])
+
+    seen = torch.zeros(1)
+
+    def state(self):
+        return {"seen": self.seen}
+"""
+LEFT_OUT = {"optimizer": "optimizer", "schedule": "parameters", "task": "task state"}  # what is left out, what differs then
+
+
+@pytest.mark.parametrize("part", LEFT_OUT)
+def test_a_part_that_is_left_out_on_purpose_shows_what_it_is_for(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, change=("return model(batch[0])", REMEMBERS))
+    file = tmp_path / "mine.py"
+    file.write_text(file.read_text().replace("# LOSS", "self.seen.add_(output.requires_grad)"))
+    forget = ("--set", f'fault.forget=["{part}"]', "--set", "schedule.name=cosine", "--kills", "1")
+    code, row, said = verify(monkeypatch, capsys, task, *WORDS, *forget)
+    assert code == EXIT_VERDICT_FAILS, said
+    assert row["repeat"] is None
+    assert LEFT_OUT[part] in row["resume"]["component"]
+    assert f"leaves out {part}" in row["resume"]["cause"]
+    assert (row["resume"]["loss_gap"] > 0) == (part != "task")

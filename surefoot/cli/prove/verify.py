@@ -81,6 +81,7 @@ def _teller(quiet: bool) -> Any:
 
 def _print(found: Verdict, spec: str) -> None:
     from surefoot.cli.table import print_table
+    from surefoot.core.units import format_number
 
     rows = [("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))]
     if found.repeat is None:
@@ -95,7 +96,7 @@ def _print(found: Verdict, spec: str) -> None:
     print(f"data: {found.guarantee}; kill seed {found.seed}")
     for difference in (found.repeat, found.resume):
         if difference is not None:
-            print(f"likely cause: {difference.cause}")
+            print(f"likely cause: {difference.cause}; the losses part by {format_number(difference.loss_gap)} at most")
     print(f"verdict: {spec} {'goes on exactly' if found.holds else _fails(found)}")
 
 

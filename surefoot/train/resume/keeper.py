@@ -133,11 +133,12 @@ class Keeper:
     def resume(self) -> tuple[dict[str, Any] | None, int, list[str]]:
         """Load the newest whole commit: what was saved beside it (None where there is none), its step, and what was damaged."""
         found: dict[str, Any] = {}
-        lost = self._fetch()
+        lost, forget = self._fetch(), self._assembly.spec.fault.forget
+        adapt = self._state.forgetting(forget) if forget else None
 
         def load(commit: Commit) -> None:
             self._check_own(commit)
-            found.update(self._state.restore(commit))
+            found.update(self._state.restore(commit, adapt))
             self._parent = commit.manifest.parent
 
         step, troubles = checkpoint.newest_loadable(self._folder, load)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,21 @@ class LiveState:
         with checkpoint.taken_from(commit.folder):
             checkpoint.restore_random(random)
         return tree
+
+    def forgetting(self, parts: Collection[str]) -> Callable[[dict[str, Any]], None]:
+        """What leaves these parts of a commit as they are now, before it is read: for a lab that shows what each is for."""
+        now = copy.deepcopy(self._tree())
+
+        def forget(tree: dict[str, Any]) -> None:
+            for name, update in tree["optimizer"].items():
+                if "optimizer" in parts:
+                    update["optimizers"] = now["optimizer"][name]["optimizers"]
+                if "schedule" in parts:
+                    update["applied_steps"] = now["optimizer"][name]["applied_steps"]
+            tree.update({"plateau": now["plateau"]} if "schedule" in parts else {})
+            tree.update({part: now[part] for part in ("random", "task") if part in parts})
+
+        return forget
 
     def _check_fit(self, commit: Commit, skeleton: Any) -> None:
         stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
