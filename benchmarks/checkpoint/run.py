@@ -109,6 +109,7 @@ def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=4)
     parser.add_argument("--sizes", default="400,2000", help="megabytes")
+    parser.add_argument("--part", choices=("saves", "stall", "all"), default="all", help="what to measure")
     parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
     asked = parser.parse_args()
     stalls = asked.out.with_name(f"{asked.out.stem}_stall.json")
@@ -116,14 +117,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=asked.folder) as made:
             folder = Path(made)
             sizes = [int(size) for size in asked.sizes.split(",")]
-            measure(
-                "checkpoint",
-                make_arms(sizes, folder),
-                rounds=asked.rounds,
-                packages=("torch", "numpy", "surefoot"),
-                out=asked.out,
-            )
-            measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=("torch", "surefoot"), out=stalls)
+            if asked.part != "stall":
+                arms, packages = make_arms(sizes, folder), ("torch", "numpy", "surefoot")
+                measure("checkpoint", arms, rounds=asked.rounds, packages=packages, out=asked.out)
+            if asked.part != "saves":
+                measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=("torch", "surefoot"), out=stalls)
     trial = read_trial(asked.out)
     parts = {"conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls))}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -18,7 +18,8 @@ from surefoot.components.data import Arrays
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
-EVERY, SAVES = 8, 31  # steps between saves; the first save, which makes the staged copy, is left out
+SAVES = 31  # the first one, which makes the staged copy, is left out
+EVERY, OFTEN = 40, 8  # steps between saves; the longer where a writer that yields to two threads lives through 20 of them
 
 
 class Wide:
@@ -47,13 +48,15 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     `ordinary_s` is the median of the steps that no save touches. The first save, which makes the staged copy, is left out.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    durations = _time_surefoot(mode, threads, folder) if mode in ("blocking", "background") else _time_loop(mode, threads, folder)
+    every = EVERY if threads > 1 and mode in ("background", "dcp_async") else OFTEN
+    time_steps = _time_surefoot if mode in ("blocking", "background") else _time_loop
+    durations = time_steps(mode, threads, folder, every)
     shutil.rmtree(folder)
-    counted = [each for each in durations if each[0] > 2 * EVERY]
+    counted = [each for each in durations if each[0] > 2 * every]
     ordinary = statistics.median(seconds for _, seconds, touched in counted if not touched)
     extras = [
-        sum(seconds - ordinary for step, seconds, touched in counted if touched and save < step <= save + EVERY)
-        for save in range(2 * EVERY, EVERY * SAVES + 1, EVERY)
+        sum(seconds - ordinary for step, seconds, touched in counted if touched and save < step <= save + every)
+        for save in range(2 * every, every * SAVES + 1, every)
     ]
     return {
         "extra_s": max(0.0, statistics.median(extras)), "ordinary_s": ordinary, "saves": float(len(extras)),
@@ -61,11 +64,11 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _time_surefoot(mode: str, threads: int, folder: Path) -> list[Timed]:
+def _time_surefoot(mode: str, threads: int, folder: Path, every: int) -> list[Timed]:
     spec = RunSpec(
-        train={"length": f"{EVERY * (SAVES + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
-        checkpoint={"every": f"{EVERY} steps", "keep": 2, "background": mode == "background"},
-        observe={"every": f"{EVERY * 100} steps", "tensorboard": False},
+        train={"length": f"{every * (SAVES + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
+        checkpoint={"every": f"{every} steps", "keep": 2, "background": mode == "background"},
+        observe={"every": f"{every * 100} steps", "tensorboard": False},
     )  # fmt: skip
     durations = []
     with Run(spec, Wide(), folder=folder, quiet=True) as run:
@@ -73,12 +76,12 @@ def _time_surefoot(mode: str, threads: int, folder: Path) -> list[Timed]:
         for report in run.steps():
             # the save of a step begins after it was handed over: what it takes at once falls into the step that follows
             now_s, is_saving = time.perf_counter(), any(thread.name == "surefoot-save" for thread in threading.enumerate())
-            durations.append((report.step, now_s - began_s, was_saving or is_saving or report.step % EVERY == 1))
+            durations.append((report.step, now_s - began_s, was_saving or is_saving or report.step % every == 1))
             began_s, was_saving = now_s, is_saving
     return durations
 
 
-def _time_loop(mode: str, threads: int, folder: Path) -> list[Timed]:
+def _time_loop(mode: str, threads: int, folder: Path, every: int) -> list[Timed]:
     """A plain loop over the same model and numbers, saved by `torch.save` or by DCP in the background."""
     torch.set_num_threads(threads)
     task = Wide()
@@ -88,19 +91,19 @@ def _time_loop(mode: str, threads: int, folder: Path) -> list[Timed]:
     save = {"torch_save": _save_torch, "dcp_async": _save_dcp_async}[mode]
     durations, saving = [], None
     began_s = time.perf_counter()
-    for step in range(1, EVERY * (SAVES + 1) + 1):
+    for step in range(1, every * (SAVES + 1) + 1):
         was_saving = saving is not None and not saving.done()
-        if step % EVERY == 1 and step > 1:
+        if step % every == 1 and step > 1:
             if saving is not None:
                 saving.result()
-            saving = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{step % (3 * EVERY)}")
+            saving = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{step % (3 * every)}")
         optimizer.zero_grad()
         batch = batches[step % len(batches)]
         (model(batch).square().mean(1).sum() / len(batch)).backward()
         optimizer.step()
         now_s = time.perf_counter()
         is_saving = saving is not None and not saving.done()
-        durations.append((step, now_s - began_s, was_saving or is_saving or step % EVERY == 1))
+        durations.append((step, now_s - began_s, was_saving or is_saving or step % every == 1))
         began_s = now_s
     if saving is not None:
         saving.result()

@@ -28,10 +28,10 @@ BAD, GONE, DRAFT = ".bad-", ".gone-", ".draft-"
 
 
 @contextlib.contextmanager
-def hashing() -> Iterator[Executor]:
+def hashing(nice: int = NICE) -> Iterator[Executor]:
     """The threads that hash; they yield to the one that writes, which waits for the disk at once again."""
     with ThreadPoolExecutor(
-        NUM_THREADS, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(NICE,)
+        NUM_THREADS, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(nice,)
     ) as pool:
         yield pool
 

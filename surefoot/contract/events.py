@@ -97,6 +97,7 @@ class Evaluated(Event):
     best: bool
     elapsed_s: float
     units: Mapping[str, str] = field(default_factory=dict)
+    precision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 from surefoot.components.data import Iterated, size_of, to_device
 from surefoot.components.metrics import Better, Mean
+from surefoot.components.precision import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
@@ -27,7 +26,7 @@ Tell = Callable[[int, int | None], None]  # samples done, samples in all where t
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation. `score` is the name of the metric that counts, `value` its value."""
+    """The result of one evaluation. `score` names the metric that counts, `value` is its value, `precision` what it was computed in."""
 
     split: str
     num_samples: int
@@ -37,6 +36,7 @@ class Evaluation:
     score: str
     better: Better
     elapsed_s: float
+    precision: Compute = "fp32"
 
     @property
     def value(self) -> float | None:
@@ -47,12 +47,13 @@ class Evaluation:
         return Evaluated(
             generation=generation, time_s=time.time(), step=step, split=self.split, num_samples=self.num_samples, loss=self.loss,
             metrics=self.metrics, score=self.score, better=self.better, best=best, elapsed_s=self.elapsed_s, units=self.units,
+            precision=self.precision,
         )  # fmt: skip
 
 
 def evaluate(
     model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
-    compute: Callable[[], AbstractContextManager[Any]] = nullcontext, tell: Tell | None = None,
+    precision: Compute = "fp32", tell: Tell | None = None,
 ) -> Evaluation:  # fmt: skip
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
@@ -65,6 +66,7 @@ def evaluate(
     size, num_samples = _batch_size(source, batch), 0
     merged: dict[str, Metric] = {}
     terms: dict[str, tuple[Mean, float]] = {}
+    compute = compute_context(precision, device)
     with untouched(model, task.state):
         for inputs in batches(source, batch, device):
             with compute():
@@ -86,7 +88,7 @@ def evaluate(
     means = [(mean.value(), weight) for mean, weight in terms.values()]
     total = sum(weight * value for value, weight in means if value is not None) if any(v is not None for v, _ in means) else None
     units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.items()}
-    return Evaluation(split, num_samples, total, values, units, chosen, better, time.perf_counter() - started_s)
+    return Evaluation(split, num_samples, total, values, units, chosen, better, time.perf_counter() - started_s, precision)
 
 
 def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:

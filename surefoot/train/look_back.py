@@ -68,19 +68,27 @@ def _find_step(run: Path, step: int | str) -> int:
     return checkpoint.find_step(run, int(step) if isinstance(step, str) and step.isdigit() else step)
 
 
-def evaluate_run(run: Path, step: str, split: str | None, data: str | None, *, quiet: bool = True) -> tuple[Evaluation, int]:
-    """Evaluate the weights of `step` on `split`; gives the result and the step that was chosen."""
+def evaluate_run(
+    run: Path, step: str, split: str | None, data: str | None, *, fp32: bool = False, quiet: bool = True
+) -> tuple[list[Evaluation], int]:
+    """Evaluate the weights of `step` on `split` in the run's own precision, with `fp32` then in that too, unless it is its own.
+
+    Gives the results, and the step that was chosen.
+    """
     model, task, spec, used = load_with_task(run, step, data=data)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
     source = read_split(task, name)
+    own = spec.precision.compute
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
-        result = evaluate(
-            model, task, source, split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
-            score=spec.evaluate.score, compute=compute_context(spec.precision.compute, device),
-            tell=functools.partial(console.reading, name),
-        )  # fmt: skip
-    return result, used
+        results = [
+            evaluate(
+                model, task, source, split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
+                score=spec.evaluate.score, precision=precision, tell=functools.partial(console.reading, name),
+            )
+            for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))
+        ]  # fmt: skip
+    return results, used
 
 
 def predict_run(

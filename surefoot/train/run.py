@@ -313,7 +313,7 @@ class Run:
             with self._averaged():
                 result = evaluate(
                     self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
-                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, compute=self.assembly.engine.compute,
+                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=spec.precision.compute,
                     tell=functools.partial(self._evaluating, name),
                 )  # fmt: skip
         except (Exception, SystemExit) as error:

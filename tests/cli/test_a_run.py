@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surefoot.contract import manifest
+from surefoot.contract import events, manifest
 from surefoot.core.place import child_environment
 from tests.cli.conftest import Command
 from tests.cli.reference import CLI, sections
@@ -24,7 +24,7 @@ def weights_sha256(run: Path, step: int) -> str:
 def documented(verb: str) -> set[str]:
     """The keys that docs/reference/cli.md gives for `--json` of a verb."""
     text = next(body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}"))
-    return set(re.findall(r"`([a-z_]+)`", text.split("`--json`:")[1].split("\n\n")[0]))
+    return set(re.findall(r"`([a-z_][a-z0-9_]*)`", text.split("`--json`:")[1].split("\n\n")[0]))
 
 
 def test_a_run_is_told_evaluated_written_out_and_repeated_bit_for_bit(surefoot: Command) -> None:
@@ -39,8 +39,9 @@ def test_a_run_is_told_evaluated_written_out_and_repeated_bit_for_bit(surefoot: 
     assert repeat[1] == "surefoot train runs/a/spec.toml"
     assert "47 (1 epochs)" in told.out
 
-    row = surefoot("evaluate", "runs/a", "--json").row
+    row = surefoot("evaluate", "runs/a", "--fp32", "--json").row
     assert set(row) == documented("evaluate")
+    assert (row["precision"], set(row["fp32"]["gaps"].values())) == ("fp32", {0.0})
     assert row["value"] == pytest.approx(trained.row["value"])
     row = surefoot("predict", "runs/a", "--output", "out.npz", "--json").row
     assert set(row) == documented("predict")
@@ -51,6 +52,21 @@ def test_a_run_is_told_evaluated_written_out_and_repeated_bit_for_bit(surefoot: 
     compared = surefoot("compare", "runs/a", "runs/b", "--json").row
     assert (compared["spec"], compared["circumstances"]) == ([], [])
     assert {values[0] - values[1] for values in (each["values"] for each in compared["losses"])} == {0.0}
+
+
+def test_an_evaluation_in_fp32_tells_the_gap_of_the_runs_own_precision(surefoot: Command) -> None:
+    surefoot("init")
+    assert (
+        surefoot("train", "my_spec.toml", "--set", "precision.compute=bf16", "--steps", "48", "--run", "a", "--quiet").code == 0
+    )
+    (recorded,) = {event.precision for event in events.read(Path("a")) if isinstance(event, events.Evaluated)}
+    row, plain = surefoot("evaluate", "a", "--fp32", "--json").row, surefoot("evaluate", "a", "--json").row
+    assert recorded == row["precision"] == plain["precision"] == "bf16"
+    assert row["loss"] == plain["loss"]
+    assert 0 < abs(row["fp32"]["gaps"]["loss"]) < 0.01
+    assert row["loss"] - row["fp32"]["values"]["loss"] == row["fp32"]["gaps"]["loss"]
+    said = surefoot("evaluate", "a", "--fp32").out
+    assert re.search(r"in bf16:\nloss .*\n.*\nin fp32:\nloss .* \(bf16 is off by ", said)
 
 
 @pytest.mark.parametrize("verb", ["runs", "show", "compare", "spec show", "spec check", "init"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -250,6 +251,21 @@ def test_a_folder_that_another_launcher_finished_meanwhile_is_not_written_again(
 
 
 # ---- the disk fills up while the run goes on
+
+
+def test_a_disk_too_small_for_the_commits_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    for free, is_told in ((usage.free, False), (2 << 20, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with Run(spec(1, checkpoint={"keep": 5_000}), Small(), folder=tmp_path / str(free), quiet=True):
+            pass
+        (started,) = (event for event in records(tmp_path / str(free)) if isinstance(event, Started))
+        told = [
+            note
+            for note in started.notes
+            if re.match(r"5002 commits of about .* need .* MiB, and 2 MiB are free: saves may fail", note)
+        ]
+        assert len(told) == is_told, started.notes
 
 
 def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_path: Path) -> None:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgument, SplitOption, StepOption, TracebackOption
 
+Fp32Option = Annotated[bool, typer.Option("--fp32", help="in fp32 too, and the gap to the run's own precision")]
+
 
 def evaluate(
-    run: RunArgument, split: SplitOption = None, step: StepOption = "best", data: DataOption = None, json: JsonOption = False,
-    quiet: QuietOption = False, traceback: TracebackOption = False,
+    run: RunArgument, split: SplitOption = None, step: StepOption = "best", fp32: Fp32Option = False, data: DataOption = None,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
-    """Evaluate the saved weights of a run on a split."""
+    """Evaluate the saved weights of a run on a split, in the precision that it was trained in."""
     from surefoot.components.observe.console import format_score
+    from surefoot.core.units import format_number
     from surefoot.train.look_back import evaluate_run
 
-    result, used = evaluate_run(run, step, split, data, quiet=quiet or json)
+    results, used = evaluate_run(run, step, split, data, fp32=fp32, quiet=quiet or json)
+    own, last = results[0], results[-1]
+    rows = {each.precision: {"loss": each.loss, **each.metrics} for each in results}
+    ours, theirs = rows[own.precision], rows[last.precision]
+    gaps = {name: None if None in (ours[name], value) else ours[name] - value for name, value in theirs.items()}  # type: ignore[operator]
     if json:
-        options.print_json({"run": str(run), "step": used, "split": result.split, "num_samples": result.num_samples,
-                            "loss": result.loss, "metrics": result.metrics, "score": result.score, "value": result.value})  # fmt: skip
+        row = {"run": str(run), "step": used, "split": own.split, "num_samples": own.num_samples, "loss": own.loss, "metrics": own.metrics,
+               "score": own.score, "value": own.value, "precision": own.precision}  # fmt: skip
+        options.print_json({**row, "fp32": {"values": theirs, "gaps": gaps}} if fp32 else row)
         return
-    names = {"loss": result.loss, **result.metrics}
-    for name, value in names.items():
-        print(format_score(name, value, result.units.get(name, "")))
+    for result in results:
+        if fp32:
+            print(f"in {result.precision}:")
+        for name, value in rows[result.precision].items():
+            gap = f" ({own.precision} is off by {format_number(gaps[name])})" if result is not own else ""
+            print(format_score(name, value, result.units.get(name, "")) + gap)

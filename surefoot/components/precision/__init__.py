@@ -1,5 +1,5 @@
 """Precision: which dtype computes what."""
 
-from surefoot.components.precision.policy import compute_context
+from surefoot.components.precision.policy import Compute, compute_context
 
-__all__ = ["compute_context"]
+__all__ = ["Compute", "compute_context"]

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+Compute = Literal["fp32", "bf16"]
 
-def compute_context(compute: Literal["fp32", "bf16"], device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+
+def compute_context(compute: Compute, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """A maker of contexts for the forward pass: nothing for fp32, autocast for bf16 (torch.amp, with the device given)."""
     if compute == "fp32":
         return nullcontext
