@@ -1,13 +1,62 @@
-"""What this machine is: processor, cores, memory. A peak that nobody measured is None and prints n/a."""
+"""What this machine is: processor, cores, memory; its peaks as measured, and what makers publish of theirs.
+
+A peak that nobody measured or published is None and prints n/a.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The most that a device does: FLOP/s of dense products by dtype, bytes/s of a copy (read and written), and the same within a cache.
+
+    `threads` are the processor threads that did it, None on a device that has none; `source` says who says so.
+    """
+
+    device: str
+    threads: int | None
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float | None
+    cache_bytes_per_s: float | None = None
+    source: str
+
+    def as_row(self) -> dict[str, object]:
+        row = asdict(self)
+        return {**row, "cores": row.pop("threads")}
+
+
+_A100 = {"fp64": 19.5e12, "fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}
+_H100 = {"fp64": 66.9e12, "fp32": 66.9e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12}
+_A100_SHEET = "NVIDIA A100 datasheet (1758950-r4), 2021-06; dense"
+_H100_SHEET = "NVIDIA H100 architecture white paper, 2022-03, and datasheet, 2023; dense"
+_PUBLISHED = (
+    ("Tesla V100-SXM2-16GB", {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12}, 900e9, "NVIDIA V100 datasheet, 2020-01; dense"),
+    ("Tesla V100-SXM2-32GB", {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12}, 900e9, "NVIDIA V100 datasheet, 2020-01; dense"),
+    ("NVIDIA A100-SXM4-40GB", _A100, 1555e9, _A100_SHEET),
+    ("NVIDIA A100-SXM4-80GB", _A100, 2039e9, _A100_SHEET),
+    ("NVIDIA H100 80GB HBM3", _H100, 3350e9, _H100_SHEET),
+    ("NVIDIA H200", _H100, 4800e9, "NVIDIA H200 datasheet, 2023-11; dense"),
+)
+
+
+def find_published(device: str) -> Peaks | None:
+    """What the maker publishes of a GPU, by the whole name that its driver gives; None for one that is not in the table.
+
+    >>> find_published("NVIDIA H200").flops_per_s["bf16"], find_published("NVIDIA H200 NVL")
+    (989400000000000.0, None)
+    """
+    for name, flops_per_s, bytes_per_s, source in _PUBLISHED:
+        if name == device:
+            return Peaks(device=name, threads=None, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, source=source)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,128 @@
+"""Counts a model's operators while they run: FLOPs, bytes and time of each, for the whole step and for each module.
+
+    with Counter(model) as counter:
+        loss(model(batch)).backward()
+    counter.of()            # the whole step, an operator and dtype a row
+    counter.modules()       # the modules that ran, their backward passes and all that they contain included
+
+The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`, on which torch's own flop counter stands too. A fused
+operator is one call here, as it is for the device; what a compiled graph runs is not seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.module_tracker import ModuleTracker
+
+from surefoot.components.profiler.formulas import count
+from surefoot.core.roofline import Work
+
+WHOLE = ""  # the name of the step itself among the modules
+
+
+@dataclass
+class _Tally:
+    calls: int = 0
+    flops: int = 0
+    model_flops: int = 0
+    again_flops: int = 0
+    num_bytes: int = 0
+    elapsed_s: float = 0.0
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which every operator is counted and timed. `model` gives the modules their names.
+
+    On a GPU the time is that between two events around each call, read when the context ends.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._root = type(model).__name__
+        self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
+        self._tracker = ModuleTracker()
+        self.unknown: set[str] = set()  # operators without a formula: they count bytes and time, and no FLOPs
+
+    def __enter__(self) -> Self:
+        self._tracker.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._tracker.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self._events:
+            torch.cuda.synchronize()
+        for begun, ended, tallies in self._events:
+            for tally in tallies:
+                tally.elapsed_s += begun.elapsed_time(ended) / 1e3
+        self._events.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        begun, ended = _events() if torch.cuda.is_available() else (None, None)
+        if begun is not None:
+            begun.record()
+        started_s = time.perf_counter()
+        out = func(*args, **kwargs)
+        elapsed_s = time.perf_counter() - started_s
+        if ended is not None:
+            ended.record()
+        call = count(func, args, kwargs, out)
+        name = str(func.overloadpacket).removeprefix("aten.")
+        if not call.is_known:
+            self.unknown.add(name)
+        is_again = self._tracker.is_bw and torch.is_grad_enabled()  # gradients are on inside a backward pass: a recomputation
+        tallies = [self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *self._modules())]
+        for tally in tallies:
+            tally.calls += 1
+            tally.flops += call.flops
+            tally.model_flops += 0 if is_again else call.model_flops
+            tally.again_flops += call.model_flops if is_again else 0
+            tally.num_bytes += call.num_bytes
+            tally.elapsed_s += elapsed_s if begun is None else 0.0
+        if begun is not None and ended is not None:
+            self._events.append((begun, ended, tallies))
+        return out
+
+    def _modules(self) -> set[str]:
+        """The modules whose forward or backward pass this is, by their names within the model, which is `.` itself."""
+        inside = self._tracker.parents - {"Global"}
+        return {"." if name == self._root else name.removeprefix(f"{self._root}.") for name in inside}
+
+    def of(self, module: str = WHOLE) -> list[Work]:
+        """What ran inside `module`, an operator and dtype a row; the longest first."""
+        rows = [
+            Work(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
+                 num_bytes=tally.num_bytes, elapsed_s=tally.elapsed_s)
+            for (where, name, dtype, group), tally in self._tallies.items() if where == module
+        ]  # fmt: skip
+        return sorted(rows, key=lambda row: -row.elapsed_s)
+
+    def modules(self) -> list[str]:
+        """The modules that ran something, `.` being the model itself; in the order in which they were met."""
+        return list(dict.fromkeys(where for where, *_ in self._tallies if where != WHOLE))
+
+    @property
+    def again_flops(self) -> int:
+        """FLOPs of products that a backward pass computed once more: recomputed activations. They are no part of the model's own."""
+        return sum(tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE)
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)

@@ -1,0 +1,280 @@
+"""What a call of an operator of torch computes and moves, from the shapes that went in and came out.
+
+FLOPs are those of core/shape; a pointwise operator counts one for each floating-point element of its result, whatever the function.
+Bytes: each tensor that goes in is read once and each that comes out is written once, as with a perfect cache; a broadcast tensor has
+the bytes that it has in memory, a look-up reads only the rows that it takes, a view moves nothing.
+"""
+
+# what is indexed below: (input, weight, ...) as each operator's schema lists its arguments
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.core import shape
+
+aten: Any = torch.ops.aten
+Args = Sequence[Any]
+Flops = int | tuple[int, int]  # all; where they differ, also those of products that the model itself asks for
+Formula = Callable[[Args, Mapping[str, Any], Any], Flops]
+
+NO_FLOAT = "none"  # of an operator on integers: whatever it does is no floating-point operation
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+FIRST_FACTOR = {
+    aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten._scaled_mm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1,
+    aten._addmm_activation: 1,
+}  # fmt: skip
+# fused attention: where `is_causal` stands; query, key and value come first, backward after the gradient
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: 4, aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_efficient_attention: 6, aten._scaled_dot_product_cudnn_attention: 6,
+}  # fmt: skip
+ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 7, aten._scaled_dot_product_flash_attention_backward: 11,
+    aten._scaled_dot_product_efficient_attention_backward: 11, aten._scaled_dot_product_cudnn_attention_backward: 14,
+}  # fmt: skip
+NORMS = {aten.native_layer_norm: "layer", aten.native_group_norm: "layer", aten._fused_rms_norm: "rms"}
+NORM_WEIGHTS = {aten.native_layer_norm: (2, 3), aten.native_group_norm: (1, 2), aten._fused_rms_norm: (2, None)}
+BATCH_NORMS = {aten.native_batch_norm, aten._native_batch_norm_legit, aten.cudnn_batch_norm, aten._batch_norm_with_update}
+NORMS_BACKWARD = {
+    aten.native_layer_norm_backward: ("layer", 5, 6), aten.native_group_norm_backward: ("layer", 4, None),
+    aten._fused_rms_norm_backward: ("rms", 4, None), aten.native_batch_norm_backward: ("layer", 2, None),
+    aten.cudnn_batch_norm_backward: ("layer", 2, None), aten.batch_norm_backward: ("layer", 2, None),
+}  # fmt: skip
+ADAM, SGD = 13, 2  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
+PER_RESULT = {  # of the first result
+    aten._softmax: shape.SOFTMAX, aten._log_softmax: shape.SOFTMAX, aten._safe_softmax: shape.SOFTMAX,
+    aten._softmax_backward_data: shape.SOFTMAX_BACKWARD, aten._log_softmax_backward_data: shape.SOFTMAX_BACKWARD,
+    aten.native_dropout: 2, aten.native_dropout_backward: 2,
+}  # fmt: skip
+PER_INPUT = {  # of the first argument
+    aten.sum: 1, aten.mean: 1, aten.amax: 1, aten.amin: 1, aten.max: 1, aten.min: 1, aten.argmax: 1, aten.argmin: 1, aten.prod: 1,
+    aten.var: 4, aten.var_mean: 4, aten.std: 4, aten.linalg_vector_norm: 2, aten.norm: 2, aten.cumsum: 1, aten.logsumexp: 4,
+    aten.mse_loss: 3, aten.mse_loss_backward: 2, aten.embedding_dense_backward: 1, aten._adaptive_avg_pool2d: 1,
+    aten._adaptive_avg_pool2d_backward: 1, aten.max_pool2d_with_indices_backward: 1, aten.avg_pool2d_backward: 1,
+}  # fmt: skip
+SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
+LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
+ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}  # where what is added stands
+OVERWRITTEN = {
+    aten.copy_,
+    aten.fill_,
+    aten.zero_,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+}  # the first argument is not read
+ALLOCATED = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view, aten._reshape_alias,
+    aten.lift_fresh, aten.is_same_size, aten.detach_, aten._local_scalar_dense, aten.unsafe_split, aten.unsafe_chunk,
+}  # fmt: skip
+MOVES = {
+    aten.copy_, aten._to_copy, aten.clone, aten.cat, aten.stack, aten.fill_, aten.zero_, aten.zeros, aten.ones, aten.full, aten.arange,
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.constant_pad_nd,
+    aten.slice_backward, aten.select_backward, aten.nll_loss_backward, aten.scatter, aten.scatter_, aten.flip, aten.roll, aten.repeat,
+    aten.masked_fill, aten.masked_fill_, aten.bernoulli_, aten.uniform_, aten.normal_, aten.random_, aten.index_put, aten.index_put_,
+    aten._index_put_impl_, aten.tril, aten.triu, aten.scalar_tensor, aten.eye,
+}  # fmt: skip
+MUTATED = {aten._fused_adamw_: (0, 2, 3, 5), aten._fused_adam_: (0, 2, 3, 5), aten._fused_sgd_: (0, 2)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call did: `group` says of what kind it is, `is_known` whether a formula stands behind the FLOPs."""
+
+    group: str
+    dtype: str
+    flops: int
+    model_flops: int
+    num_bytes: int
+    is_known: bool = True
+
+
+def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
+    """Count a call of the overload `func` with its result."""
+    packet = func.overloadpacket
+    read, written = list(_tensors((args, kwargs))), list(_tensors(out))
+    dtype = _dtype(written) or _dtype(read) or NO_FLOAT
+    if func.is_view or packet in ALLOCATED or not (read or written):
+        return Call("view", dtype, 0, 0, 0)
+    flops, group = _flops(func, packet, args, kwargs, out, read, written)
+    every, asked = flops if isinstance(flops, tuple) else (flops or 0, 0)
+    if dtype == NO_FLOAT:
+        every = asked = 0
+    return Call(group, dtype, every, asked, _bytes(packet, args, kwargs, read, written), flops is not None)
+
+
+def _flops(
+    func: Any, packet: Any, args: Args, kwargs: Mapping[str, Any], out: Any, read: list[Tensor], written: list[Tensor]
+) -> tuple[Flops | None, str]:
+    """The FLOPs, None without a formula, and the kind of operator."""
+    if packet in FORMULAS:
+        group, formula = FORMULAS[packet]
+        return formula(args, kwargs, out), group
+    name = packet.__name__
+    if packet in MOVES or packet in LOOK_UPS:
+        return (_size(args[1]) if packet is aten.nll_loss_forward else 0), ("move" if packet in MOVES else "look-up")
+    if name.startswith("_foreach_"):
+        results = written or list(_tensors(args[0]))
+        many = _tensors(args[0]) if name == "_foreach_norm" else results
+        return (1 + (name == "_foreach_norm")) * sum(map(Tensor.numel, many)), "pointwise"
+    if torch.Tag.pointwise in func.tags:
+        return sum(each.numel() for each in written[:1] if each.is_floating_point()), "pointwise"
+    return None, "other"
+
+
+def _bytes(packet: Any, args: Args, kwargs: Mapping[str, Any], read: list[Tensor], written: list[Tensor]) -> int:
+    unread: list[Tensor] = list(_tensors(kwargs.get("out")))
+    if packet in OVERWRITTEN:
+        unread += _tensors(args[0])
+    if packet in LOOK_UPS:  # the rows that are taken, not the table
+        unread += _tensors(args[0])
+        taken = _size(args[1]) * args[0].element_size() if packet is aten.nll_loss_forward else sum(map(_in_memory, written))
+    else:
+        taken = 0
+    if not written:
+        written = list(_tensors([args[index] for index in MUTATED.get(packet, (0,) if packet.__name__.endswith("_") else ())]))
+    skipped = {id(each) for each in unread}
+    inputs = {id(each): each for each in read if id(each) not in skipped}
+    return taken + sum(map(_in_memory, inputs.values())) + sum(map(_in_memory, {id(each): each for each in written}.values()))
+
+
+def _product(args: Args, kwargs: Mapping[str, Any], out: Tensor, first: int) -> Flops:
+    flops = shape.product_flops(out.numel(), args[first].shape[-1])
+    return flops, flops
+
+
+def _convolution(args: Args, kwargs: Mapping[str, Any], out: Tensor) -> Flops:
+    inputs, weight, transposed = args[0], args[1], args[6]
+    flops = shape.convolution_flops(weight.shape, inputs.numel() if transposed else out.numel())
+    return flops, flops
+
+
+def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
+    """Once for each of the two gradients that are asked for; that of the bias is one sum."""
+    gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    once = shape.convolution_flops(weight.shape, inputs.numel() if transposed else gradient.numel())
+    products = once * (wanted[0] + wanted[1])
+    return products + wanted[2] * gradient.numel(), products
+
+
+def _attention(args: Args, causal_at: int, first: int) -> tuple[int, int, int]:
+    """Pairs over batch and heads, and the sizes of a key and a value."""
+    query, key, value = args[first : first + 3]
+    causal = len(args) > causal_at and bool(args[causal_at])
+    heads = math.prod(query.shape[:-2])
+    return heads * shape.attention_pairs(query.shape[-2], key.shape[-2], causal=causal), key.shape[-1], value.shape[-1]
+
+
+def _norm(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops:
+    weight, bias = (index is not None and args[index] is not None for index in NORM_WEIGHTS[packet])
+    return shape.norm_flops(args[0].numel(), NORMS[packet], weight=weight, bias=bias)
+
+
+def _batch_norm(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
+    """In evaluation the statistics are given: a difference and a scale are left."""
+    inputs, weight, bias = args[:3]
+    is_training = next((each for each in args[3:] if isinstance(each, bool)), True)
+    affine = (weight is not None) + (bias is not None)
+    whole = shape.norm_flops(inputs.numel(), "layer", weight=weight is not None, bias=bias is not None)
+    return whole if is_training else inputs.numel() * (2 + affine)
+
+
+def _norm_backward(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops:
+    kind, weight_at, bias_at = NORMS_BACKWARD[packet]
+    weight = args[weight_at] is not None
+    bias = weight and kind == "layer" if bias_at is None else args[bias_at] is not None
+    return shape.norm_backward_flops(args[0].numel(), kind, weight=weight, bias=bias)
+
+
+def _recurrent(args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1) -> Flops:
+    """One layer in one direction of oneDNN; `times` is 2 for a backward pass, which has two products for each."""
+    inputs, weight, hidden = args[first], args[first + 1], args[first + 2].shape[-1]
+    rows, gates = inputs.numel() // weight.shape[-1], weight.shape[0] // hidden
+    every, products = shape.recurrent_flops(rows, weight.shape[-1], hidden, gates)
+    return times * every, times * products
+
+
+def _update(args: Args, kwargs: Mapping[str, Any], out: Any, per_element: int) -> Flops:
+    decay, momentum = bool(kwargs.get("weight_decay")), bool(kwargs.get("momentum"))
+    more = 2 * decay + 2 * momentum + 2 * bool(kwargs.get("nesterov"))
+    return sum(map(Tensor.numel, args[0])) * (per_element + more)
+
+
+def _decoupled(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
+    return sum(map(Tensor.numel, args[0])) * (ADAM + bool(kwargs.get("weight_decay")))
+
+
+def _pool(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
+    kernel = args[1]
+    window = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** 2
+    results: Tensor = next(_tensors(out))
+    return results.numel() * window
+
+
+def _formulas() -> dict[Any, tuple[str, Formula]]:
+    """Operator -> its kind, and what counts its FLOPs."""
+    found: dict[Any, tuple[str, Formula]] = {
+        aten.convolution: ("product", _convolution), aten.convolution_backward: ("product", _convolution_backward),
+        aten.mkldnn_rnn_layer: ("recurrent", _recurrent),
+        aten.mkldnn_rnn_layer_backward: ("recurrent", lambda args, kwargs, out: _recurrent(args, kwargs, out, times=2)),
+        aten._fused_adamw_: ("optimiser", _decoupled),
+        aten._fused_adam_: ("optimiser", lambda args, kwargs, out: _update(args, kwargs, out, ADAM)),
+        aten._fused_sgd_: ("optimiser", lambda args, kwargs, out: _update(args, kwargs, out, SGD)),
+        aten.max_pool2d_with_indices: ("reduction", _pool), aten.avg_pool2d: ("reduction", _pool),
+    }  # fmt: skip
+
+    def add(group: str, packets: Iterable[Any], make: Callable[[Any], Formula]) -> None:
+        found.update({packet: (group, make(packet)) for packet in packets})
+
+    add("product", FIRST_FACTOR, lambda each: lambda args, kwargs, out: _product(args, kwargs, out, FIRST_FACTOR[each]))
+    add("attention", ATTENTION, lambda each: lambda a, k, o: shape.attention_flops(*_attention(a, ATTENTION[each], 0)))
+    add("attention", ATTENTION_BACKWARD,
+        lambda each: lambda a, k, o: shape.attention_backward_flops(*_attention(a, ATTENTION_BACKWARD[each], 1)))  # fmt: skip
+    add("normalisation", NORMS, lambda each: lambda args, kwargs, out: _norm(args, kwargs, out, each))
+    add("normalisation", BATCH_NORMS, lambda each: _batch_norm)
+    add("normalisation", NORMS_BACKWARD, lambda each: lambda args, kwargs, out: _norm_backward(args, kwargs, out, each))
+    add("normalisation", SOFTMAXES, lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel())
+    add("pointwise", DROPOUTS, lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel())
+    add("reduction", PER_INPUT, lambda each: lambda args, kwargs, out: PER_INPUT[each] * _size(args[0]))
+    add("reduction", ADDED_AT, lambda each: lambda args, kwargs, out: _size(args[ADDED_AT[each]]))
+    return found
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Every tensor inside, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for each in tree.values():
+            yield from _tensors(each)
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _tensors(each)
+
+
+def _dtype(tensors: Iterable[Tensor]) -> str | None:
+    return next(
+        (DTYPES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in tensors if each.is_floating_point()), None
+    )
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel()
+
+
+def _in_memory(tensor: Tensor) -> int:
+    """The bytes that a tensor has: a dimension that it is broadcast along has none."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
+
+
+FORMULAS = _formulas()

@@ -1,0 +1,98 @@
+"""From sizes to operations: what a product, a convolution, an attention or a recurrent layer computes. Pure arithmetic.
+
+The convention of every count (docs/concepts/roofline.md has the whole of it): a multiply and its add are two FLOPs; a bias that is
+added in the same call counts nothing; padding is counted as if it were there; of a causal attention only the pairs that it may see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+SOFTMAX, SOFTMAX_BACKWARD = (
+    5,
+    4,
+)  # per element: maximum, difference, exponential, sum, quotient; two products, a sum, a difference
+NORM_FORWARD = {"layer": 5, "rms": 3}  # per element: mean, difference, square, sum, scale; square, sum, scale
+NORM_BACKWARD = {"layer": 9, "rms": 5}
+GATE_WORK = {
+    4: 13,
+    3: 11,
+    1: 2,
+}  # per hidden unit of a cell with so many gates: LSTM, GRU, plain; sums, activations, the new state
+
+
+def product_flops(out_elements: int, inner: int) -> int:
+    """A matrix product of `out_elements` results, each a sum over `inner` terms.
+
+    >>> product_flops(out_elements=32 * 10, inner=64)
+    40960
+    """
+    return 2 * out_elements * inner
+
+
+def convolution_flops(weight: Sequence[int], out_elements: int) -> int:
+    """A convolution with weights (out channels, in channels / groups, kernel ...); of a transposed one, `out_elements` are its inputs.
+
+    >>> convolution_flops((8, 3, 5, 5), out_elements=2 * 8 * 28 * 28)
+    1881600
+    """
+    return product_flops(out_elements, math.prod(weight[1:]))
+
+
+def attention_pairs(queries: int, keys: int, *, causal: bool) -> int:
+    """How many pairs of a query and a key that it sees there are in one head: all, or the i-th query with the first i keys.
+
+    >>> attention_pairs(4, 4, causal=False), attention_pairs(4, 4, causal=True), attention_pairs(4, 2, causal=True)
+    (16, 10, 7)
+    """
+    if not causal:
+        return queries * keys
+    seen = min(queries, keys)
+    return seen * (seen + 1) // 2 + (queries - seen) * keys
+
+
+def attention_flops(pairs: int, key_size: int, value_size: int) -> tuple[int, int]:
+    """(all, those of the two products) of a fused attention's forward pass over `pairs` of all heads: scores, softmax, mixture."""
+    products = 2 * pairs * (key_size + value_size)
+    return products + SOFTMAX * pairs, products
+
+
+def attention_backward_flops(pairs: int, key_size: int, value_size: int) -> tuple[int, int]:
+    """(all, those of the four products that the gradient asks for); the scores and the softmax, computed once more, are in the first."""
+    asked = 4 * pairs * (key_size + value_size)
+    again = 2 * pairs * key_size + 2 * pairs
+    return asked + again + SOFTMAX_BACKWARD * pairs, asked
+
+
+def recurrent_flops(rows: int, inputs: int, hidden: int, gates: int) -> tuple[int, int]:
+    """(all, those of the products) of one direction of one layer over `rows` (time x batch), forward.
+
+    >>> recurrent_flops(rows=1, inputs=3, hidden=2, gates=4)
+    (106, 80)
+    """
+    products = product_flops(rows * gates * hidden, inputs + hidden)
+    return products + GATE_WORK[gates] * rows * hidden, products
+
+
+def norm_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
+    """A normalisation's forward pass; what is done once a row (the root, the division by the count) counts nothing."""
+    return elements * (NORM_FORWARD[kind] + weight + bias)
+
+
+def norm_backward_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
+    """Its backward pass: a weight costs the gradient times it, and three for its own gradient; a bias one."""
+    return elements * (NORM_BACKWARD[kind] + 3 * weight + bias)
+
+
+def transformer_flops(parameters: int, *, tokens: int, layers: int, width: int, length: int, causal: bool = True) -> int:
+    """What a training step of a transformer needs by rule of thumb: 6 x parameters x tokens, and attention.
+
+    Kaplan et al. 2020; Chowdhery et al. 2022 (PaLM), appendix B. Each parameter meets each token in one multiply-add forward and
+    two backward; attention has two products over the pairs, and twice that backward. PaLM counts the masked half too.
+
+    >>> transformer_flops(1000, tokens=8, layers=1, width=4, length=4)
+    48960
+    """
+    pairs = tokens // length * attention_pairs(length, length, causal=causal)
+    return 6 * parameters * tokens + 12 * layers * width * pairs
