@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,11 @@ def overrides(
     if data is not None:
         found.append(("data.folder", data, "--data"))
     return found
+
+
+def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
+    """What a verb says while it works: a line on standard error, or nothing."""
+    return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
 
 
 def print_json(row: dict[str, Any]) -> None:

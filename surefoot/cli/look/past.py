@@ -14,6 +14,7 @@ from surefoot.contract import events, manifest
 from surefoot.contract.events import Ended, Evaluated, Fault, Started, Step
 from surefoot.control.diagnose import Goodput, find_goodput
 from surefoot.core.errors import RunFolderError
+from surefoot.core.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.units import UNKNOWN, format_number, format_percent
 
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
@@ -93,6 +94,13 @@ class Past:
     def loss_at(self, step: int) -> float | None:
         """The mean training loss of the record that ends at `step`."""
         return next((number(each.loss) for each in self.steps if each.step == step), None)
+
+    def utilisation(self) -> Utilisation | None:
+        """What `surefoot roofline` counted of this run's step; None before it did."""
+        try:
+            return read_utilisation((self.folder / FILE).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            return None
 
     def weights(self) -> list[int]:
         """The steps whose weights are on disk."""

@@ -140,7 +140,14 @@ def _end(past: Past) -> Iterator[tuple[str, str]]:
     if started.unit != "samples":
         rate += f", {format_rate(past.items_per_s, started.unit)}"
     yield "throughput", rate
+    yield "model FLOPs", _utilisation(past)
     yield "peak memory", format_bytes(past.peak_bytes)
+
+
+def _utilisation(past: Past) -> str:
+    """Model FLOPs utilisation with its terms, once the run's step has been counted."""
+    found = past.utilisation()
+    return f"{UNKNOWN} (surefoot roofline RUN counts them)" if found is None else f"MFU {found.words(past.samples_per_s)}"
 
 
 def _again(past: Past) -> Pairs:
@@ -161,7 +168,7 @@ def _again(past: Past) -> Pairs:
 
 def as_row(past: Past) -> dict[str, Any]:
     """The story as one object; numbers that are not finite are null."""
-    started, ended, best = past.started, past.ended, past.best
+    started, ended, best, use = past.started, past.ended, past.best, past.utilisation()
     return {
         **past.as_row(),
         "spec": started.spec, "seed": started.seed, "machine": started.machine, "place": started.place,
@@ -169,6 +176,7 @@ def as_row(past: Past) -> dict[str, Any]:
         "command": started.command, "num_parameters": started.num_parameters, "steps_per_epoch": started.steps_per_epoch,
         "notes": started.notes, "cause": ended.cause if ended else None, "exit_code": ended.exit_code if ended else None,
         "samples_per_s": past.samples_per_s, "items_per_s": past.items_per_s, "unit": started.unit, "peak_bytes": past.peak_bytes,
+        "mfu": use.share(past.samples_per_s) if use else None,
         "curve": [{"step": each.step, "loss": finite(each.loss), "learning_rates": each.learning_rates} for each in past.steps],
         "evaluations": [
             {"step": each.step, "split": each.split, "num_samples": each.num_samples, "loss": finite(each.loss),

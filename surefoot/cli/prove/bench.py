@@ -1,0 +1,119 @@
+"""`surefoot bench step`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.help import Verb, Verbs
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.core.errors import InputError, StorageError, UserCodeError
+
+if TYPE_CHECKING:
+    from surefoot.prove.bench.step import Bench, Timed
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec.")
+TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
+COLUMNS = ("n", "rounds", *TIMES, "samples_per_s", "peak_bytes", "failure")  # of the CSV, after mode and what varies
+
+
+@app.callback()
+def bench() -> None:
+    """Time a step of a spec."""
+
+
+@app.command(cls=Verb)
+def step(
+    spec: SpecArgument,
+    mode: Annotated[str, typer.Option("--mode", metavar="NAMES", help="what is timed, as in forward,step")] = "forward,backward,step",
+    vary: Annotated[
+        list[str] | None, typer.Option("--vary", metavar="KEY=A,B", help="a value each, as in task.width=64,128; repeatable")
+    ] = None,
+    calls: Annotated[int, typer.Option("--calls", metavar="N", help="so many are timed in a round")] = 30,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="calls before them")] = 10,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="fresh processes of each; six or more give intervals")] = 3,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a file")] = None,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Time a step: forward, forward and backward, and the whole of it.
+
+    Each mode and each varied value runs in fresh processes, interleaved; the device is waited for at each end of a call.
+    """
+    from surefoot.contract import spec_file
+    from surefoot.prove.bench.rehearsal import MODES
+    from surefoot.prove.bench.step import bench as measure
+    from surefoot.prove.bench.step import vary as make_variants
+
+    modes = [each for each in MODES if each in mode.split(",")]
+    if not modes or set(mode.split(",")) - set(MODES):
+        raise InputError(f"--mode is {mode!r}", hint=f"use some of {','.join(MODES)}")
+    stated = options.overrides(set_, seed=seed, data=data)
+    variants = make_variants(lambda chosen: spec_file.read(spec, [*stated, *chosen]).spec, vary or [])
+    tell = options.teller("bench", quiet=quiet or json)
+    found = measure(variants, modes=modes, n=calls, warmup=warmup, rounds=rounds, tell=tell)
+    if csv is not None:
+        _write_csv(csv, found)
+    if json:
+        options.print_json(
+            {"spec": spec, "warmup": warmup, "conditions": found.conditions, "rows": [each.as_row() for each in found.rows]}
+        )
+    else:
+        _print(found)
+    for each in found.rows:
+        if each.failure is not None:
+            raise UserCodeError(f"{_label(each)} failed: {each.failure.splitlines()[-1]}", hint="does surefoot train run it?")
+
+
+def _label(row: Timed) -> str:
+    return " ".join([row.mode, *(f"{key}={value}" for key, value in row.values.items())])
+
+
+def _print(found: Bench) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_bytes, format_number, format_seconds
+
+    keys = list(found.rows[0].values)
+    has_others = any(each.against is not None for each in found.rows)
+    headers = ["mode", *keys, "n", "mean", "sd", "p50", "p95", "p99", "no warm-up", "first", "samples/s", "peak memory"]
+    rows = [
+        [
+            each.mode, *each.values.values(), f"{each.n} x {each.rounds}", *(format_seconds(getattr(each, name)) for name in TIMES),
+            format_number(each.samples_per_s), format_bytes(each.peak_bytes), *([_against(each)] if has_others else []),
+        ]
+        for each in found.rows
+    ]  # fmt: skip
+    print_table([*headers, *(["time against the first"] if has_others else [])], rows, right=headers[1 + len(keys) :])
+    threads = found.conditions.get("threads")
+    print(
+        f"\n{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, torch {found.conditions.get('torch')}"
+    )
+    print(
+        f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: the mean of the first calls of a process"
+    )
+
+
+def _against(row: Timed) -> str:
+    return "" if row.against is None else f"{row.against}: {row.against.verdict}"
+
+
+def _write_csv(path: Path, found: Bench) -> None:
+    import csv
+
+    keys = list(found.rows[0].values)
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["mode", *keys, *COLUMNS])
+            rows.writerows([each.mode, *each.values.values(), *_cells(each, COLUMNS)] for each in found.rows)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --csv") from None
+
+
+def _cells(row: Timed, names: Sequence[str]) -> list[Any]:
+    """The values as they are; what is not known is an empty cell."""
+    return ["" if (value := getattr(row, name)) is None else value for name in names]

@@ -1,0 +1,210 @@
+"""`surefoot roofline`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
+from surefoot.core.errors import StorageError
+
+if TYPE_CHECKING:
+    from surefoot.core.hardware import Peaks
+    from surefoot.core.roofline import Point
+    from surefoot.prove.bench.place import Placed
+
+ROWS = 14
+NUMBERS = ("calls", "time", "share", "GFLOP/s", "GB/s", "FLOP/byte", "of the roof")
+DRAWN = 8  # operators; more would hide each other
+
+
+def roofline(
+    given: Annotated[
+        str | None, typer.Argument(metavar="[SPEC|RUN]", help="a spec, or a run folder; none: the peaks alone", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are timed")] = 10,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the JSON to a file, as of a RUN to its profile/")] = None,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Lay a step over what this machine can do.
+
+    Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module of a training step, and tells
+    which of the two holds each back, what fusion would help, and model FLOPs utilisation.
+    """
+    tell = options.teller("roofline", quiet=quiet or json)
+    if given is None:
+        _peaks_alone(json=json, tell=tell)
+        return
+    from surefoot.contract import spec_file
+    from surefoot.core.roofline import FILE
+    from surefoot.prove.bench.place import place
+
+    run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
+    found = place(spec, steps=steps, tell=tell)
+    for path in [*([run / FILE] if run else []), *([out] if out else [])]:
+        _write(path, found.as_row())
+        tell(f"written to {path}")
+    if json:
+        options.print_json(found.as_row())
+    else:
+        _print(found)
+
+
+def _peaks_alone(*, json: bool, tell: Any) -> None:
+    import torch
+
+    from surefoot.core.hardware import find_machine, find_published
+    from surefoot.prove.bench.place import find_peaks
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peaks, one_core = find_peaks(device, find_machine().cores, tell)
+    published = find_published(peaks.device)
+    if json:
+        options.print_json(
+            {"device": peaks.device, "peaks": peaks.as_row(), "one_core": one_core.as_row() if one_core else None,
+             "published": published.as_row() if published else None}
+        )  # fmt: skip
+    else:
+        _print_peaks(peaks, one_core, published)
+
+
+def _write(path: Path, row: dict[str, Any]) -> None:
+    """Aside, then renamed: a reader sees the whole of it or what was there before."""
+    import json
+
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(row, allow_nan=False), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --out") from None
+
+
+def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.core.roofline import giga
+
+    many = one_core is not None and one_core.threads != peaks.threads
+    columns = [peaks, *([one_core] if many and one_core else []), *([published] if published else [])]
+    names = [_column(each) for each in columns]
+    print(f"Peaks of {peaks.device}")
+    rows = [
+        [f"products in {dtype}, GFLOP/s", *(giga(each.flops_per_s.get(dtype)) for each in columns), _ridge(peaks, dtype)]
+        for dtype in dict.fromkeys(name for each in columns for name in each.flops_per_s)
+    ]
+    rows.append(["copy, read and written, GB/s", *(giga(each.bytes_per_s) for each in columns), ""])
+    rows.append(["the same within a cache, GB/s", *(giga(each.cache_bytes_per_s) for each in columns), ""])
+    print_table(("what", *names, "ridge, FLOP/byte"), rows, right=(*names, "ridge, FLOP/byte"), indent=2)
+    if published:
+        print(f"  published: {published.source}")
+
+
+def _column(peaks: Peaks) -> str:
+    if peaks.threads is None:
+        return "measured" if peaks.source.startswith("measured") else "published"
+    return f"{peaks.threads} thread{'' if peaks.threads == 1 else 's'}"
+
+
+def _ridge(peaks: Peaks, dtype: str) -> str:
+    from surefoot.core.roofline import ridge
+    from surefoot.core.units import format_number
+
+    peak = peaks.flops_per_s.get(dtype)
+    return format_number(None if peak is None or not peaks.bytes_per_s else ridge(peak, peaks.bytes_per_s))
+
+
+def _print(found: Placed) -> None:
+    from surefoot.cli.table import print_pairs
+
+    _print_peaks(found.peaks, found.one_core, found.published)
+    print()
+    _draw(found)
+    _print_points("Operators", "operator", found)
+    _print_points("Modules, forward and backward, with what is inside", "module", found)
+    print("The step")
+    print_pairs(_pairs(found))
+
+
+def _pairs(found: Placed) -> list[tuple[str, str]]:
+    from surefoot.core.roofline import giga
+    from surefoot.core.units import format_percent, format_seconds
+
+    outside_s = max(0.0, found.step_s - found.operators_s)
+    pairs = [
+        ("time", f"{format_seconds(found.step_s)} for {found.num_samples} samples, the median of {found.num_steps}"),
+        ("operators", f"{format_seconds(found.operators_s)}; {format_seconds(outside_s)} outside of them: Python, and what calls them"),
+        ("model FLOPs", f"{giga(found.model_flops)} GFLOP in products, of {giga(found.flops)} in all"),
+        ("MFU", found.utilisation.words(found.samples_per_s)),
+        ("fusible", f"{format_percent(found.fusible_share)} of the operators' time: pointwise, norms, sums, copies, held back by memory"),
+    ]  # fmt: skip
+    if found.again_flops:
+        pairs.append(("recomputed", f"{giga(found.again_flops)} GFLOP more, which is no part of the model's"))
+    if found.rule_flops is not None and found.model_flops:
+        share = format_percent(found.rule_flops / found.model_flops)
+        pairs.append(
+            ("rule of thumb", f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, {share} of the model's")
+        )
+    if found.unknown:
+        pairs.append(("no formula", f"{', '.join(found.unknown)}: their bytes and time count, their FLOPs do not"))
+    return pairs
+
+
+def _print_points(title: str, kind: str, found: Placed) -> None:
+    """The longest ones, with the share of the operators' time that they have."""
+    from surefoot.cli.table import print_table
+
+    timed = [each for each in found.points if each.kind == kind and each.group != "view" and each.elapsed_s > 0]
+    first = ("operator", "dtype") if kind == "operator" else ("module",)
+    print(title)
+    rows = [_cells(each, len(first) > 1, found.operators_s) for each in timed[:ROWS]]
+    print_table((*first, *NUMBERS, "held back by"), rows, right=NUMBERS, indent=2)
+    if len(timed) > ROWS:
+        print(f"  {len(timed) - ROWS} more are left out here; --json has all")
+    print()
+
+
+def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
+    from surefoot.core.roofline import giga
+    from surefoot.core.units import UNKNOWN, format_number, format_percent, format_seconds
+
+    return [
+        point.name, *([point.dtype or ""] if with_dtype else []), format_number(point.calls), format_seconds(point.elapsed_s),
+        format_percent(point.elapsed_s / total_s), giga(point.flops / point.elapsed_s), giga(point.num_bytes / point.elapsed_s),
+        format_number(point.intensity), format_percent(point.reached), point.bound or UNKNOWN,
+    ]  # fmt: skip
+
+
+def _draw(found: Placed) -> None:
+    """The roof of the dtype in which most is computed, and below it the operators that take the most time."""
+    from surefoot.cli.plot import overlay, terminal_style
+    from surefoot.core.roofline import attainable_flops_per_s
+
+    peak, bytes_per_s = found.peaks.flops_per_s.get(found.utilisation.dtype), found.peaks.bytes_per_s
+    drawn = [each for each in found.points if each.kind == "operator" and each.flops and each.intensity and each.elapsed_s][
+        :DRAWN
+    ]
+    if peak is None or not bytes_per_s or not drawn:
+        return
+    at = [math.log10(each.intensity or 1.0) for each in drawn]
+    low, high = min(*at, math.log10(peak / bytes_per_s)) - 0.5, max(*at, math.log10(peak / bytes_per_s)) + 0.5
+    x = sorted({*at, *(low + (high - low) * part / 60 for part in range(61))})
+    curves: dict[str, list[float | None]] = {
+        f"roof, {found.utilisation.dtype}": [attainable_flops_per_s(10**each, peak, bytes_per_s) / 1e9 for each in x]
+    }
+    for point, where in zip(drawn, at, strict=True):
+        curves[f"{point.name} {point.dtype}"] = [point.flops / point.elapsed_s / 1e9 if each == where else None for each in x]
+    print("GFLOP/s over the intensity")
+    print(
+        overlay(x, curves, terminal_style(sys.stdout.encoding, log=True, x_title="log10 of FLOP per byte", height=12)), end="\n\n"
+    )

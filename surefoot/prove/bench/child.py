@@ -1,0 +1,48 @@
+"""What an arm of `surefoot bench step` runs: one mode of one spec, each call timed. `python -m surefoot.prove.bench.child`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from surefoot.contract import spec_file
+from surefoot.core.errors import SurefootError
+from surefoot.prove.bench.rehearsal import MODES, Rehearsal
+from surefoot.trial import peak_bytes, write_report
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Take the calls and report the seconds of each, from the very first on; an error of the spec or task is told in its own words."""
+    asked = _parser().parse_args(words)
+    elapsed_s: list[float] = []
+    try:
+        with Rehearsal(spec_file.read(str(asked.spec)).spec, steps=asked.calls) as rehearsal:
+            rehearsal.synchronise()
+            for _ in range(asked.calls):
+                started_s = time.perf_counter()
+                rehearsal.take(asked.mode)
+                elapsed_s.append(time.perf_counter() - started_s)
+            measures = {"num_samples": float(rehearsal.num_samples), "peak_bytes": float(peak_bytes())}
+            if rehearsal.device.type == "cuda":
+                measures["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(rehearsal.device))
+            facts = {"device": str(rehearsal.device), "threads": str(torch.get_num_threads())}
+    except SurefootError as error:
+        raise SystemExit(error.message) from None
+    write_report(asked.report, {**measures, **{f"call_s/{i:05d}": value for i, value in enumerate(elapsed_s)}}, facts=facts)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="surefoot.prove.bench.child")
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--calls", type=int, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A spec's step on this machine's roofline: measure the peaks, time the step, count it, and lay one over the other."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from surefoot.components.profiler.counts import WHOLE, Counter
+from surefoot.components.profiler.peaks import measure_peaks
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError
+from surefoot.core.hardware import Peaks, find_published
+from surefoot.core.roofline import MFU, VERSION, Point, Utilisation, Work, find_point, fusible_share
+from surefoot.core.statistics import median
+from surefoot.prove.bench.rehearsal import Rehearsal
+
+WARMUP, COUNTED = 3, 5  # steps before the clock starts; steps under a counter each, the first of which is warm-up too
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A step on the roofline. `step_s` is the median of steps without the counter; `model_flops` are those that the model itself asks for.
+
+    `rule_flops` is the rule of thumb, 6 x parameters x tokens and attention, where the task says its tokens.
+    """
+
+    peaks: Peaks
+    one_core: Peaks | None
+    published: Peaks | None
+    points: tuple[Point, ...]
+    step_s: float
+    num_steps: int
+    num_samples: int
+    flops: float
+    model_flops: float
+    again_flops: float
+    rule_flops: float | None
+    utilisation: Utilisation
+    fusible_share: float | None
+    unknown: tuple[str, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.step_s
+
+    @property
+    def operators_s(self) -> float:
+        """Seconds of a step inside operators; the rest is Python, and what calls them."""
+        return sum(point.elapsed_s for point in self.points if point.kind == "operator")
+
+    def as_row(self) -> dict[str, Any]:
+        """What `roofline.json` holds."""
+        use = self.utilisation
+        return {
+            "version": VERSION, "device": self.peaks.device, "peaks": self.peaks.as_row(),
+            "one_core": self.one_core.as_row() if self.one_core else None,
+            "published": self.published.as_row() if self.published else None,
+            "points": [point.as_row() for point in self.points], "step_s": self.step_s, "num_steps": self.num_steps,
+            "num_samples": self.num_samples, "operators_s": self.operators_s, "flops": self.flops, "model_flops": self.model_flops,
+            "recomputed_flops": self.again_flops, "rule_of_thumb_flops": self.rule_flops, "mfu": use.share(self.samples_per_s),
+            "mfu_formula": f"{MFU}: {use.words(self.samples_per_s)}",
+            "utilisation": {"flops_per_sample": use.flops_per_sample, "peak_flops_per_s": use.peak_flops_per_s, "dtype": use.dtype,
+                            "source": use.source},
+            "fusible_share": self.fusible_share, "without_formula": list(self.unknown),
+        }  # fmt: skip
+
+
+def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, Peaks | None]:
+    """The peaks of the device, and for a CPU with several threads also those of one core."""
+    tell(f"measuring the peaks of {device.type}" + (f" with {threads} threads" if device.type == "cpu" else ""))
+    peaks = measure_peaks(device, threads=threads)
+    if device.type != "cpu" or threads == 1:
+        return peaks, peaks if device.type == "cpu" else None
+    tell("measuring the peaks of one core")
+    return peaks, measure_peaks(device, threads=1)
+
+
+def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> Placed:
+    """Take `steps` steps of the spec for their time and a few more to be counted. Raises InputError for no steps."""
+    if steps < 1:
+        raise InputError(f"{steps} steps have no time", hint="use --steps 1 or more")
+    with Rehearsal(spec, steps=WARMUP + steps + COUNTED) as rehearsal:
+        peaks, one_core = find_peaks(rehearsal.device, torch.get_num_threads(), tell)
+        tell(f"timing {steps} steps")
+        elapsed_s = [_timed(rehearsal) for _ in range(WARMUP + steps)][WARMUP:]
+        tell(f"counting {COUNTED} steps")
+        counters = [_counted(rehearsal) for _ in range(COUNTED)][1:]
+        return _placed(rehearsal, counters, peaks, one_core, elapsed_s)
+
+
+def _timed(rehearsal: Rehearsal) -> float:
+    started_s = time.perf_counter()
+    rehearsal.take("step")
+    return time.perf_counter() - started_s
+
+
+def _counted(rehearsal: Rehearsal) -> Counter:
+    with Counter(rehearsal.assembly.model) as counter:
+        rehearsal.take("step")
+    return counter
+
+
+def _placed(
+    rehearsal: Rehearsal, counters: list[Counter], peaks: Peaks, one_core: Peaks | None, elapsed_s: list[float]
+) -> Placed:
+    whole, published = _works(counters, WHOLE), find_published(peaks.device)
+    points = _points(counters, whole, peaks)
+    model_flops = sum(work.model_flops for work in whole)
+    return Placed(
+        peaks=peaks, one_core=one_core, published=published, points=points, step_s=median(elapsed_s),
+        num_steps=len(elapsed_s), num_samples=rehearsal.num_samples, flops=sum(work.flops for work in whole), model_flops=model_flops,
+        again_flops=counters[-1].again_flops, rule_flops=_rule_flops(rehearsal, whole),
+        utilisation=_utilisation(whole, model_flops / rehearsal.num_samples, published or peaks),
+        fusible_share=fusible_share(points), unknown=tuple(sorted(counters[-1].unknown)),
+    )  # fmt: skip
+
+
+def _works(counters: list[Counter], module: str) -> list[Work]:
+    """What the last counted step did inside a module; each time is the median of all of them."""
+    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for counter in counters:
+        for work in counter.of(module):
+            times[work.operator, work.dtype, work.group].append(work.elapsed_s)
+    last = [replace(work, elapsed_s=median(times[work.operator, work.dtype, work.group])) for work in counters[-1].of(module)]
+    return sorted(last, key=lambda work: -work.elapsed_s)
+
+
+def _points(counters: list[Counter], whole: list[Work], peaks: Peaks) -> tuple[Point, ...]:
+    """Each operator and dtype that takes time, then each module with its backward pass and all inside it; the longest first."""
+    operators = [find_point(work.operator, "operator", [work], peaks) for work in whole]
+    modules = [find_point(name, "module", _works(counters, name), peaks) for name in counters[-1].modules()]
+    return (*operators, *sorted(modules, key=lambda point: -point.elapsed_s))
+
+
+def _utilisation(whole: list[Work], flops_per_sample: float, peaks: Peaks) -> Utilisation:
+    """Against the peak of the dtype in which most of the model's FLOPs ran: the maker's for a known GPU, else the one measured here."""
+    by_dtype: dict[str, float] = {}
+    for work in whole:
+        by_dtype[work.dtype] = by_dtype.get(work.dtype, 0.0) + work.model_flops
+    dtype = max(by_dtype, key=by_dtype.__getitem__, default="fp32")
+    threads = "" if peaks.threads is None else f", {peaks.threads} thread{'' if peaks.threads == 1 else 's'}"
+    return Utilisation(
+        flops_per_sample=flops_per_sample,
+        peak_flops_per_s=peaks.flops_per_s.get(dtype),
+        dtype=dtype,
+        source=f"{peaks.source}{threads}",
+    )
+
+
+def _rule_flops(rehearsal: Rehearsal, whole: list[Work]) -> float | None:
+    tokens = rehearsal.assembly.course.tokens_per_sample
+    if tokens is None:
+        return None
+    parameters = sum(each.numel() for each in rehearsal.assembly.model.parameters())
+    attention = sum(work.model_flops for work in whole if work.group == "attention")
+    return 6 * parameters * tokens * rehearsal.num_samples + attention

@@ -1,0 +1,96 @@
+"""A spec's step to be taken again and again outside of a run: forward, forward and backward, or the whole of it. Nothing is written."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from surefoot.components.data import Keys, to_device
+from surefoot.components.optim import backward
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Batch
+from surefoot.core.errors import InputError
+from surefoot.train import environment
+from surefoot.train.assemble import Assembly, assemble
+
+Mode = Literal["forward", "backward", "step"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class Rehearsal:
+    """A context that stands before the first step of `spec`, which is made long enough for `steps` of them.
+
+    `forward` computes the losses of the first batch, `backward` also their gradients; both use batches that were read before, on the
+    device. `step` is the training step itself, its data, clipping and update included.
+    """
+
+    def __init__(self, spec: RunSpec, *, steps: int) -> None:
+        self._spec, self._steps = spec, steps
+        self.num_taken = 0
+
+    def __enter__(self) -> Self:
+        self._put_back = environment.apply(self._spec)
+        try:
+            self.assembly = _long_enough(self._spec, self._steps)
+            self.device = self.assembly.engine.device
+            self._batches = self._read()
+        except BaseException:
+            self._put_back()
+            raise
+        return self
+
+    def __exit__(self, *of_what: object) -> None:
+        self._put_back()
+
+    def take(self, mode: Mode) -> None:
+        """Take one step, or the part of it that `mode` says, and wait for the device. Raises InputError for another mode."""
+        if mode not in MODES:
+            raise InputError(f"there is no mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
+        if mode == "step":
+            self.assembly.engine.stepper(self.num_taken + 1)
+        else:
+            self._compute(with_gradients=mode == "backward")
+        self.num_taken += 1
+        self.synchronise()
+
+    def synchronise(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the first step."""
+        return len(self.assembly.feed.window(0).ids)
+
+    def _compute(self, *, with_gradients: bool) -> None:
+        engine = self.assembly.engine
+        for update in self.assembly.updates:
+            if with_gradients:
+                update.guarded.clear_gradients()
+            for batch in self._batches:
+                with engine.compute():
+                    loss = update.loss(self.assembly.model, batch)
+                if with_gradients:
+                    totals: list[Tensor] = [term.total for term in loss.terms]
+                    backward(totals, [torch.full_like(total, 1.0 / self.num_samples) for total in totals])
+
+    def _read(self) -> list[Batch]:
+        """The microbatches of the first step, augmented and on the device."""
+        assembly, feed = self.assembly, self.assembly.feed
+        window, augment = feed.window(0), assembly.task.augment
+
+        def read(ids: Any) -> Batch:
+            batch = to_device(feed.source.read(ids), self.device)
+            return batch if augment is None else augment(batch, Keys(assembly.spec.train.seed, window.epoch, ids))
+
+        return [read(ids) for ids in feed.microbatches(window)]
+
+
+def _long_enough(spec: RunSpec, steps: int) -> Assembly:
+    """The spec assembled; one that ends before so many steps is made longer, since its schedule ends with it."""
+    assembly = assemble(spec)
+    total = assembly.course.total_steps
+    return assembly if total is None or total >= steps else assemble(spec.replace(train={"length": f"{steps} steps"}))

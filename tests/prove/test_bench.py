@@ -1,0 +1,120 @@
+"""`surefoot bench step`: what is timed, what is left out of it, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError
+from surefoot.prove.bench.rehearsal import Rehearsal
+from tests.cli.conftest import Command, surefoot
+from tests.train.small import TEXT
+
+__all__ = ["surefoot"]
+
+SLOW_START = "if STEP < 5: import time; time.sleep(0.05)"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(TEXT)
+    path = tmp_path / "mine.toml"
+    path.write_text('[task]\nuse = "mine.py:Mine"\n[train]\nbatch = 8\nlength = "2 steps"\n')
+    return path
+
+
+def bench(surefoot: Command, *words: str) -> list[dict[str, object]]:
+    answer = surefoot("bench", "step", "mine.toml", "--calls", "4", "--warmup", "4", "--rounds", "1", "--json", *words)
+    assert answer.code == 0, answer.err
+    rows: list[dict[str, object]] = answer.row["rows"]
+    return rows
+
+
+def test_a_start_that_is_slow_is_in_the_mean_without_warm_up_and_not_in_the_one_with_it(spec: Path, surefoot: Command) -> None:
+    (spec.parent / "mine.py").write_text(TEXT.replace("# FORWARD", SLOW_START))
+    (row,) = bench(surefoot, "--mode", "forward")
+    assert row["cold_mean_s"] >= 0.05  # type: ignore[operator]
+    assert row["first_s"] >= 0.05  # type: ignore[operator]
+    assert row["mean_s"] < 0.05  # type: ignore[operator]
+    assert row["p50_s"] <= row["p95_s"] <= row["p99_s"]  # type: ignore[operator]
+
+
+def test_every_mode_of_every_combination_has_its_row_in_the_table_the_file_and_the_object(spec: Path, surefoot: Command) -> None:
+    words = ("--vary", "task.width=4,8", "--vary", "precision.compute=bf16", "--mode", "forward,step", "--csv", "times.csv")
+    rows = bench(surefoot, *words)
+    wanted = [(mode, width, dtype) for width in ("4", "8") for dtype in ("bf16",) for mode in ("forward", "step")]
+    assert [(row["mode"], *row["values"].values()) for row in rows] == wanted  # type: ignore[attr-defined]
+    with (spec.parent / "times.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [(row["mode"], row["task.width"], row["precision.compute"]) for row in table] == wanted
+    assert [float(row["mean_s"]) for row in table] == [row["mean_s"] for row in rows]
+    assert [row["against"] is None for row in rows] == [True, True, False, False]
+    assert {row["against"]["verdict"] for row in rows if row["against"]} == {"too few"}  # type: ignore[index]
+
+
+def test_each_mode_does_what_it_says_and_no_more(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(spec.parent)
+    with Rehearsal(RunSpec(task={"use": "mine.py:Mine"}, train={"batch": 8, "length": "2 steps"}), steps=9) as rehearsal:
+        parameters = list(rehearsal.assembly.model.parameters())
+        before = [each.detach().clone() for each in parameters]
+
+        def moved() -> bool:
+            return any((each.detach() != old).any() for each, old in zip(parameters, before, strict=True))
+
+        rehearsal.take("forward")
+        assert [each.grad for each in parameters] == [None] * len(parameters)
+        rehearsal.take("backward")
+        once = [each.grad.clone() for each in parameters if each.grad is not None]
+        rehearsal.take("backward")
+        again = [each.grad for each in parameters if each.grad is not None]
+        assert len(once) == len(parameters)
+        assert all((one == other).all() for one, other in zip(once, again, strict=True))  # not gathered over calls
+        assert not moved()
+        rehearsal.take("step")
+        assert moved()
+
+
+def test_a_spec_that_is_shorter_than_the_measurement_is_made_longer(spec: Path, surefoot: Command) -> None:
+    (row,) = bench(surefoot, "--mode", "step", "--set", "train.length='1 step'")
+    assert row["failure"] is None
+
+
+def test_a_task_that_fails_has_its_row_and_ends_the_verb_with_its_own_words(spec: Path, surefoot: Command) -> None:
+    (spec.parent / "mine.py").write_text(TEXT.replace("# FORWARD", "raise ValueError('out of luck')"))
+    answer = surefoot("bench", "step", "mine.toml", "--mode", "forward", "--calls", "2", "--rounds", "1", "--quiet")
+    assert answer.code == 3
+    assert answer.err.startswith("error: forward failed: ")
+    assert "ValueError: out of luck" in answer.err
+    assert "mine.py:" in answer.err
+    assert "n/a" in answer.out
+
+
+BAD = {
+    "a mode that there is not": (("--mode", "sideways"), "use some of forward,backward,step"),
+    "no calls": (("--calls", "0"), "use --calls 2 or more"),
+    "no rounds": (("--rounds", "0"), "and 1 round or more"),
+    "a list without values": (("--vary", "task.width="), "--vary task.width=64,128"),
+    "a value twice": (("--vary", "task.width=4,4"), "give each value once"),
+    "a key that there is not": (("--vary", "train.bath=4,8"), "did you mean 'batch'?"),
+    "more than anybody waits for": (("--vary", f"task.width={','.join(map(str, range(4, 60)))}"), "100 together at most"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_refused_before_any_process_starts(what: str, spec: Path, surefoot: Command) -> None:
+    words, says = BAD[what]
+    answer = surefoot("bench", "step", "mine.toml", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert says in answer.err
+
+
+def test_a_mode_that_there_is_not_is_refused_by_the_rehearsal_too(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(spec.parent)
+    with (
+        Rehearsal(RunSpec(task={"use": "mine.py:Mine"}, train={"length": "2 steps"}), steps=1) as rehearsal,
+        pytest.raises(InputError, match="sideways"),
+    ):
+        rehearsal.take("sideways")  # type: ignore[arg-type]
