@@ -97,6 +97,7 @@ class OptimTable(Table):
     no_decay: tuple[str, ...] = Field((), description="patterns of further parameters without decay")
     rates: dict[str, float] = Field(default_factory=dict, description="pattern -> multiplier of the learning rate")
     freeze: tuple[str, ...] = Field((), description="patterns of parameters that are not trained")
+    fused: bool = Field(True, description="sgd and Adam in one pass where torch has it; false: as torch does it by itself")
     ema: Fraction | None = Field(None, description="decay of the moving average of weights; evaluated and saved instead of them")
 
     @model_validator(mode="after")

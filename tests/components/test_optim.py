@@ -59,6 +59,23 @@ def test_the_direct_update_equals_torchs_own_step_after_its_own_clipping(name: s
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_an_update_that_is_not_fused_is_torchs_own_and_gives_the_same_weights(name: str) -> None:
+    models = []
+    for is_fused in (True, False):
+        model = network()
+        table = OptimTable.model_validate({"name": name, "lr": 0.01, "fused": is_fused})
+        built = optim.build(table, optim.find_trained(model))
+        assert any(fused.supports(each) for each in built.optimizers) is is_fused
+        guarded = optim.GuardedUpdate(built.optimizers, clip=0.05)
+        for step in range(STEPS):
+            gradients_of(model, step)
+            guarded.step_if_finite()
+        models.append(model)
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
 def test_without_the_private_kernels_the_public_step_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for is_public in (False, True):

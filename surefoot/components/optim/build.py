@@ -28,7 +28,7 @@ class Built:
 def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, Any]] | None = None) -> Built:
     """Build the optimiser that `table` names over `trained`, in the user's own `groups` where given.
 
-    Fused where torch has it, else foreach.
+    Fused where torch has it, else foreach; with `fused = false` as torch does it by itself.
     """
     if groups is None:
         groups = build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
@@ -71,7 +71,7 @@ def _split(groups: Sequence[dict[str, Any]], kinds: dict[int, str]) -> tuple[lis
 def _one(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
     first = groups[0]["params"][0]
     fused = first.device.type in FUSED_DEVICES and all(torch.is_floating_point(p) for group in groups for p in group["params"])
-    how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
+    how: dict[str, Any] = {} if not table.fused else {"fused": True} if fused else {"foreach": True}
     if table.name == "sgd":
         return torch.optim.SGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov, **how)
     kind = torch.optim.Adam if table.name == "adam" else torch.optim.AdamW
