@@ -53,13 +53,16 @@ class Arm:
 
 def spec_arm(
     name: str, spec: RunSpec, *, steps: int, warmup: int = 10, capture: Sequence[int] = (), folder: Path = Path(),
-    ranks: int = 1, timeout_s: float = 600.0,
+    ranks: int = 1, timeout_s: float = 600.0, whole_length: bool = False,
 ) -> Arm:  # fmt: skip
     """An arm that trains `spec` for `warmup` steps and then for `steps` measured ones.
 
-    It reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, `loss` (of the last one), `peak_bytes` and
-    `imported_bytes`; with `capture`, also loss, gradients and weights after those steps, for `compare_arms`. A change is
-    `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`.
+    That is then the run's length, and its schedule follows it; with `whole_length` it is the beginning of a run as long as `spec` says.
+
+    It reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, the same `_per_sample`, `num_samples`, `items_per_sample` and
+    `applied_share` (what was done for them), `startup_s` (from the start of the process to the end of its first step), `loss` (of the
+    last step), `peak_bytes`, `imported_bytes`, and `device_peak_bytes` on a GPU; with `capture`, also loss, gradients and weights
+    after those steps, for `compare_arms`. A change is `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`.
 
     Raises SpecError for a spec without an importable task, InputError for no steps.
     """
@@ -70,10 +73,12 @@ def spec_arm(
             f"{warmup} warm-up steps, {steps} measured ones and captures after {list(capture)} do not fit",
             hint="measure 1 step or more, capture within them",
         )
-    whole = spec.replace(train={"length": f"{warmup + steps} steps"}, **_absolute(spec, folder))
+    length = {} if whole_length else {"length": f"{warmup + steps} steps"}
+    whole = spec.replace(train=length, **absolute(spec, folder))
     command = [
         sys.executable, "-m", "surefoot.trial.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
-        "--warmup", str(warmup), *(word for step in capture for word in ("--capture", str(step))),
+        "--warmup", str(warmup), "--steps", str(steps), "--started", STARTED,
+        *(word for step in capture for word in ("--capture", str(step))),
     ]  # fmt: skip
     return Arm(
         name=name, command=tuple(command), files={"spec.toml": spec_file.write(whole)}, folder=folder, ranks=ranks,
@@ -81,7 +86,7 @@ def spec_arm(
     )  # fmt: skip
 
 
-def _absolute(spec: RunSpec, folder: Path) -> dict[str, dict[str, str]]:
+def absolute(spec: RunSpec, folder: Path) -> dict[str, dict[str, str]]:
     """The tables whose paths would mean something else to a spec file in the arm's own folder."""
     tables: dict[str, dict[str, str]] = {}
     file, colon, kind = (spec.task.use or "").partition(":")

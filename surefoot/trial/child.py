@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from surefoot.contract import spec_file
 from surefoot.contract.state import StepReport
@@ -22,24 +24,49 @@ def main(words: Sequence[str] | None = None) -> None:
     measures = {"imported_bytes": float(resident_bytes())}
     spec = spec_file.read(str(asked.spec)).spec
     found: dict[str, np.ndarray] = {}
-    report: StepReport | None = None
-    num_measured = 0
+    measured: list[StepReport] = []
     with Run(spec, folder=asked.run) as run:
+        device = run.assembly.engine.device
         steps, clock = run.steps(), Clock()
         for report in islice(steps, asked.warmup):
+            if report.step == 1 and asked.started is not None:
+                wait_for(device)
+                measures["startup_s"] = time.perf_counter() - asked.started
             _keep(found, run, report, asked.capture)
+        wait_for(device)  # what is launched is not done: the clock would time the launches
         with clock:
-            for num_measured, report in enumerate(steps, start=1):  # noqa: B007 - the last ones are used below
+            for report in islice(steps, asked.steps):
+                measured.append(report)
                 _keep(found, run, report, asked.capture)
-    loss = None if report is None else report.loss
+            wait_for(device)
+    loss = measured[-1].loss if measured else None
     if loss is not None and math.isfinite(loss):
         measures["loss"] = loss
-    if num_measured and not found:  # taking tensors is no part of a step
-        measures |= clock.per(num_measured)
+    if measured and not found:  # taking tensors is no part of a step
+        measures |= clock.per(len(measured)) | _of_samples(measured, clock)
     measures["peak_bytes"] = float(peak_bytes())
-    write_report(
-        asked.report, measures, facts={"outcome": run.outcome, "cause": run.cause, "spec": spec.id}, arrays=found or None
-    )
+    if device.type == "cuda":
+        measures["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+    facts = {"outcome": run.outcome, "cause": run.cause, "spec": spec.id, "device": device.type}
+    write_report(asked.report, measures, facts=facts, arrays=found or None)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until all that was launched on `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _of_samples(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]:
+    """The measures of a window by its samples, and how much was done for each: items that the losses count, updates applied."""
+    samples = sum(report.num_samples for report in reports)
+    items = sum(float(count) for report in reports for _, count, _ in report.totals.values())
+    if not samples:
+        return {}
+    return {
+        "num_samples": float(samples), "cpu_s_per_sample": clock.cpu_s / samples, "wall_s_per_sample": clock.wall_s / samples,
+        "items_per_sample": items / samples, "applied_share": sum(report.applied for report in reports) / len(reports),
+    }  # fmt: skip
 
 
 def _keep(found: dict[str, np.ndarray], run: Run, report: StepReport, wanted: list[int]) -> None:
@@ -54,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--warmup", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="measured steps; none: to the run's end")
     parser.add_argument("--capture", type=int, action="append", default=[])
+    parser.add_argument("--started", type=float, help="the harness's clock when it started this process")
     return parser
 
 

@@ -11,18 +11,23 @@ import pytest
 
 from surefoot.core.errors import InputError
 from surefoot.core.statistics import (
+    FALSE_CALL,
     RESAMPLES,
     Interval,
     bootstrap_median,
+    looks,
     mean,
+    mean_difference,
     median,
     median_interval,
     paired_difference,
     paired_ratio,
     quantiles,
     robust_z,
+    sequential_ratio,
     sign_test_rank,
     standard_deviation,
+    student_quantile,
 )
 
 MICHELSON = [
@@ -188,3 +193,77 @@ def test_what_cannot_be_compared_is_refused_in_words() -> None:
         median([])
     with pytest.raises(InputError, match="from 0 to 1"):
         quantiles([1.0], [50])
+
+
+@pytest.mark.parametrize("most", [7, 15, 31])
+def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_as_it_says(most: int) -> None:
+    """Every sequence of coins up to 15, and drawn ones beyond: stopped at the first look that shows a gain."""
+    ranks = looks(most)
+    assert ranks
+    generator = np.random.default_rng(most)
+    if most <= 15:
+        coins = (np.arange(1 << most)[:, None] >> np.arange(most)) & 1
+    else:
+        coins = generator.integers(0, 2, (1 << 17, most))
+    called = np.zeros(len(coins), dtype=bool)
+    for count, rank in ranks.items():
+        called |= coins[:, :count].sum(axis=1) <= rank
+    slack = 0.0 if most <= 15 else 3 * math.sqrt(FALSE_CALL / len(coins))
+    assert 0.005 < called.mean() <= FALSE_CALL + slack
+
+
+def test_an_interval_that_is_read_until_it_shows_something_is_wrong_far_more_often() -> None:
+    """What `looks` is for: the interval of a fixed n, read after 7, 8, 9 ... 31 pairs, finds an effect in equal arms too often."""
+    coins = np.random.default_rng(0).integers(0, 2, (20_000, 31))
+    called = np.zeros(len(coins), dtype=bool)
+    for count in range(7, 32):
+        called |= coins[:, :count].sum(axis=1) <= (sign_test_rank(count) or 0)
+    assert called.mean() > 2 * 0.025
+
+
+def test_equal_arms_stop_with_no_effect_and_a_gain_of_five_per_cent_is_found_early() -> None:
+    generator = np.random.default_rng(5)
+    found: list[int] = []
+    for _ in range(200):
+        drift = np.exp(np.cumsum(generator.normal(0, 0.2, 15)))
+        baseline = drift * np.exp(generator.normal(0, 0.015, 15))
+        candidate = 0.95 * drift * np.exp(generator.normal(0, 0.015, 15))
+        verdicts = {n: sequential_ratio(candidate[:n].tolist(), baseline[:n].tolist(), most=15).verdict for n in range(1, 16)}
+        assert all(verdicts[n] == "too few" for n in range(1, 16) if n not in looks(15))
+        found.append(next((n for n in looks(15) if verdicts[n] == "lower"), 99))
+    assert found.count(7) >= 160
+    assert found.count(99) <= 4
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30])
+def test_student_s_quantile_holds_the_share_of_drawn_values_that_it_says(freedom: int) -> None:
+    if freedom in (1, 2):  # known in closed form
+        expected = math.tan(math.pi * 0.475) if freedom == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
+        assert student_quantile(freedom) == pytest.approx(expected, rel=1e-9)
+    drawn = np.random.default_rng(freedom).standard_t(freedom, 200_000)
+    assert (np.abs(drawn) <= student_quantile(freedom)).mean() == pytest.approx(0.95, abs=0.003)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "paired"), [(3, 3, False), (3, 3, True), (2, 6, False), (5, 5, False)])
+def test_equal_code_shows_no_difference_of_means_in_nine_of_ten_comparisons(ours: int, theirs: int, paired: bool) -> None:
+    """Scores scatter evenly: what n runs of the same code give."""
+    generator = np.random.default_rng(ours + theirs)
+    verdicts = [
+        mean_difference(
+            generator.normal(0.9, 0.004, ours).tolist(), generator.normal(0.9, 0.004, theirs).tolist(), paired=paired
+        ).verdict
+        for _ in range(2000)
+    ]
+    assert verdicts.count("no effect") >= 0.9 * len(verdicts)
+    far = [
+        mean_difference(generator.normal(0.8, 0.004, 5).tolist(), generator.normal(0.9, 0.004, 5).tolist()).verdict
+        for _ in range(50)
+    ]
+    assert far.count("lower") == 50
+
+
+def test_one_run_on_a_side_has_a_difference_and_no_interval() -> None:
+    assert mean_difference([0.9], [0.8, 0.7]).verdict == "too few"
+    assert mean_difference([0.9], [0.8], paired=True).verdict == "too few"
+    assert mean_difference([0.9, 0.9], [0.8, 0.8]).verdict == "higher"
+    assert mean_difference([0.9, 0.9], [0.9, 0.9]).verdict == "no effect"
