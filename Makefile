@@ -1,6 +1,7 @@
 # Each target sets .venv up first; a second time that only looks. PYTHON=... names an interpreter, DATA=... the folder of data sets.
 DATA ?= ../shared/data
 BENCH ?= *
+WORKERS ?= 2
 export DATA PYTHON
 
 # `python -m`, not the scripts beside it: their first line cannot hold a path with spaces
@@ -11,7 +12,7 @@ PY := .venv/bin/python
 
 help:
 	@echo 'make demo         train a model on real data and print its score'
-	@echo 'make test         the tests (TESTS=... to choose, DATA=... for the data sets)'
+	@echo 'make test         the tests (TESTS=... to choose, DATA=... for the data sets, WORKERS=2 at a time)'
 	@echo 'make lint         style and types'
 	@echo 'make test-faults  the large fault counts and the long runs'
 	@echo 'make bench        every benchmark, or BENCH=name for one'
@@ -23,7 +24,7 @@ demo:
 
 test:
 	@.ci/setup dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q $(TESTS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
 
 test-faults:
 	@.ci/setup dev

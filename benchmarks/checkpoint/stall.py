@@ -18,7 +18,7 @@ from surefoot.components.data import Arrays
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
-SAVES = 31  # the first one, which makes the staged copy, is left out
+SAVES, FEW_SAVES = 31, 11  # ours, and the peers'; the first one, which makes our staged copy, is left out
 EVERY, OFTEN = 40, 8  # steps between saves; the longer where a writer that yields to two threads lives through 20 of them
 
 
@@ -50,13 +50,14 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     shutil.rmtree(folder, ignore_errors=True)
     every = EVERY if threads > 1 and mode in ("background", "dcp_async") else OFTEN
     time_steps = _time_surefoot if mode in ("blocking", "background") else _time_loop
-    durations = time_steps(mode, threads, folder, every)
+    saves = SAVES if mode in ("blocking", "background") else FEW_SAVES
+    durations = time_steps(mode, threads, folder, every, saves)
     shutil.rmtree(folder)
     counted = [each for each in durations if each[0] > 2 * every]
     ordinary = statistics.median(seconds for _, seconds, touched in counted if not touched)
     extras = [
         sum(seconds - ordinary for step, seconds, touched in counted if touched and save < step <= save + every)
-        for save in range(2 * every, every * SAVES + 1, every)
+        for save in range(2 * every, every * saves + 1, every)
     ]
     return {
         "extra_s": max(0.0, statistics.median(extras)), "ordinary_s": ordinary, "saves": float(len(extras)),
@@ -64,9 +65,9 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _time_surefoot(mode: str, threads: int, folder: Path, every: int) -> list[Timed]:
+def _time_surefoot(mode: str, threads: int, folder: Path, every: int, saves: int) -> list[Timed]:
     spec = RunSpec(
-        train={"length": f"{every * (SAVES + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
+        train={"length": f"{every * (saves + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
         checkpoint={"every": f"{every} steps", "keep": 2, "background": mode == "background"},
         observe={"every": f"{every * 100} steps", "tensorboard": False},
     )  # fmt: skip
@@ -81,7 +82,7 @@ def _time_surefoot(mode: str, threads: int, folder: Path, every: int) -> list[Ti
     return durations
 
 
-def _time_loop(mode: str, threads: int, folder: Path, every: int) -> list[Timed]:
+def _time_loop(mode: str, threads: int, folder: Path, every: int, saves: int) -> list[Timed]:
     """A plain loop over the same model and numbers, saved by `torch.save` or by DCP in the background."""
     torch.set_num_threads(threads)
     task = Wide()
@@ -91,7 +92,7 @@ def _time_loop(mode: str, threads: int, folder: Path, every: int) -> list[Timed]
     save = {"torch_save": _save_torch, "dcp_async": _save_dcp_async}[mode]
     durations, saving = [], None
     began_s = time.perf_counter()
-    for step in range(1, every * (SAVES + 1) + 1):
+    for step in range(1, every * (saves + 1) + 1):
         was_saving = saving is not None and not saving.done()
         if step % every == 1 and step > 1:
             if saving is not None:
