@@ -222,6 +222,41 @@ def test_a_module_has_its_forward_and_backward_pass_and_all_that_is_inside() -> 
     assert flops(counter, "", "product") == 3 * (first + last)
 
 
+class Shared(nn.Module):
+    """Three layers over one input, and one that hands it on unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(INS, size) for name, size in (("a", 3), ("b", 5), ("c", 7))})
+        self.idle = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(self.idle(x)) for layer in self.layers.values()], dim=1)
+
+
+def test_layers_that_share_an_input_are_told_apart_in_the_backward_pass_too() -> None:
+    model = nn.Sequential(nn.Linear(INS, INS), Shared(), nn.Linear(15, 2))
+    counter = counted(model, torch.randn(B, INS))
+    found = {name: flops(counter, name, "product") for name in counter.modules()}
+    shared = {f"1.layers.{name}": 3 * 2 * B * INS * size for name, size in (("a", 3), ("b", 5), ("c", 7))}
+    assert {name: found[name] for name in shared} == shared
+    assert found["1"] == found["1.layers"] == sum(shared.values())
+    assert (found["0"], found["2"]) == (2 * 2 * B * INS * INS, 3 * 2 * B * 15 * 2)  # the data need no gradient
+    assert found.get("1.idle", 0) == 0
+
+
+def test_an_optimisers_products_are_no_part_of_the_models_own() -> None:
+    model, inputs = Two(), torch.randn(B, INS, requires_grad=True)
+    with Counter(model) as counter:
+        model(inputs).sum().backward()
+        with torch.no_grad():
+            _ = model.first.weight @ model.first.weight.T
+            model(inputs)  # one that is asked for without a gradient, as of a teacher, is
+    own = 2 * B * (INS * OUTS + OUTS * 2)
+    assert sum(work.model_flops for work in counter.of()) == 4 * own
+    assert flops(counter, "", "product") == 4 * own + 2 * OUTS * OUTS * INS
+
+
 class Recomputed(Two):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(super().forward, x, use_reentrant=False)

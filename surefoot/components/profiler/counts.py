@@ -3,7 +3,7 @@
     with Counter(model) as counter:
         loss(model(batch)).backward()
     counter.of()            # the whole step, an operator and dtype a row
-    counter.modules()       # the modules that ran, their backward passes and all that they contain included
+    counter.modules()       # the modules that ran; what is in one has its backward pass and all that it contains
 
 The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`, on which torch's own flop counter stands too. A fused
 operator is one call here, as it is for the device; what a compiled graph runs is not seen.
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from surefoot.components.profiler.formulas import count
+from surefoot.components.profiler.whereabouts import Whereabouts
 from surefoot.core.roofline import Work
 
 WHOLE = ""  # the name of the step itself among the modules
@@ -47,14 +48,14 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._root = type(model).__name__
+        self._whereabouts = Whereabouts(model)
         self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
-        self._tracker = ModuleTracker()
+        self._tracker = ModuleTracker()  # asked only whether a backward pass runs
         self.unknown: set[str] = set()  # operators without a formula: they count bytes and time, and no FLOPs
 
     def __enter__(self) -> Self:
-        self._tracker.__enter__()  # type: ignore[no-untyped-call]
+        self._whereabouts.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -62,7 +63,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._tracker.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._whereabouts.__exit__(kind, error, trace)
         if self._events:
             torch.cuda.synchronize()
         for begun, ended, tallies in self._events:
@@ -86,23 +87,21 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
             self.unknown.add(name)
-        is_again = self._tracker.is_bw and torch.is_grad_enabled()  # gradients are on inside a backward pass: a recomputation
-        tallies = [self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *self._modules())]
+        around = self._whereabouts.around()
+        is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
+        is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
+        is_asked = not is_again and (is_backward or is_on or bool(around))  # else an optimiser's product, as Muon's
+        tallies = [self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)]
         for tally in tallies:
             tally.calls += 1
             tally.flops += call.flops
-            tally.model_flops += 0 if is_again else call.model_flops
+            tally.model_flops += call.model_flops if is_asked else 0
             tally.again_flops += call.model_flops if is_again else 0
             tally.num_bytes += call.num_bytes
             tally.elapsed_s += elapsed_s if begun is None else 0.0
         if begun is not None and ended is not None:
             self._events.append((begun, ended, tallies))
         return out
-
-    def _modules(self) -> set[str]:
-        """The modules whose forward or backward pass this is, by their names within the model, which is `.` itself."""
-        inside = self._tracker.parents - {"Global"}
-        return {"." if name == self._root else name.removeprefix(f"{self._root}.") for name in inside}
 
     def of(self, module: str = WHOLE) -> list[Work]:
         """What ran inside `module`, an operator and dtype a row; the longest first."""

@@ -1,0 +1,91 @@
+"""Which module is at work: in its forward pass by hooks, in the backward pass by the nodes of autograd's graph that it made.
+
+Each node belongs to the innermost module that was running when it was made, so that modules which share an input, or hand it on
+unchanged, are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+ROOT = "."  # the model itself
+
+
+class Whereabouts:
+    """A context that follows the modules of `model`. `now` is the name of the innermost one at work, None between them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name or ROOT for name, module in model.named_modules()}
+        self._running: list[tuple[str, set[Any]]] = []  # with the nodes that its inputs came from
+        self._behind: str | None = None
+        self._owned: set[Any] = set()  # nodes; held, since one that is let go gives its identity to another
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        for module, name in self._names.items():
+            self._handles.append(module.register_forward_pre_hook(self._enter_of(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._owned.clear()
+
+    @property
+    def now(self) -> str | None:
+        return self._running[-1][0] if self._running else self._behind
+
+    def around(self) -> list[str]:
+        """The module at work and all that contain it, the model itself first."""
+        name = self.now
+        if name is None or name == ROOT:
+            return [] if name is None else [ROOT]
+        parts = name.split(".")
+        return [ROOT, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+
+    def _enter_of(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._running.append((name, set(_nodes((args, kwargs)))))
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Everything between what came in and what comes out, and is nobody's yet, is this module's."""
+        name, before = self._running.pop()
+        waiting = list(_nodes(out))
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in before or node in self._owned:
+                continue
+            self._owned.add(node)
+            self._handles += [node.register_prehook(self._begin_of(name)), node.register_hook(self._end)]
+            waiting += [following for following, _ in node.next_functions]
+
+    def _begin_of(self, name: str) -> Callable[[Any], None]:
+        def begin(gradients: Any) -> None:
+            self._behind = name
+
+        return begin
+
+    def _end(self, inputs: Any, outputs: Any) -> None:
+        self._behind = None
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    """The node that each tensor inside came from."""
+    if isinstance(tree, Tensor):
+        if tree.grad_fn is not None:
+            yield tree.grad_fn
+        return
+    parts: Iterable[Any] = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    for each in parts:
+        yield from _nodes(each)
