@@ -8,7 +8,7 @@
 | steps/s | steps of the window / its wall seconds | steps per second |
 | waiting share | seconds waiting for data / wall seconds | share of 1 |
 | goodput | applied steps / steps | share of 1 |
-| model FLOPs utilisation | model FLOPs of a sample x samples/s / peak FLOP/s; by `surefoot show`, once `surefoot roofline` has counted | share of 1 |
+| model FLOPs utilisation | model FLOPs of a sample x samples/s / peak FLOP/s, in `surefoot show` after `surefoot roofline` | share of 1 |
 | scaling efficiency | n/a on one process | share of 1 |
 """
 
