@@ -19,6 +19,7 @@ _PLACES = {
     "attach": "surefoot.train.attach",
     "load": "surefoot.train.look_back",
     "read_spec": "surefoot.contract.spec_file",
+    "timed": "surefoot.components.profiler.phases.timed",
 }
 __all__ = sorted(_PLACES)
 __version__ = "0.1.0"

@@ -17,6 +17,9 @@ from surefoot.core.errors import RunFolderError
 
 VERSION = 1
 FILE = "events.jsonl"
+PHASES = (
+    "data", "copy", "forward", "backward", "optimiser", "communication", "checkpoint", "evaluation", "logging", "other",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,10 @@ class Step(Event):
     samples_per_s: float | None
     items_per_s: float | None
     peak_bytes: int | None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    step_s: tuple[float, ...] = ()
+    outliers: tuple[Mapping[str, Any], ...] = ()
+    device_memory: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

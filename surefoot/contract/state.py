@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,3 +47,15 @@ class StepReport:
     def applied(self) -> bool:
         """False when the step was skipped because its gradient was not finite."""
         return bool(self.was_applied)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Where the time went: seconds by phase (those without any left out), wall seconds by step, and the steps that stood out.
+
+    An outlier has `step`, `elapsed_s` and `cause`.
+    """
+
+    phases: Mapping[str, float]
+    step_s: tuple[float, ...]
+    outliers: tuple[Mapping[str, Any], ...]

@@ -16,10 +16,11 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.components.data import Feed, Iterated, Order, as_source
-from surefoot.components.observe import Summary, peak_resident_bytes
+from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.precision import compute_context
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
+from surefoot.contract.state import Timing
 from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings
@@ -86,8 +87,8 @@ class Assembly:
             **circumstances(str(self.engine.device)),
         )  # fmt: skip
 
-    def stepped(self, generation: int, summary: Summary) -> events.Step:
-        """The record of the steps that `summary` sums up."""
+    def stepped(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
+        """The record of the steps that `summary` and `timing` sum up."""
         rates = {f"{u.name}.{i}" if i else u.name: g["lr"] for u in self.updates for i, g in enumerate(u.guarded.groups)}
         return events.Step(
             generation=generation, time_s=time.time(), step=summary.step, epoch=summary.epoch, num_steps=summary.num_steps,
@@ -95,6 +96,8 @@ class Assembly:
             learning_rates={name: float(rate) for name, rate in rates.items()}, num_applied=summary.num_applied,
             num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
             samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
+            phases=timing.phases, step_s=timing.step_s, outliers=timing.outliers,
+            device_memory=take_device_memory(self.engine.device),
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -24,13 +25,15 @@ from torch.optim import Optimizer
 
 from surefoot.components import optim
 from surefoot.components.data import size_of
-from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes
+from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
+from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.contract import events, loop_ledger
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
-from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, StorageError, TaskError
+from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
 from surefoot.train import blame, environment, folder
+from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.loop import LoopKeeper, name_objects
 from surefoot.train.resume.watched import Watched
 
@@ -103,12 +106,14 @@ class Attached:
         batches = record.begin_pass()
         while True:
             record.between_steps()
-            asked_s = time.perf_counter()
+            asked_ns = record.clock.switch(DATA)
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            record.took(batch, time.perf_counter() - asked_s)
+            finally:
+                got_ns = record.clock.switch(OTHER)
+            record.took(batch, (got_ns - asked_ns) / 1e9)
             yield batch
         record.end_pass()
 
@@ -118,6 +123,15 @@ class Attached:
         `num_samples` is counted from the batches read since the step before, unless given. Raises TaskError for a loss that is no scalar.
         """
         self._record.step_done(loss, num_samples)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count the block as a phase of the step, as in `with run.phase("forward"): ...`; what is in none of them is "other".
+
+        Raises InputError for a name that is no phase.
+        """
+        if name not in events.PHASES:
+            raise InputError(f"{name!r} is no phase", hint=f"use one of {', '.join(events.PHASES)}")
+        return self._record.clock.within(events.PHASES.index(name))
 
     def close(self) -> None:
         """Commit, and record that the loop is done; a second time does nothing."""
@@ -158,7 +172,10 @@ class _Record:
         ] = []  # (pass, place in it, samples) of the batches since the last step
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = 0
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.clock = PhaseClock(self._device)
         self.started_s = time.perf_counter()
+        self.clock.start(LOGGING)
         name = type(model).__name__.lower()
         digest = folder.code_digest(_script(), model)
         choice = functools.partial(folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True)
@@ -171,6 +188,8 @@ class _Record:
             self._journal.begin(self._started(model, name, digest, data, notes))
         for note in notes:
             self._console.warn(note)
+        self._stop_listening = self.clock.listen_to_collections()
+        self.clock.switch(OTHER)
 
     def _resume(self) -> tuple[str, ...]:
         """Go on from the newest commit; gives what to tell the user."""
@@ -187,13 +206,13 @@ class _Record:
         guarantee, why = find_guarantee(data)
         told = f"{self._length:,} batches of " if self._length is not None else "batches of "
         kind = type(data).__name__
-        device = next((str(parameter.device) for parameter in model.parameters()), "cpu")
         return events.Started(
             generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, code_digest=digest, seed=torch.initial_seed(),
             data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
             num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
             first_step=self.step + 1,
-            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"), **environment.circumstances(device),
+            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"),
+            **environment.circumstances(str(self._device)),
         )  # fmt: skip
 
     # ---- while the loop goes on
@@ -202,7 +221,9 @@ class _Record:
         self._is_inside = True
         self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
         self._watched.begin_pass()
-        batches = self._keeper.begin_pass()
+        self.clock.begin_steps()
+        with self.clock.within(DATA):
+            batches = self._keeper.begin_pass()
         self._compare_with_before([self._watched.take() for _ in range(self._keeper.position)])
         return batches
 
@@ -230,9 +251,10 @@ class _Record:
         }  # fmt: skip
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
-            self._journal.sync()
-            self._ledger.sync()  # what was consumed reaches the disk before the commit that presupposes it
-            made, elapsed_s = self._keeper.save(self.step, counters, data_state)
+            with self.clock.within(CHECKPOINT):
+                self._journal.sync()
+                self._ledger.sync()  # what was consumed reaches the disk before the commit that presupposes it
+                made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
             self._console.warn(f"{error.message}; the loop goes on")
             return
@@ -271,6 +293,7 @@ class _Record:
         value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
         weight = count or 1  # a loop that reads its data past batches() still has a mean
         self.step += 1
+        self.clock.end_step(self.step)
         for batch in self._unstepped:
             self._ledger.add(self.step, *batch)
         self._unstepped.clear()
@@ -286,9 +309,14 @@ class _Record:
             self._close_window()
 
     def _close_window(self) -> None:
+        with self.clock.within(LOGGING):
+            self._write_steps()
+
+    def _write_steps(self) -> None:
         summary = None if self._is_over else self._meter.take()
         if summary is None:
             return
+        timing = self.clock.take()
         self._training_s += summary.elapsed_s
         self._loss = summary.loss
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -298,6 +326,7 @@ class _Record:
             loss=summary.loss, terms=summary.terms, gradient_norm=None, learning_rates=rates, num_applied=summary.num_applied,
             num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
             samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
+            phases=timing.phases, step_s=timing.step_s, outliers=timing.outliers, device_memory=take_device_memory(self._device),
         )  # fmt: skip
         self._write(event)
 
@@ -357,6 +386,7 @@ class _Record:
         self._let_go()
 
     def _ended(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
+        self.clock.take()
         elapsed_s, peak_bytes = time.perf_counter() - self.started_s, peak_resident_bytes()
         samples_per_s = self.num_samples / self._training_s if self._training_s > 0 else None
         summary = {
@@ -364,6 +394,7 @@ class _Record:
             "better": "lower", "best_value": None, "best_step": None, "loss": self._loss, "num_samples": self.num_samples,
             "elapsed_s": elapsed_s, "training_s": self._training_s, "samples_per_s": samples_per_s, "peak_bytes": peak_bytes,
             "num_skipped": 0, "cause": cause, "outcome": outcome,
+            **timing_rows(self.clock.total()),
         }  # fmt: skip
         return events.Ended(
             generation=self.generation, time_s=time.time(), step=self.step, outcome=outcome, cause=cause, exit_code=exit_code,
@@ -372,6 +403,7 @@ class _Record:
 
     def _let_go(self) -> None:
         self._is_over = True
+        self._stop_listening()
         self._ledger.close()
         self._journal.abandon()
         self._lock.release()

@@ -17,7 +17,8 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Saved
 from surefoot.components.data import Feed
 from surefoot.components.observe import Console, Journal, Meter, TensorBoard
-from surefoot.components.stability import Guard, GuardFault
+from surefoot.components.profiler import CHECKPOINT, EVALUATION, LOGGING, OTHER
+from surefoot.components.stability import Guard
 from surefoot.contract import events, ledger
 from surefoot.contract.ledger import Ledger, Plan
 from surefoot.contract.spec import RunSpec
@@ -35,9 +36,10 @@ from surefoot.core.errors import (
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
+from surefoot.train.record.scores import Scores
+from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.resume.start import Begun, Start, begin, check_same_data
-from surefoot.train.scores import Scores
 
 
 class Run:
@@ -111,6 +113,7 @@ class Run:
             self._open(chosen, digest, notes)
         self._listen()
         self._is_open = True
+        self._clock.switch(OTHER)
 
     def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
@@ -123,28 +126,32 @@ class Run:
         self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent)
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
-        self._tensorboard = TensorBoard(
+        tensorboard = TensorBoard(
             self.folder / "tensorboard",
             wanted=self.spec.observe.tensorboard,
             purge_step=self.step + 1 if chosen.is_again else None,
         )
-        self._journal = Journal(self.folder)
-        self._opened.callback(self._journal.abandon)
+        journal = Journal(self.folder)
+        self._opened.callback(journal.abandon)
         self._ledger = Ledger(self.folder, _plan(self.assembly.feed), self.generation)
         self._opened.callback(self._ledger.close)
         self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
+        self._clock = self.assembly.engine.stepper.clock
+        self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
+        self._clock.start(LOGGING)
         said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note())
         told = environment.as_run(self.spec), digest, (*said, *notes)
-        self._journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1))
-        self._console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
-        self._opened.callback(self._console.close)
+        journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1))
+        console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
+        self._opened.callback(console.close)
+        self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation)
         for trouble in troubles:
-            self._tell_fault(self._guard.damaged_commit(self.step, trouble))
+            self._telling.fault(self._guard.damaged_commit(self.step, trouble))
         if num_lost := self._ledger.count_lost(self.step):
-            self._tell_fault(self._guard.damaged_ledger(self.step, num_lost))
+            self._telling.fault(self._guard.damaged_ledger(self.step, num_lost))
         for note in (*said, f"run folder {self.folder}"):
-            self._console.say(note)
+            self._telling.say(note)
         for saved in first:
             self._saved(saved)
 
@@ -223,7 +230,7 @@ class Run:
             self._stop, self._is_leaving = ("interrupted", f"{cause}, at once, after step {self.step}"), True
             raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
         with contextlib.suppress(RuntimeError):  # in the middle of a line of our own: a stream is not entered twice
-            self._console.say(f"ending after this step; {name} again stops at once")
+            self._telling.console.say(f"ending after this step; {name} again stops at once")
 
     # ---- the loop
 
@@ -235,6 +242,7 @@ class Run:
             self._keeper.saved_step = 0  # this step's commit is without it
             self.evaluate(owed)
         self._meter.restart_clock()
+        self._clock.begin_steps()
         while self._stop is None and not self._is_over(total):
             number = self.step + 1
             try:
@@ -265,15 +273,14 @@ class Run:
         return time.perf_counter() - self.started_s >= self.assembly.course.length.value
 
     def _close_window(self) -> None:
-        summary = self._meter.take()
-        if summary is None:
-            return
-        self.training_s += summary.elapsed_s
-        self._write(self.assembly.stepped(self.generation, summary))
-        for fault in self._guard.judge(summary.step):
-            self._write(environment.fault(self.generation, fault))
-            self._console.say(f"step {fault.step}: {fault.detail}; {fault.action}")
-        self._console.step(summary)
+        with self._clock.within(LOGGING):
+            summary = self._meter.take()
+            if summary is None:
+                return
+            self.training_s += summary.elapsed_s
+            self._telling.write(self.assembly.stepped(self.generation, summary, self._clock.take()))
+            self._telling.judge(summary.step)
+            self._telling.console.step(summary)
         self._guard.raise_if_over(summary.step)
 
     @property
@@ -307,7 +314,11 @@ class Run:
     def evaluate(self, split: str | None = None) -> Evaluation:
         """Evaluate the weights of this step on `split` (the spec's by default), commit them if they are the best so far."""
         self._check_begun()
-        spec, name = self.spec, split or self.spec.evaluate.split
+        with self._clock.within(EVALUATION):
+            return self._evaluate(split or self.spec.evaluate.split)
+
+    def _evaluate(self, name: str) -> Evaluation:
+        spec = self.spec
         self._close_window()
         try:
             with self._averaged():
@@ -322,14 +333,13 @@ class Run:
             if isinstance(error, SystemExit) and self._is_preempted:  # the state is that of the step before the evaluation
                 self._scores.owed = name
                 self._commit(last=True)
-                self._keeper.settle(self._saved, wait=True)
+                self._settle()
                 raise
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
         counts = name == spec.evaluate.split
         best = counts and self._scores.add(self.step, result)
-        self._write(result.as_event(self.generation, self.step, best=best))
-        epoch, unit = self.assembly.feed.epoch_of(self.step), result.units.get(result.score, "")
-        self._console.evaluated(self.step, epoch, result.score, result.value, unit, best)
+        event = result.as_event(self.generation, self.step, best=best)
+        self._telling.evaluated(event, self.assembly.feed.epoch_of(self.step), result)
         if best:
             self._commit()
         if counts and (reason := self._scores.reason_to_stop()):
@@ -345,30 +355,37 @@ class Run:
         """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
         if self._is_preempted:
             raise SystemExit(self._stop_code)
-        self._console.evaluating(split, done, total)
+        self._telling.console.evaluating(split, done, total)
 
     def _averaged(self) -> Any:
-        self._keeper.before_update()  # the average takes the place of the weights
+        with self._clock.within(CHECKPOINT):
+            self._keeper.before_update()  # the average takes the place of the weights
         return self.assembly.engine.average.swapped_in() if self.assembly.engine.average is not None else torch.no_grad()
 
     def save(self) -> None:
         """Save the state of this step now, whatever the spec says of when; returns once it is on disk, or was given up."""
         self._check_begun()
         self._commit()
-        self._keeper.settle(self._saved, wait=True)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the save in flight is on disk, or was given up."""
+        with self._clock.within(CHECKPOINT):
+            self._keeper.settle(self._saved, wait=True)
 
     def _commit(self, *, last: bool = False) -> None:
         """Save the state; what the disk refuses ends this save, not the run."""
         if self._lock.is_lost():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         self._close_window()
+        clock, score = {"training_s": self.training_s}, self._scores.score_of(self.step)
         try:
-            self._ledger.sync()
-            self._journal.sync()
-            clock = {"training_s": self.training_s}
-            self._keeper.save(self.step, self._more(), clock, self._scores.score_of(self.step), self._saved, last=last)
+            with self._clock.within(CHECKPOINT):
+                self._ledger.sync()
+                self._telling.journal.sync()
+                self._keeper.save(self.step, self._more(), clock, score, self._saved, last=last)
         except StorageError as error:
-            self._give_up("this commit", error)
+            self._telling.give_up("this commit", error, self.step)
 
     def state_digests(self) -> dict[str, str]:
         """A digest (SHA-256, hex) of each component of the state after this step: two runs that agree in all are at the same place."""
@@ -383,7 +400,7 @@ class Run:
     def _saved(self, saved: Saved) -> None:
         """Record what became of a save."""
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():
-            self._give_up("this commit", saved.error, saved.step)
+            self._telling.give_up("this commit", saved.error, saved.step)
         elif saved.error is not None:
             raise saved.error
         elif saved.manifest is not None:
@@ -391,17 +408,18 @@ class Run:
                 generation=self.generation, time_s=time.time(), step=saved.step, num_bytes=saved.manifest.num_bytes,
                 folder=f"checkpoints/step-{saved.step:012d}", elapsed_s=saved.elapsed_s, waited_s=saved.waited_s,
             )  # fmt: skip
-            self._write(committed)
+            self._telling.write(committed)
             for trouble in self._keeper.take_store_troubles():
-                self._give_up("its copy in the store", trouble, saved.step)
+                self._telling.give_up("its copy in the store", trouble, saved.step)
 
     # ---- ending
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._clock.switch(OTHER)  # whatever an error broke off
         try:
             if error is None and self.step:
                 self._commit(last=True)
-                self._keeper.settle(self._saved, wait=True)
+                self._settle()
         except BaseException as problem:
             error = problem
             raise
@@ -419,25 +437,20 @@ class Run:
         try:
             if error is not None:
                 self._tell_what_is_left()
-            self._close_tensorboard()
-            self.summary = self._scores.summary(self)
-            self._journal.write(self._scores.ended(self))
-            self._journal.close()
+            self._telling.close_tensorboard(self.step)
+            self._clock.take()
+            self.summary = self._scores.summary(self, self._clock.total())
+            self._telling.journal.write(self._scores.ended(self))
+            self._telling.journal.close()
         except StorageError as problem:
             if error is None:
                 raise
-            self._console.warn(f"the end of the run could not be written: {problem.message}")
+            self._telling.console.warn(f"the end of the run could not be written: {problem.message}")
 
     def _tell_what_is_left(self) -> None:
         """Write the steps since the last record; an error on the way is not the one to tell."""
         with contextlib.suppress(Exception):
             self._close_window()
-
-    def _close_tensorboard(self) -> None:
-        try:
-            self._tensorboard.close()
-        except StorageError as error:
-            self._give_up("TensorBoard", error)
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
         if isinstance(error, KeyboardInterrupt):
@@ -458,26 +471,6 @@ class Run:
             return "stopped", f"the loop was left at step {self.step}", EXIT_OK
         outcome, cause = self._stop
         return outcome, cause, self._stop_code if outcome == "interrupted" else EXIT_OK
-
-    def _write(self, event: events.Event) -> None:
-        self._record(event)
-        try:
-            self._tensorboard.write(event)
-        except StorageError as error:
-            self._give_up("TensorBoard", error)
-
-    def _give_up(self, what: str, error: StorageError, step: int | None = None) -> None:
-        """Go on without what the disk refused, and say so."""
-        self._tell_fault(self._guard.storage_fault(self.step if step is None else step, error.message, what))
-
-    def _tell_fault(self, fault: GuardFault) -> None:
-        self._record(environment.fault(self.generation, fault))
-        self._console.warn(f"{fault.detail}; {fault.action}")
-
-    def _record(self, event: events.Event) -> None:
-        trouble = self._journal.write(event)
-        if trouble is not None:
-            self._console.warn(trouble)
 
 
 def _plan(feed: Feed) -> Plan:

@@ -8,7 +8,6 @@ before the backward pass each term is scaled by its own first; otherwise a singl
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, WeightAverage, backward
+from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
@@ -55,17 +55,18 @@ class Stepper:
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
         self.consumed = np.empty(0, dtype=np.int64)  # the samples of the step before, in the order they were read
+        self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def __call__(self, number: int) -> StepReport:
-        started_s = time.perf_counter()
+        started_ns = self.clock.switch(DATA)
         window = self._feed.window(number - 1)
         batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
         self.consumed = window.ids
-        waiting_s = time.perf_counter() - started_s
+        waiting_ns = self.clock.switch(OTHER) - started_ns
         self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else len(window.ids)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
@@ -84,15 +85,18 @@ class Stepper:
             self._buffers.put_back_unless(applied)
         if self._average is not None:
             self._average.update(applied)
+        self.clock.end_step(number)
         return StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
-            norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_s,
+            norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_ns / 1e9,
         )  # fmt: skip
 
     def _read(self, window: Window, ids: np.ndarray) -> Batch:
         batch = self._feed.source.read(ids)
         if self._moves:
+            self.clock.switch(COPY)
             batch = to_device(batch, self._device)
+            self.clock.switch(DATA)
         if self._task.augment is not None:
             batch = self._task.augment(batch, Keys(self._seed, window.epoch, ids))
         return batch
@@ -100,7 +104,8 @@ class Stepper:
     def _update(
         self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: dict[str, tuple[Tensor, Count, float]]
     ) -> tuple[float | Tensor, bool | Tensor]:
-        guarded = update.guarded
+        guarded, switch = update.guarded, self.clock.switch
+        switch(FORWARD)
         guarded.clear_gradients()
         counts = self._known_counts(batches)
         scale = 2.0 ** -round(math.log2(max(1, sum(map(size_of, batches))))) if len(batches) > 1 and counts is None else None
@@ -108,6 +113,7 @@ class Stepper:
         inputs = [each for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
         for position, batch in enumerate(batches):
+            switch(FORWARD)
             self._seed_draws(number, position, index)
             with self._compute():
                 loss = update.loss(self._model, batch)
@@ -115,15 +121,19 @@ class Stepper:
             if len(batches) > 1:
                 check_splittable(update.name, loss, counts is not None)
             factors = [self._factor(term, counts, scale) for term in terms]
+            switch(BACKWARD)
             backward([term.total for term in terms], factors, inputs)
             _add(mine, terms)
+        switch(OPTIMISER)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
         elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
         if self.before_update is not None:
+            switch(CHECKPOINT)
             self.before_update()
+            switch(OPTIMISER)
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         return guarded.step_if_finite(factor)
 

@@ -136,7 +136,7 @@ def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path:
         "optimizer": "surefoot.components.optim.update.GuardedUpdate.restore",
         "random": "surefoot.components.checkpoint.restore_random",
         "task": "surefoot.train.resume.state._restore_of_task",
-        "scores": "surefoot.train.scores.Scores.restore",
+        "scores": "surefoot.train.record.scores.Scores.restore",
         "guard": "surefoot.components.stability.Guard.restore",
     }[lost]
     monkeypatch.setattr(target, lambda *given: None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from surefoot.contract import events, manifest
 from surefoot.contract.events import Ended, Evaluated, Fault, Started, Step
-from surefoot.control.diagnose import Goodput, find_goodput
+from surefoot.control.diagnose import Goodput, Phases, find_goodput, find_phases
 from surefoot.core.errors import RunFolderError
 from surefoot.core.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.units import UNKNOWN, format_number, format_percent
@@ -31,6 +31,7 @@ class Past:
     faults: tuple[Fault, ...]
     ended: Ended | None
     goodput: Goodput
+    phases: Phases | None
     began_s: float
     last_s: float
 
@@ -91,6 +92,13 @@ class Past:
         found = [each.peak_bytes for each in (*self.steps[-1:], self.ended) if each is not None and each.peak_bytes is not None]
         return max(found, default=None)
 
+    @property
+    def device_memory(self) -> Mapping[str, Any] | None:
+        """What the GPU held at the last record, its peak over all of them; None without one."""
+        found = [each.device_memory for each in self.steps if each.device_memory]
+        peaks = [peak for each in found if (peak := finite(each.get("peak_bytes"))) is not None]
+        return {**found[-1], "peak_bytes": max(peaks, default=None)} if found else None
+
     def loss_at(self, step: int) -> float | None:
         """The mean training loss of the record that ends at `step`."""
         return next((number(each.loss) for each in self.steps if each.step == step), None)
@@ -137,7 +145,7 @@ def read(folder: Path) -> Past:
         folder=folder, started=starts[-1], steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluated)),
         faults=tuple(event for event in kept if isinstance(event, Fault)), ended=ends[-1] if ends else None,
-        goodput=find_goodput(every), began_s=starts[0].time_s, last_s=every[-1].time_s,
+        goodput=find_goodput(every), phases=find_phases(every), began_s=starts[0].time_s, last_s=every[-1].time_s,
     )  # fmt: skip
 
 

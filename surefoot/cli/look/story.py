@@ -11,9 +11,12 @@ from typing import Any
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
 from surefoot.cli.plot import overlay, terminal_style
 from surefoot.cli.table import format_time, print_pairs, print_table, shorten, without_control
+from surefoot.control.diagnose import Spread
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
 
 CURVE_ROWS = 12
+SPREAD = ("mean", "sd", "min", "p50", "p95", "p99", "max")
+MAX_OUTLIERS = 5
 MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
 Pairs = list[tuple[str, str]]
 
@@ -29,6 +32,7 @@ def tell(past: Past) -> None:
     _print_curve(past)
     _print_evaluations(past)
     _print_faults(past)
+    _print_phases(past)
     _print_part("How it ended", list(_end(past)))
     _print_part("Again", _again(past), whole=True)
 
@@ -120,6 +124,33 @@ def _print_faults(past: Past) -> None:
     print()
 
 
+def _print_phases(past: Past) -> None:
+    """Where the time of the newest attempt went, and its steps that stood out; nothing for a run of a version without phases."""
+    found = past.phases
+    if found is None:
+        return
+    print("Where the time went" + (", in the newest attempt" if past.num_attempts > 1 else ""))
+    rows = [[each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)] for each in found.phases]
+    rows.append(["a step", "", "", *_spread(found.step)])
+    print_table(("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2)
+    print("  mean and further: of one step; of the phases, of the records' means. communication: n/a on one process")
+    told = "" if found.coverage is None else f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} of another clock"
+    print(f"  the phases add up to {format_seconds(found.total_s)}{told}")
+    for row in found.outliers[:MAX_OUTLIERS]:
+        print(without_control(f"  slow: step {row['step']:,} took {format_seconds(row['elapsed_s'])}: {row['cause']}"))
+    if (others := sum(found.causes.values()) - MAX_OUTLIERS) > 0:
+        print(f"  {others} other slow steps are left out here; --json counts all by their cause")
+    print()
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _spread(spread: Spread | None) -> list[str]:
+    return [format_seconds(getattr(spread, f"{name}_s", None)) for name in SPREAD]
+
+
 def _end(past: Past) -> Iterator[tuple[str, str]]:
     ended, started = past.ended, past.started
     if ended is not None:
@@ -142,6 +173,9 @@ def _end(past: Past) -> Iterator[tuple[str, str]]:
     yield "throughput", rate
     yield "model FLOPs", _utilisation(past)
     yield "peak memory", format_bytes(past.peak_bytes)
+    if (device := past.device_memory) is not None:
+        peak, gaps = (format_bytes(finite(device.get(name))) for name in ("peak_bytes", "fragmented_bytes"))
+        yield "of the device", f"at most {peak}; {gaps} reserved and unused; {device.get('num_retries', UNKNOWN)} retries"
 
 
 def _utilisation(past: Past) -> str:
@@ -184,5 +218,6 @@ def as_row(past: Past) -> dict[str, Any]:
             for each in past.evaluations
         ],
         "faults": [{"step": each.step, "fault": each.fault, "detail": each.detail, "action": each.action} for each in past.faults],
-        "weights": past.weights(), "goodput": past.goodput.share,
+        "weights": past.weights(), "goodput": past.goodput.share, "device_memory": past.device_memory,
+        "time": past.phases.as_row() if past.phases is not None else None,
     }  # fmt: skip

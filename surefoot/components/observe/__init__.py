@@ -2,7 +2,8 @@
 
 from surefoot.components.observe.console import Console, final_table
 from surefoot.components.observe.journal import Journal
-from surefoot.components.observe.meter import Meter, Summary, peak_resident_bytes
+from surefoot.components.observe.memory import peak_resident_bytes, take_device_memory
+from surefoot.components.observe.meter import Meter, Summary
 from surefoot.components.observe.tensorboard import TensorBoard
 
-__all__ = ["Console", "Journal", "Meter", "Summary", "TensorBoard", "final_table", "peak_resident_bytes"]
+__all__ = ["Console", "Journal", "Meter", "Summary", "TensorBoard", "final_table", "peak_resident_bytes", "take_device_memory"]

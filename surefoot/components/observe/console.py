@@ -7,6 +7,7 @@ import itertools
 import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -15,11 +16,13 @@ from rich.table import Column
 from rich.text import Text
 
 from surefoot.components.observe.meter import Summary
-from surefoot.core.units import format_bytes, format_number, format_percent, format_rate, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
 
 LINE_EVERY_S = 5.0  # plain lines: at most so often
 WIDE = 100  # columns of a terminal that has room for the time that has passed, too
 SHORTEST_BAR = 8  # columns
+LEAST_SHARE = 0.005  # of the time: a phase below that is not named
+MOST_OUTLIERS = 3  # in the final table; `surefoot show` has more
 
 
 def format_score(name: str, value: float | None, unit: str = "") -> str:
@@ -175,7 +178,40 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("throughput", format_rate(summary.get("samples_per_s"), "samples")),
         ("peak memory", format_bytes(summary.get("peak_bytes"))),
     ]
+    if summary.get("phases"):
+        rows += [("time went to", phase_shares(summary["phases"])), ("a step", format_percentiles(summary["step_s"]))]
+    if summary.get("outliers"):
+        rows.append(("slow steps", format_outliers(summary["outliers"])))
     if summary.get("num_skipped"):
         rows.append(("skipped steps", str(summary["num_skipped"])))
     rows += [("ended", summary["cause"]), ("run folder", summary["folder"])]
     return rows
+
+
+def phase_shares(phases: Mapping[str, float]) -> str:
+    """`forward 41.2 %, backward 35 %, ...`: the largest first, what is under half a per cent in one word.
+
+    >>> phase_shares({"data": 0.001, "forward": 0.6, "backward": 0.399})
+    'forward 60 %, backward 39.9 %, the rest 0.1 %'
+    """
+    total = sum(phases.values())
+    shares = sorted(((seconds / total, name) for name, seconds in phases.items() if total > 0), reverse=True)
+    told = [(share, name) for share, name in shares if share >= LEAST_SHARE]
+    rest = sum(share for share, _ in shares) - sum(share for share, _ in told)
+    told += [(rest, "the rest")] if len(told) < len(shares) else []
+    return ", ".join(f"{name} {format_number(round(100 * share, 1))} %" for share, name in told) or UNKNOWN
+
+
+def format_percentiles(row: Mapping[str, float | None]) -> str:
+    """`p50 1.2 ms, p95 1.4 ms, p99 3 ms` out of seconds by name."""
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in row.items())
+
+
+def format_outliers(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The slowest of the steps that stood out, each with its cause.
+
+    >>> format_outliers([{"step": 12, "elapsed_s": 0.5, "cause": "checkpoint"}])
+    'step 12 500 ms (checkpoint)'
+    """
+    told = [f"step {row['step']:,} {format_seconds(row['elapsed_s'])} ({row['cause']})" for row in rows[:MOST_OUTLIERS]]
+    return ", ".join(told)

@@ -7,6 +7,7 @@
 | step time | wall seconds of the window / its steps | seconds |
 | steps/s | steps of the window / its wall seconds | steps per second |
 | waiting share | seconds waiting for data / wall seconds | share of 1 |
+| phase share | seconds of the phase / wall seconds, evaluations and all that lies between steps among them | share of 1 |
 | goodput | applied steps / steps | share of 1 |
 | model FLOPs utilisation | model FLOPs of a sample x samples/s / peak FLOP/s, in `surefoot show` after `surefoot roofline` | share of 1 |
 | scaling efficiency | n/a on one process | share of 1 |
@@ -14,18 +15,10 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from dataclasses import dataclass, field
 
 from surefoot.contract.state import StepReport
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident size of this process so far, bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract.events import Evaluated, Event, Step
+from surefoot.contract.events import PHASES, Evaluated, Event, Step
 from surefoot.core.errors import MissingExtra, StorageError
 
 FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not before the first steps are done
@@ -50,6 +50,8 @@ class TensorBoard:
             for event in self._waiting:
                 for name, value, step in scalars(event):
                     self._writer.add_scalar(name, value, step, walltime=event.time_s)
+            for name, value, step in phase_shares([event for event in self._waiting if isinstance(event, Step)]):
+                self._writer.add_scalar(name, value, step)
         except Exception as error:
             raise self._given_up(error) from error
         self._waiting.clear()
@@ -104,3 +106,10 @@ def scalars(event: Event) -> list[tuple[str, float, int]]:
             (f"{event.split}/{name}", float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)
         ]
     return []
+
+
+def phase_shares(steps: Sequence[Step]) -> list[tuple[str, float, int]]:
+    """(name, share of the wall time, step) of each phase over these records: one point for all of them, which costs less than one each."""
+    sums = {name: sum(event.phases.get(name, 0.0) for event in steps) for name in PHASES}
+    total = sum(sums.values())
+    return [(f"phases/{name}", seconds / total, steps[-1].step) for name, seconds in sums.items() if seconds]

@@ -1,0 +1,32 @@
+"""Profiler: where the time of a run goes; the clocks that are always on, and a context that times one block."""
+
+from surefoot.components.profiler.phases.clock import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION,
+    COPY,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    LOGGING,
+    OPTIMISER,
+    OTHER,
+    PhaseClock,
+)
+from surefoot.components.profiler.phases.timed import Timed, timed
+
+__all__ = [
+    "BACKWARD",
+    "CHECKPOINT",
+    "COMMUNICATION",
+    "COPY",
+    "DATA",
+    "EVALUATION",
+    "FORWARD",
+    "LOGGING",
+    "OPTIMISER",
+    "OTHER",
+    "PhaseClock",
+    "Timed",
+    "timed",
+]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.components.observe import peak_resident_bytes
 from surefoot.contract import events
+from surefoot.contract.state import Timing
+from surefoot.core.statistics import quantiles
 from surefoot.core.units import Duration
 from surefoot.train.assemble import Assembly
 from surefoot.train.evaluate import Evaluation
@@ -98,8 +100,8 @@ class Scores:
             peak_bytes=summary["peak_bytes"], summary=summary,
         )  # fmt: skip
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        """What the final table shows."""
+    def summary(self, run: Run, timing: Timing) -> dict[str, Any]:
+        """What the final table shows; `timing` is of the whole attempt."""
         elapsed_s = time.perf_counter() - run.started_s
         last, best = self.last, self.best
         return {
@@ -111,7 +113,16 @@ class Scores:
             "num_samples": run.num_samples, "elapsed_s": elapsed_s, "training_s": run.training_s,
             "samples_per_s": run.num_samples / run.training_s if run.training_s > 0 else None,
             "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
+            **timing_rows(timing),
         }  # fmt: skip
+
+
+def timing_rows(timing: Timing) -> dict[str, Any]:
+    """Where the time of an attempt went, for its summary; percentiles of no steps are None."""
+    percentiles = quantiles(timing.step_s, (0.5, 0.95, 0.99)) if timing.step_s else (None,) * 3
+    return {
+        "phases": timing.phases, "step_s": dict(zip(("p50", "p95", "p99"), percentiles, strict=True)), "outliers": timing.outliers,
+    }  # fmt: skip
 
 
 def _without_time(result: Evaluation | None) -> dict[str, Any] | None:

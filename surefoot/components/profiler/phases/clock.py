@@ -1,0 +1,111 @@
+"""The clock that is always on. It is switched from phase to phase, so that the phases tile the wall time.
+
+A switch reads the monotonic clock once and adds what has passed to the phase that ends: no phase is what the others leave over. On a
+device that works beside the host the switches leave marks in its stream, read when a window ends: see `device_line`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from time import perf_counter_ns
+from typing import Any, final
+
+import torch
+
+from surefoot.components.profiler.phases.compiled import count_compiled
+from surefoot.components.profiler.phases.device_line import DeviceLine, make_cuda_event
+from surefoot.components.profiler.phases.tally import Tally
+from surefoot.contract.events import PHASES
+from surefoot.contract.state import Timing
+
+DATA, COPY, FORWARD, BACKWARD, OPTIMISER, COMMUNICATION, CHECKPOINT, EVALUATION, LOGGING, OTHER = range(len(PHASES))
+ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMISER))  # the host only launches these
+
+
+@final
+class PhaseClock:
+    """Counts the time of one run by phase and by step, from `start` on."""
+
+    __slots__ = ("_collecting_ns", "_collection_began_ns", "_line", "_phase", "_since_ns", "_spent_ns", "_tally")
+
+    def __init__(self, device: torch.device) -> None:
+        self._line = DeviceLine(make_cuda_event, ON_DEVICE) if device.type == "cuda" else None
+        self._collecting_ns = self._collection_began_ns = 0
+        self.start(OTHER)
+
+    def start(self, phase: int) -> None:
+        """Begin anew, in `phase`."""
+        self._tally = Tally(len(PHASES))
+        self._spent_ns = self._tally.spent_ns
+        self._phase, self._since_ns = phase, perf_counter_ns()
+        if self._line is not None:
+            self._line.start(self._since_ns)
+
+    def switch(self, phase: int) -> int:
+        """End the phase that goes on and begin `phase`; gives the time of it, nanoseconds of the monotonic clock."""
+        now_ns = perf_counter_ns()
+        if self._line is None:
+            self._spent_ns[self._phase] += now_ns - self._since_ns
+        else:
+            self._line.switch(self._phase, phase, now_ns - self._since_ns)
+        self._since_ns = now_ns
+        self._phase = phase
+        return now_ns
+
+    @contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """`phase` inside the block, and after it what went on before."""
+        before = self._phase
+        self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def begin_steps(self) -> None:
+        """What went before belongs to no step."""
+        self._tally.begin_steps(self._read_up_to_now(OTHER))
+
+    def end_step(self, number: int) -> None:
+        """The step `number` is done: it lasted from the end of the one before, and so holds what came between, too."""
+        now_ns = self.switch(OTHER)
+        if self._line is None:
+            self._tally.end_step(number, now_ns, self._collecting_ns, count_compiled())
+        elif self._line.end_step(number, self._collecting_ns, count_compiled()):
+            self._read_up_to_now(OTHER)
+
+    def take(self) -> Timing:
+        """What passed since the last call, up to now. Waits for the device."""
+        self._read_up_to_now(self._phase)
+        return self._tally.take()
+
+    def _read_up_to_now(self, phase: int) -> int:
+        now_ns = self.switch(phase)
+        if self._line is not None:
+            self._line.wait()
+            now_ns = self.switch(phase)
+            self._line.read(self._tally, now_ns)
+        return now_ns
+
+    def total(self) -> Timing:
+        """What passed since the start, up to the last `take`; of a long run's steps an even sample."""
+        return self._tally.total()
+
+    def listen_to_collections(self) -> Callable[[], None]:
+        """Time the garbage collections of this process, so that a slow step can be explained by one; gives what ends it."""
+        heard = self._heard
+        gc.callbacks.append(heard)
+
+        def stop() -> None:
+            with suppress(ValueError):  # a second time
+                gc.callbacks.remove(heard)
+
+        return stop
+
+    def _heard(self, moment: str, told: dict[str, Any]) -> None:
+        if moment == "start":
+            self._collection_began_ns = perf_counter_ns()
+        else:
+            self._collecting_ns += perf_counter_ns() - self._collection_began_ns

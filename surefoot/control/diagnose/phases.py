@@ -1,0 +1,120 @@
+"""Where the time of an attempt went: its phases, its steps, and the steps that stood out, out of its records."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.contract.events import PHASES, Ended, Event, Started, Step
+from surefoot.core.statistics import mean, quantiles, standard_deviation
+
+MOST_OUTLIERS = 10
+SHARES = {"min_s": 0.0, "p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99, "max_s": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Seconds a step: mean, standard deviation, and the shares below which so many of the values lie."""
+
+    mean_s: float
+    sd_s: float | None
+    min_s: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One phase: its seconds in all, their share of the sum of all phases, and what it took a step (means of the records)."""
+
+    name: str
+    total_s: float
+    share: float
+    a_step: Spread | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Where the time of an attempt went. `wall_s` is an independent clock's, None where the attempt did not say how it ended."""
+
+    phases: tuple[Phase, ...]
+    total_s: float
+    wall_s: float | None
+    num_steps: int
+    step: Spread | None
+    outliers: tuple[Mapping[str, Any], ...]
+    causes: Mapping[str, int]
+
+    @property
+    def coverage(self) -> float | None:
+        """What the phases add up to, as a share of the wall time."""
+        return self.total_s / self.wall_s if self.wall_s else None
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "wall_s": self.wall_s, "coverage": self.coverage, "num_steps": self.num_steps,
+            "phases": {each.name: {"total_s": each.total_s, "share": each.share, "a_step": _row(each.a_step)} for each in self.phases},
+            "step": _row(self.step), "outliers": list(self.outliers), "causes": dict(self.causes),
+        }  # fmt: skip
+
+
+def find_phases(events: Iterable[Event]) -> Phases | None:
+    """Of the newest attempt among `events`, in the order written; None where its records hold no phases, as those of older versions."""
+    attempt: list[Event] = []
+    for event in events:
+        if isinstance(event, Started):
+            attempt.clear()
+        attempt.append(event)
+    steps = [event for event in attempt if isinstance(event, Step) and event.phases]
+    ended = next((event for event in attempt if isinstance(event, Ended)), None)
+    sums = {name: sum(_number(event.phases.get(name)) for event in steps) for name in PHASES}
+    whole = ended.summary.get("phases") if ended is not None else None
+    is_whole = isinstance(whole, Mapping) and bool(whole)
+    if isinstance(whole, Mapping) and is_whole:  # the last evaluation and commit lie behind the last record of steps
+        sums = {name: _number(whole.get(name)) for name in PHASES}
+    total_s = sum(sums.values())
+    if total_s <= 0:
+        return None
+    every = [_number(each) for event in steps for each in event.step_s]
+    outliers = [_outlier(row) for event in steps for row in event.outliers]
+    told = tuple(
+        Phase(name=name, total_s=seconds, share=seconds / total_s, a_step=_spread(_a_step(steps, name)))
+        for name, seconds in sums.items()
+        if seconds
+    )
+    return Phases(
+        phases=told, total_s=total_s, wall_s=ended.elapsed_s if ended is not None and is_whole else None,
+        num_steps=sum(event.num_steps for event in steps), step=_spread(every),
+        outliers=tuple(sorted(outliers, key=lambda row: -row["elapsed_s"])[:MOST_OUTLIERS]),
+        causes=dict(Counter(row["cause"] for row in outliers).most_common()),
+    )  # fmt: skip
+
+
+def _a_step(steps: Sequence[Step], name: str) -> list[float]:
+    return [_number(event.phases.get(name)) / event.num_steps for event in steps if event.num_steps > 0]
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    if not values:
+        return None
+    found = dict(zip(SHARES, quantiles(values, list(SHARES.values())), strict=True))
+    return Spread(mean_s=mean(values), sd_s=standard_deviation(values), **found)
+
+
+def _row(spread: Spread | None) -> dict[str, float | None] | None:
+    return None if spread is None else dict(vars(spread))
+
+
+def _outlier(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"step": int(_number(row.get("step"))), "elapsed_s": _number(row.get("elapsed_s")), "cause": str(row.get("cause", ""))}
+
+
+def _number(value: Any) -> float:
+    """A number of a file that a stranger may have written; 0 for what is none, or no time."""
+    is_time = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if is_time else 0.0

@@ -1,0 +1,69 @@
+"""What a run tells while it goes on: records for `events.jsonl` and TensorBoard, words for a person. Timed as logging."""
+
+from __future__ import annotations
+
+from surefoot.components.observe import Console, Journal, TensorBoard
+from surefoot.components.profiler import LOGGING, PhaseClock
+from surefoot.components.stability import Guard, GuardFault
+from surefoot.contract import events
+from surefoot.core.errors import StorageError
+from surefoot.train import environment
+from surefoot.train.evaluate import Evaluation
+
+
+class Telling:
+    """The sinks of one attempt; what the disk refuses is given up, said and recorded, and the run goes on without it."""
+
+    def __init__(
+        self, journal: Journal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int
+    ) -> None:  # fmt: skip
+        self.journal, self.console = journal, console
+        self._tensorboard, self._guard, self._clock, self._generation = tensorboard, guard, clock, generation
+
+    def say(self, text: str) -> None:
+        with self._clock.within(LOGGING):
+            self.console.say(text)
+
+    def write(self, event: events.Event) -> None:
+        """Record what happened."""
+        with self._clock.within(LOGGING):
+            self._record(event)
+            try:
+                self._tensorboard.write(event)
+            except StorageError as error:
+                self.give_up("TensorBoard", error, getattr(event, "step", 0))
+
+    def judge(self, step: int) -> None:
+        """Record and say what the guard found in the steps up to `step`."""
+        for fault in self._guard.judge(step):
+            self.write(environment.fault(self._generation, fault))
+            self.say(f"step {fault.step}: {fault.detail}; {fault.action}")
+
+    def evaluated(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
+        """Record an evaluation, and say its score."""
+        with self._clock.within(LOGGING):
+            self.write(event)
+            unit = result.units.get(result.score, "")
+            self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
+
+    def give_up(self, what: str, error: StorageError, step: int) -> None:
+        """Go on without what the disk refused, and say so."""
+        self.fault(self._guard.storage_fault(step, error.message, what))
+
+    def fault(self, fault: GuardFault) -> None:
+        """Record what went wrong, and say it even to who wants quiet."""
+        with self._clock.within(LOGGING):
+            self._record(environment.fault(self._generation, fault))
+            self.console.warn(f"{fault.detail}; {fault.action}")
+
+    def _record(self, event: events.Event) -> None:
+        trouble = self.journal.write(event)
+        if trouble is not None:
+            self.console.warn(trouble)
+
+    def close_tensorboard(self, step: int) -> None:
+        try:
+            with self._clock.within(LOGGING):
+                self._tensorboard.close()
+        except StorageError as error:
+            self.give_up("TensorBoard", error, step)

@@ -1,0 +1,317 @@
+"""Where the time of a run goes: delays are found where they were put, and the phases add up to the wall time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import surefoot
+from surefoot.cli.look import past, story
+from surefoot.components.data import Arrays
+from surefoot.components.metrics import Mean
+from surefoot.components.observe import Journal
+from surefoot.contract import events
+from surefoot.contract.events import PHASES, Ended, Event, Started, Step
+from surefoot.contract.task import Guarantee, Loss, Update
+from surefoot.core.errors import InputError
+from surefoot.train.run import Run
+from tests.train.small import Small, records, spec
+
+SIZES_S = (0.002, 0.005, 0.01, 0.02, 0.05)
+EACH = 4  # times that each size is planted: the least of them is what a phase takes without the noise of the machine
+NUM_STEPS = 2 * EACH * len(SIZES_S)
+PLACES = {
+    "data": "data", "augmentation": "data", "forward": "forward", "loss": "forward", "backward": "backward", "optimiser": "optimiser",
+    "evaluation": "evaluation", "checkpoint": "checkpoint", "logging": "logging", "other": "other",
+}  # fmt: skip
+AFTER_THE_STEP = ("evaluation", "checkpoint", "logging", "other")  # these stand in the record of the next step
+
+
+def wait(seconds: float) -> float:
+    """Be busy for so long; gives how long it really was."""
+    began_s = time.perf_counter()
+    while time.perf_counter() - began_s < seconds:
+        pass
+    return time.perf_counter() - began_s
+
+
+class Plant:
+    """A busy wait in every second step, of each size in turn; `spent_s` is what it really took, by step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.spent_s: dict[int, float] = {}
+
+    def size_of(self, step: int) -> float:
+        return SIZES_S[step // 2 % len(SIZES_S)]
+
+    def wait(self) -> None:
+        if self.step % 2 and self.step <= NUM_STEPS:
+            assert self.step not in self.spent_s
+            self.spent_s[self.step] = wait(self.size_of(self.step))
+
+
+class Waiting:
+    """A source that calls before it reads."""
+
+    guarantee: Guarantee = "proven"
+
+    def __init__(self, source: Arrays, call: Callable[[], None]) -> None:
+        self.source, self.call, self.digest = source, call, source.digest
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, ids: np.ndarray) -> Any:
+        self.call()
+        return self.source.read(ids)
+
+    def describe(self) -> str:
+        return self.source.describe()
+
+
+class Slow(torch.optim.SGD):
+    call: Callable[[], None]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.call()
+        super().step()
+
+
+class Planted(Small):
+    """Waits where `where` says."""
+
+    def __init__(self, where: str, plant: Plant) -> None:
+        super().__init__()
+        self.where, self.plant = where, plant
+
+    def at(self, where: str) -> None:
+        if where == self.where:
+            self.plant.wait()
+
+    def data(self, split: str) -> Any:
+        source = super().data(split)
+        return Waiting(source, lambda: self.at("data")) if split == "train" else source
+
+    def augment(self, batch: Any, keys: Any) -> Any:
+        self.at("augmentation")
+        return super().augment(batch, keys)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            self.at("forward")
+        output = super().forward(model, batch)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.at("backward"))
+        return output
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        if output.requires_grad:
+            self.at("loss")
+        return super().loss(output, batch)
+
+    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = Slow(groups, lr=0.01)
+        made.call = lambda: self.at("optimiser")
+        return made
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
+        self.at("evaluation")
+        return super().metrics(output, batch)
+
+    def state(self) -> Mapping[str, Tensor]:
+        self.at("checkpoint")
+        return {"nothing": torch.zeros(1)}
+
+
+def drive_planted(where: str, plant: Plant, folder: Path) -> dict[int, Step]:
+    """The records of a run with one for each step, that evaluates or saves after each where that is what waits."""
+    observed = spec(NUM_STEPS + 1, observe={"every": "1 step"}, evaluate={"batch": 24})
+    with Run(observed, Planted(where, plant), folder=folder, quiet=True) as run:
+        plant.step = 1
+        for report in run.steps():
+            if where in ("evaluation", "checkpoint"):
+                run.evaluate() if where == "evaluation" else run.save()
+            elif where == "other":
+                plant.wait()
+            plant.step = report.step + 1
+        plant.step = 0
+    return {event.step: event for event in records(folder) if isinstance(event, Step)}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, name = Plant(), PLACES[where]
+    write = Journal.write
+
+    def slow(journal: Journal, event: Event) -> str | None:
+        if where == "logging" and isinstance(event, Step):
+            plant.wait()
+        return write(journal, event)
+
+    monkeypatch.setattr(Journal, "write", slow)
+    by_step = drive_planted(where, plant, tmp_path)
+    shift = int(where in AFTER_THE_STEP)
+    rows = {step: by_step[step + shift].phases for step in range(1, NUM_STEPS + 1)}
+    own = {step: row.get(name, 0.0) - plant.spent_s.get(step, 0.0) for step, row in rows.items()}
+    others = {step: sum(row.values()) - row.get(name, 0.0) for step, row in rows.items()}
+    assert len(plant.spent_s) == NUM_STEPS // 2
+    assert min(own.values()) >= 0  # all of the delay is in its phase
+    for size_s in SIZES_S:
+        planted = [step for step in plant.spent_s if plant.size_of(step) == size_s]
+        without = [step for step in rows if step not in plant.spent_s]
+        for told in (own, others):
+            grown_s = min(told[step] for step in planted) - min(told[step] for step in without)
+            usual_s = float(
+                np.median([told[step] for step in without])
+            )  # caches are cold after a wait: up to twice what it took before
+            assert abs(grown_s) <= 0.05 * size_s + usual_s, (size_s, told is own)
+
+
+def wall_of(folder: Path) -> float:
+    """Seconds between the first and the last record, by the clock of the day."""
+    every = records(folder)
+    assert isinstance(every[0], Started)
+    assert isinstance(every[-1], Ended)
+    return every[-1].time_s - every[0].time_s
+
+
+class Adversarial(Small):
+    """Two updates of one step, each over its own half of the network."""
+
+    def updates(self, model: Any) -> Sequence[Update]:
+        def loss(model: Any, batch: Any) -> Loss:
+            return self.loss(self.forward(model, batch), batch)
+
+        return [
+            Update("first", loss, list(model[0].parameters())),
+            Update("second", loss, list(model[4].parameters()), optimizer=torch.optim.Adagrad(model[4].parameters()), every=2),
+        ]
+
+
+KINDS: dict[str, tuple[Small, dict[str, dict[str, Any]]]] = {
+    "plain": (Small(), {}),
+    "saved and evaluated": (Small(norm=True), {"checkpoint": {"every": "40 steps"}, "evaluate": {"every": "50 steps"}}),
+    "saved at once": (Small(), {"checkpoint": {"every": "40 steps", "background": False}}),
+    "microbatches and an average": (Small(dropout=0.1), {"train": {"microbatch": 2}, "optim": {"ema": 0.9}}),
+    "several updates": (Adversarial(), {"evaluate": {"every": "50 steps"}}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_phases_add_up_to_the_wall_time(kind: str, tmp_path: Path) -> None:
+    task, tables = KINDS[kind]
+    with Run(spec(200, **tables), task, folder=tmp_path, quiet=True) as run:
+        for report in run.steps():
+            if run.evaluation_due:
+                run.evaluate()
+            if report.step == 100:
+                wait(0.2)  # so that the run is long against what lies between two clocks
+    phases = run.summary["phases"]
+    assert sum(phases.values()) == pytest.approx(wall_of(tmp_path), rel=0.01, abs=0.02)
+    assert sum(phases.values()) == pytest.approx(run.summary["elapsed_s"], rel=0.001)
+    assert (
+        {"data", "forward", "backward", "optimiser", "logging", "checkpoint", "evaluation", "other"} <= set(phases) <= set(PHASES)
+    )
+    assert phases["other"] >= 0.2
+    recorded = [event for event in records(tmp_path) if isinstance(event, Step)]
+    assert sum(len(event.step_s) for event in recorded) == 200
+    for name in PHASES:  # what is behind the last record of steps is in the whole alone
+        assert sum(event.phases.get(name, 0.0) for event in recorded) <= phases.get(name, 0.0) + 1e-9
+
+
+def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_and_by_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(spec(60, evaluate={"every": "1000 steps"}), Small(), folder=tmp_path, quiet=True) as run:
+        for report in run.steps():
+            if report.step == 20:
+                wait(0.3)
+            if report.step == 30:
+                began_s = time.perf_counter()
+                while time.perf_counter() - began_s < 0.4:
+                    gc.collect()
+    told = {row["step"]: row["cause"] for row in run.summary["outliers"]}
+    assert (told[21], told[31]) == ("other", "garbage collection")
+    story.tell(past.read(tmp_path))
+    said = capsys.readouterr().out
+    assert "slow: step 31 took" in said
+    assert ": garbage collection\n" in said
+    time_row = story.as_row(past.read(tmp_path))["time"]
+    assert time_row["coverage"] == pytest.approx(1, rel=0.001)
+    assert time_row["causes"]["garbage collection"] == 1
+    assert sum(each["share"] for each in time_row["phases"].values()) == pytest.approx(1)
+    assert time_row["step"]["p50_s"] <= time_row["step"]["p95_s"] <= time_row["step"]["max_s"]
+
+
+def test_a_killed_run_and_a_log_of_an_older_version_are_told_as_far_as_they_go(tmp_path: Path) -> None:
+    with Run(spec(20), Small(), folder=tmp_path, quiet=True) as run:
+        for _ in run.steps():
+            pass
+    lines = (tmp_path / events.FILE).read_text().splitlines(keepends=True)
+    (tmp_path / events.FILE).write_text("".join(lines[:-1]))
+    killed = past.read(tmp_path).phases
+    assert killed is not None
+    assert (killed.wall_s, killed.coverage, killed.num_steps) == (None, None, 20)
+    old = [line.partition(', "phases"')[0] + "}\n" if '"kind": "step"' in line else line for line in lines[:-1]]
+    (tmp_path / events.FILE).write_text("".join(old))
+    before = past.read(tmp_path)
+    assert len(before.steps) == 3
+    assert before.phases is None
+    assert story.as_row(before)["time"] is None
+
+
+def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spent_s = 0.0
+
+    def slow() -> Any:
+        nonlocal spent_s
+        for _ in range(20):
+            spent_s += wait(0.005)
+            yield torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
+
+    with surefoot.attach(model=model, optimizer=optimizer, data=slow(), folder=tmp_path / "run") as run:
+        for inputs, targets in run.batches():
+            with run.phase("forward"):
+                named_s = wait(0.01)
+                loss = F.cross_entropy(model(inputs), targets)
+            with run.phase("backward"):
+                loss.backward()
+            with run.phase("optimiser"):
+                optimizer.step()
+            run.step_done(loss)
+        with pytest.raises(InputError, match="'forwards' is no phase"):
+            run.phase("forwards")
+    ended = records(tmp_path / "run")[-1]
+    assert isinstance(ended, Ended)
+    phases = ended.summary["phases"]
+    assert phases["data"] >= spent_s >= 0.1
+    assert phases["forward"] >= 20 * 0.01
+    assert named_s >= 0.01
+    assert {"backward", "optimiser", "checkpoint", "logging", "other"} <= set(phases)
+    assert phases["other"] < 0.1
+    assert sum(phases.values()) == pytest.approx(ended.elapsed_s, rel=0.001)
+    assert sum(phases.values()) == pytest.approx(wall_of(tmp_path / "run"), rel=0.01, abs=0.02)
+
+
+def test_tensorboard_shows_the_shares_of_the_phases(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Run(spec(20, observe={"tensorboard": True}), Small(), folder=tmp_path, quiet=True) as run:
+        for _ in run.steps():
+            pass
+    board = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("phases/")]
+    assert {"phases/forward", "phases/backward", "phases/data"} <= set(tags)
+    assert sum(board.Scalars(tag)[0].value for tag in tags) == pytest.approx(1, rel=1e-5)
