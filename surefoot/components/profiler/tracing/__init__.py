@@ -1,0 +1,6 @@
+"""Windows of torch.profiler around any loop, and what their traces show: operators, flame graphs, memory by category."""
+
+from surefoot.components.profiler.tracing.analysis import Found, analyse, draw
+from surefoot.components.profiler.tracing.window import LEVELS, Profiler, Window
+
+__all__ = ["LEVELS", "Found", "Profiler", "Window", "analyse", "draw"]

@@ -1,0 +1,96 @@
+"""What a recorded window shows, and the files that show it. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.components.profiler.tracing import fold, trace
+from surefoot.components.profiler.tracing.flame import draw as draw_flame
+from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
+from surefoot.components.profiler.tracing.memory_plot import draw_memory
+from surefoot.components.profiler.tracing.operators import Operator, find_operators
+from surefoot.core.errors import InputError
+
+TRACE_FILE, FACTS_FILE, OPERATORS_FILE, MEMORY_FILE = "trace.json.gz", "facts.json", "operators.json", "memory.json"
+STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = "flame_stack.svg", "flame_module.svg", "flame_device.svg", "memory.svg"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A window: how long it was, what its operators cost, its frames by stack, module and device, its memory; None: not recorded."""
+
+    num_steps: int | None
+    window_s: float
+    operators: list[Operator]
+    by_stack: fold.Frame | None
+    by_module: fold.Frame
+    by_device: fold.Frame | None
+    memory: Timeline | None
+    facts: Mapping[str, Any]
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long a step took inside the window as before the profiler ran; None where no step came before."""
+        paces = self.facts.get("step_s", {})
+        before, inside = paces.get("before"), paces.get("inside")
+        return inside / before if before and inside else None
+
+    def as_row(self) -> dict[str, Any]:
+        rows = [each.as_row() for each in self.operators]
+        return {
+            "version": 1, "num_steps": self.num_steps, "window_s": self.window_s, "first_step": self.facts.get("first_step"),
+            "levels": self.facts.get("levels"), "step_s": self.facts.get("step_s"), "slowdown": self.slowdown, "rows": rows,
+        }  # fmt: skip
+
+
+def analyse(path: Path) -> Found:
+    """Read the trace `path`, with what a Profiler wrote beside it. Raises InputError for a file that is no whole trace."""
+    facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
+    found = trace.read(path, most_steps=facts.get("num_steps"))
+    first_ns, last_ns = found.window
+    has_stacks = any(each.category == trace.PYTHON for each in found.slices)
+    memory = facts.get("memory")
+    return Found(
+        num_steps=len(found.steps) or None, window_s=(last_ns - first_ns) / 1e9, operators=find_operators(found),
+        by_stack=fold.by_stack(found) if has_stacks else None, by_module=fold.by_module(found), by_device=fold.by_device(found),
+        memory=None if memory is None or not found.changes else find_timeline(found, Known.of_row(memory)), facts=facts,
+    )  # fmt: skip
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """What the trace itself does not say; a trace of elsewhere has none."""
+    try:
+        facts = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        raise InputError(f"{path} is damaged", hint="record the profile again") from None
+    return facts if isinstance(facts, dict) else {}
+
+
+def draw(found: Found, folder: Path) -> list[Path]:
+    """Write tables and drawings of what was found into `folder`; gives them. Raises InputError where the disk refuses."""
+    texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}
+    steps = f"{found.num_steps} steps" if found.num_steps else "the window"
+    for name, root, title in (
+        (STACK_FILE, found.by_stack, f"Python stacks over {steps}"),
+        (MODULE_FILE, found.by_module, f"modules and operators over {steps}"),
+        (DEVICE_FILE, found.by_device, f"device time by operator over {steps}"),
+    ):
+        if root is not None:
+            texts[name] = draw_flame(root, title)
+    if found.memory is not None:
+        texts |= {MEMORY_FILE: json.dumps(found.memory.as_row()), MEMORY_PLOT: draw_memory(found.memory)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE, MEMORY_PLOT} - texts.keys():
+            (folder / name).unlink(missing_ok=True)  # of an earlier profile
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the profile cannot be written into {folder}: {error.strerror}", hint="free some space") from error
+    return [folder / name for name in texts]

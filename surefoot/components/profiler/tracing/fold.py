@@ -1,0 +1,139 @@
+"""Slices folded into a tree of frames: who called whom, and for how long. Its widths add up to the window exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, PYTHON, RANGE, STEP_PREFIX, Slice, Trace
+
+MODULE_PREFIX = "module "
+BACKWARD = "backward"
+_NODE = "autograd::engine::evaluate_function"
+_NO_PATH: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Frame:
+    """A name under its callers, with the time that belongs to it alone."""
+
+    name: str
+    self_ns: int = 0
+    children: dict[str, Frame] = field(default_factory=dict)
+
+    @property
+    def total_ns(self) -> int:
+        """Its own time and that of all below it."""
+        total_ns, waiting = 0, [self]
+        while waiting:
+            frame = waiting.pop()
+            total_ns += frame.self_ns
+            waiting.extend(frame.children.values())
+        return total_ns
+
+    def child(self, *names: str) -> Frame:
+        """The frame below this one along `names`, made where it is not there."""
+        frame = self
+        for name in names:
+            frame = frame.children.setdefault(name, Frame(name))
+        return frame
+
+
+@dataclass(slots=True)
+class _Open:
+    """A frame on the stack: it lasts until `end_ns`, and what is below it has been given out up to `given_ns`."""
+
+    frame: Frame
+    end_ns: int
+    given_ns: int
+
+
+def by_stack(trace: Trace) -> Frame:
+    """Python functions and the operators that they call, on the thread of the steps."""
+    kept = (each for each in _of_main_thread(trace) if each.category in (PYTHON, OPERATOR))
+    return fold(kept, trace.window, "the window")
+
+
+def by_module(trace: Trace) -> Frame:
+    """Ranges, modules and operators; the backward pass of an operator stands under the module that called it forward."""
+    modules = _module_of_node(trace)
+    kept = (each for each in _of_main_thread(trace) if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name))
+
+    def path(each: Slice, above: Sequence[str]) -> tuple[str, ...]:
+        if not each.name.startswith(_NODE):
+            return _NO_PATH
+        chain = modules.get(each.details.get("Sequence number"), _NO_PATH)
+        return chain if BACKWARD in above else (BACKWARD, *chain)
+
+    return fold(kept, trace.window, "the window", path)
+
+
+def by_device(trace: Trace) -> Frame | None:
+    """What a device that works beside the host did, under the operators that launched it; None where there was none."""
+    work = [each for each in trace.slices if each.category in DEVICE_WORK]
+    if not work:
+        return None
+    paths = {each.details.get("External id"): names for each, names in _with_names(_of_main_thread(trace))}
+    root = Frame("device time")
+    for each in work:
+        root.child(*paths.get(each.details.get("External id"), _NO_PATH), each.name).self_ns += each.end_ns - each.start_ns
+    return root
+
+
+def fold(
+    slices: Iterable[Slice],
+    window: tuple[int, int],
+    name: str,
+    path: Callable[[Slice, Sequence[str]], Sequence[str]] | None = None,
+) -> Frame:
+    """A tree of the slices of one thread, in order, cut to the window and each to its caller; `path` puts frames above a slice."""
+    start_ns, end_ns = window
+    root = Frame(name, end_ns - start_ns)
+    stack = [_Open(root, end_ns, start_ns)]
+    for each in slices:
+        while len(stack) > 1 and each.start_ns >= stack[-1].end_ns:
+            stack.pop()
+        caller = stack[-1]
+        first_ns, last_ns = max(each.start_ns, caller.given_ns), min(each.end_ns, caller.end_ns)
+        if last_ns <= first_ns:
+            continue
+        above = () if path is None else path(each, [one.frame.name for one in stack])
+        frame = caller.frame.child(*above, each.name)
+        frame.self_ns += last_ns - first_ns
+        caller.frame.self_ns -= last_ns - first_ns
+        caller.given_ns = last_ns
+        stack.append(_Open(frame, last_ns, first_ns))
+    return root
+
+
+def _of_main_thread(trace: Trace) -> list[Slice]:
+    thread = trace.main_thread
+    return [each for each in trace.slices if each.thread == thread]
+
+
+def _is_of_one_step(name: str) -> bool:
+    """Ranges that would keep the steps of a window apart."""
+    kind, _, number = name.partition(" ")
+    return name.startswith(STEP_PREFIX) or (kind in ("epoch", "step") and number.isdigit())
+
+
+def _with_names(slices: Iterable[Slice]) -> Iterable[tuple[Slice, tuple[str, ...]]]:
+    """Each slice of one thread with the names of ranges and operators from the outermost to itself."""
+    stack: list[tuple[int, str]] = []
+    for each in slices:
+        if each.category not in (RANGE, OPERATOR) or _is_of_one_step(each.name):
+            continue
+        while stack and each.start_ns >= stack[-1][0]:
+            stack.pop()
+        stack.append((each.end_ns, each.name))
+        yield each, tuple(name for _, name in stack)
+
+
+def _module_of_node(trace: Trace) -> dict[object, tuple[str, ...]]:
+    """Autograd's number of a node -> the modules around the operator that made it: the last one that began with this number."""
+    found: dict[object, tuple[str, ...]] = {}
+    for each, names in _with_names(_of_main_thread(trace)):
+        number = each.details.get("Sequence number")
+        if number is not None and not each.details.get("Fwd thread id"):
+            found[number] = tuple(name for name in names if name.startswith(MODULE_PREFIX))
+    return found

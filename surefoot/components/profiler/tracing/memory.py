@@ -1,0 +1,187 @@
+"""What the memory of a window held: the allocations of a trace, each under its category, over time. Without torch.
+
+| category | what is in it |
+| --- | --- |
+| parameters | the model's parameters and buffers |
+| gradients | what autograd left in `.grad` |
+| optimiser | the state of the optimisers |
+| activations | allocated outside a backward pass and still there when the next one began: what it needs, the batch included |
+| temporaries | all else |
+
+Only what torch's allocator gave is seen: arrays of numpy and the memory of libraries are not.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
+
+PARAMETERS, GRADIENTS, OPTIMISER, ACTIVATIONS, TEMPORARIES = "parameters", "gradients", "optimiser", "activations", "temporaries"
+CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # what stays longest first
+MOST_POINTS = 2000
+_NODE = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """Blocks whose use is known, address -> bytes: before the window and at its end, by category; gradients as they were seen.
+
+    `gradients` are (clock nanoseconds, address); the device is that of the parameters, -1 the host.
+    """
+
+    before: Mapping[str, Mapping[int, int]]
+    after: Mapping[str, Mapping[int, int]]
+    gradients: Sequence[Sequence[int]] = ()
+    device: int = -1
+
+    def as_row(self) -> dict[str, Any]:
+        blocks = {
+            name: {key: list(map(list, blocks.items())) for key, blocks in found.items()}
+            for name, found in (("before", self.before), ("after", self.after))
+        }
+        return {**blocks, "gradients": [list(pair) for pair in self.gradients], "device": self.device}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        before, after = ({key: dict(pairs) for key, pairs in row[name].items()} for name in ("before", "after"))
+        return cls(before=before, after=after, gradients=row["gradients"], device=row["device"])
+
+
+@dataclass(slots=True)
+class Block:
+    """An allocation from its beginning (None: before the window) to its end (None: after it)."""
+
+    address: int
+    num_bytes: int
+    began_ns: int | None
+    ended_ns: int | None = None
+    category: str = TEMPORARIES
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes by category at moments in seconds from the window's beginning; each holds until the next one."""
+
+    times_s: list[float]
+    categories: dict[str, list[int]]
+    num_unknown: int
+
+    @property
+    def peak(self) -> tuple[float, dict[str, int]]:
+        """When the sum was largest, and what it was made of."""
+        sums = [sum(values) for values in zip(*self.categories.values(), strict=True)]
+        place = sums.index(max(sums))
+        return self.times_s[place], {name: values[place] for name, values in self.categories.items()}
+
+    def as_row(self) -> dict[str, Any]:
+        return {"version": 1, "times_s": self.times_s, "categories": self.categories}
+
+
+def find_timeline(trace: Trace, known: Known) -> Timeline:
+    """The memory of a trace by category. Blocks from before it whose use is not known show once they are freed."""
+    changes = [each for each in trace.changes if each.device == known.device]
+    allocated = {each.address for each in changes if each.num_bytes > 0}
+    kept = known.after.get(GRADIENTS, {}).keys() - allocated  # of others from before, torch does not record the release
+    before = {**known.before, GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept}}
+    blocks = [Block(at, size, None, None, name) for name, found in before.items() for at, size in found.items()]
+    blocks = _pair(((each.time_ns, each.address, each.num_bytes) for each in changes), blocks)
+    passes, seen = backward_passes(trace), defaultdict[int, list[int]](list)
+    for clock_ns, address in known.gradients:
+        seen[address].append(clock_ns - trace.epoch_ns)
+    for block in blocks:
+        block.category = _category(block, known, passes, seen.get(block.address, ()))
+    return _sample(blocks, trace.window)
+
+
+def _pair(changes: Iterable[tuple[int, int, int]], before: list[Block]) -> list[Block]:
+    """Blocks out of allocations (more than 0 bytes) and releases; a release of what nobody allocated is a block from before."""
+    held = {block.address: block for block in before}
+    done: list[Block] = []
+    for time_ns, address, num_bytes in changes:
+        if num_bytes >= 0:
+            if address in held:  # its release was not recorded
+                held[address].ended_ns = time_ns
+                done.append(held.pop(address))
+            held[address] = Block(address, num_bytes, time_ns)
+        else:
+            block = held.pop(address, None) or Block(address, -num_bytes, None)
+            block.ended_ns = time_ns
+            done.append(block)
+    return done + list(held.values())
+
+
+def backward_passes(trace: Trace) -> list[tuple[int, int]]:
+    """When each backward pass began and ended: autograd's nodes without an operator between them that no node called."""
+    found: list[tuple[int, int]] = []
+    goes_on = False
+    for each in trace.slices:
+        if each.category != OPERATOR:
+            continue
+        if each.name.startswith(_NODE):
+            if goes_on:
+                found[-1] = (found[-1][0], max(found[-1][1], each.end_ns))
+            else:
+                found.append((each.start_ns, each.end_ns))
+            goes_on = True
+        elif not found or each.start_ns >= found[-1][1]:
+            goes_on = False
+    return found
+
+
+def _category(block: Block, known: Known, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]) -> str:
+    if block.began_ns is None and block.category != TEMPORARIES:
+        return block.category
+    if block.ended_ns is None:
+        for name, found in known.after.items():
+            if block.address in found:
+                return name
+    if any(_lives_at(block, time_ns) for time_ns in seen_ns):
+        return GRADIENTS
+    return ACTIVATIONS if _is_activation(block, passes) else TEMPORARIES
+
+
+def _lives_at(block: Block, time_ns: int) -> bool:
+    return (block.began_ns is None or block.began_ns <= time_ns) and (block.ended_ns is None or time_ns <= block.ended_ns)
+
+
+def _is_activation(block: Block, passes: Sequence[tuple[int, int]]) -> bool:
+    if block.began_ns is None or block.ended_ns is None:
+        return False
+    place = bisect.bisect_right(passes, (block.began_ns, 0))
+    if place and block.began_ns < passes[place - 1][1]:
+        return False  # allocated in a backward pass
+    return place < len(passes) and passes[place][0] < block.ended_ns
+
+
+def _sample(blocks: Sequence[Block], window: tuple[int, int]) -> Timeline:
+    """The sums at every change, thinned out: of each stretch the moment with the most is kept."""
+    moments: list[tuple[int, str, int]] = []
+    for block in blocks:
+        began_ns = window[0] if block.began_ns is None else max(window[0], block.began_ns)
+        ended_ns = window[1] if block.ended_ns is None else block.ended_ns
+        if window[0] < ended_ns and began_ns < window[1]:
+            moments += [(began_ns, block.category, block.num_bytes), (ended_ns, block.category, -block.num_bytes)]
+    now = dict.fromkeys(CATEGORIES, 0)
+    points: list[tuple[int, tuple[int, ...]]] = [(window[0], tuple(now.values()))]
+    for time_ns, category, num_bytes in sorted(moments):
+        if time_ns >= window[1]:
+            break
+        now[category] += num_bytes
+        if time_ns == points[-1][0]:
+            points.pop()
+        points.append((time_ns, tuple(now.values())))
+    points.append((window[1], points[-1][1]))
+    stride = -(-len(points) // MOST_POINTS)
+    kept = [max(points[at : at + stride], key=lambda point: sum(point[1])) for at in range(0, len(points), stride)]
+    columns = list(zip(*(values for _, values in kept), strict=True))
+    unknown = sum(block.began_ns is None and block.category == TEMPORARIES for block in blocks)
+    return Timeline(
+        [(time_ns - window[0]) / 1e9 for time_ns, _ in kept],
+        {name: list(columns[i]) for i, name in enumerate(CATEGORIES)},
+        unknown,
+    )

@@ -1,0 +1,24 @@
+"""The commands that record a run's window with NVIDIA's tools, as they stand now: reports end in .nsys-rep and .ncu-rep."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def render(words: Sequence[str], folder: Path, *, world_size: int = 1) -> dict[str, str]:
+    """Command lines of nsys and ncu around `words`, the command that opens NVTX ranges and marks its window for their capture.
+
+    The reports go to `folder`, one for each rank where there are several: the tools put a rank's number for %q{RANK}.
+
+    >>> print(render(["surefoot", "profile", "digits", "--nvtx"], Path("p"))["ncu"])
+    ncu --profile-from-start=off --nvtx --set=full --export=p/ncu surefoot profile digits --nvtx
+    """
+    rank = "-%q{RANK}" if world_size > 1 else ""
+    nsys = [
+        "nsys", "profile", "--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-memory-usage=true", "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop", "--force-overwrite=true", f"--output={folder / f'nsys{rank}'}",
+    ]  # fmt: skip
+    ncu = ["ncu", "--profile-from-start=off", "--nvtx", "--set=full", f"--export={folder / f'ncu{rank}'}"]
+    return {"nsys": shlex.join([*nsys, *words]), "ncu": shlex.join([*ncu, *words])}

@@ -1,0 +1,79 @@
+"""Named ranges around epochs, steps, phases and modules, for torch.profiler, and through it for NVTX. Balanced whatever is raised.
+
+Nothing is entered unless a window is open: outside of one a loop does not know of ranges.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, cast, final
+
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.profiler import record_function
+
+from surefoot.components.profiler.tracing.fold import MODULE_PREFIX
+
+LEVELS = ("epoch", "step", "phase")
+
+
+@final
+class Ranges:
+    """One open range at most on each level, each inside the one before; opening one closes what stood on its level and below."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, record_function] = {}
+        self._names: dict[str, str] = {}
+
+    def begin(self, level: str, name: str) -> None:
+        """Open `name` on `level`, unless just that is open there."""
+        if self._names.get(level) == name and level == LEVELS[0]:
+            return
+        self.end(level)
+        self._open[level], self._names[level] = _entered(name), name
+
+    def end(self, level: str = LEVELS[0]) -> None:
+        """Close what is open on `level` and below, the innermost first."""
+        for each in reversed(LEVELS[LEVELS.index(level) :]):
+            opened = self._open.pop(each, None)
+            self._names.pop(each, None)
+            if opened is not None:
+                opened.__exit__(None, None, None)
+
+
+@final
+class ModuleRanges:
+    """A range around every forward pass of every part of `model`, by its name in the model, from `open` to `close`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(part): f"{MODULE_PREFIX}{name or type(model).__name__}" for name, part in model.named_modules()}
+        self._entered: list[tuple[int, record_function]] = []
+        self._hooked = ExitStack()
+
+    def open(self) -> None:
+        for handle in (
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),  # also of a part that raised
+        ):
+            self._hooked.callback(handle.remove)
+
+    def close(self) -> None:
+        """Take the hooks away, and end what an error left open."""
+        self._hooked.close()
+        while self._entered:
+            self._entered.pop()[1].__exit__(None, None, None)
+
+    def _enter(self, part: nn.Module, given: Any) -> None:
+        name = self._names.get(id(part))
+        if name is not None:
+            self._entered.append((id(part), _entered(name)))
+
+    def _leave(self, part: nn.Module, given: Any, made: Any) -> None:
+        if self._entered and self._entered[-1][0] == id(part):
+            self._entered.pop()[1].__exit__(None, None, None)
+
+
+def _entered(name: str) -> record_function:
+    opened: Any = record_function(name)  # torch leaves it without types
+    opened.__enter__()
+    return cast(record_function, opened)

@@ -1,0 +1,170 @@
+"""A trace of torch.profiler, read back: the slices of its threads and what its allocators did. Without torch.
+
+Times are whole nanoseconds, so that what is cut into parts adds up to what it was cut from.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from surefoot.core.errors import InputError
+
+MAX_TEXT_BYTES = 4 << 30  # unpacked: what claims to be longer is no trace of a window
+STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
+OUR_STEP = "step "  # before its number; the step that leads in has none
+OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_HINT = "give one that surefoot profile or torch.profiler wrote: trace.json.gz"
+
+
+class Slice(NamedTuple):
+    """Something that began and ended on a thread; `details` are the trace's own."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    category: str
+    thread: tuple[Any, Any]
+    details: Mapping[str, Any]
+
+
+class Change(NamedTuple):
+    """Bytes that an allocator gave (more than 0) or took back; `device` is -1 for the host."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+    device: int
+    thread: tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a trace holds; slices in the order of their starts, the longer one first. `epoch_ns` is added to a time for that of a clock."""
+
+    slices: Sequence[Slice]
+    changes: Sequence[Change]
+    epoch_ns: int
+    most_steps: int | None = None  # so many were whole: a loop that was left has begun one more
+
+    @cached_property
+    def steps(self) -> list[Slice]:
+        """One slice for each step of the window: as our ranges name them, else as torch does; none where nobody marked any."""
+        ranges = [each for each in self.slices if each.category == RANGE]
+        ours = [each for each in ranges if each.name.startswith(OUR_STEP) and each.name.removeprefix(OUR_STEP).isdigit()]
+        return (ours or [each for each in ranges if each.name.startswith(STEP_PREFIX)])[: self.most_steps]
+
+    @cached_property
+    def window(self) -> tuple[int, int]:
+        """When the window began and ended: that of its steps, or of all that was recorded."""
+        inside = self.steps or [each for each in self.slices if each.category == OPERATOR]
+        return min(each.start_ns for each in inside), max(each.end_ns for each in inside)
+
+    @cached_property
+    def main_thread(self) -> tuple[Any, Any]:
+        """The thread of the steps; without steps the one that was busiest with operators."""
+        if self.steps:
+            return self.steps[0].thread
+        busy: Counter[tuple[Any, Any]] = Counter()
+        for each in self.slices:
+            if each.category == OPERATOR:
+                busy[each.thread] += each.end_ns - each.start_ns
+        return busy.most_common(1)[0][0]
+
+
+def read(path: Path, *, most_steps: int | None = None) -> Trace:
+    """Read a trace, packed or not. Raises InputError for a file that is missing, truncated, or no trace of torch.profiler."""
+    return _of_document(_load(path), path, most_steps)
+
+
+def _load(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            text = file.read(MAX_TEXT_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise InputError(f"the trace {path} is truncated or damaged: it cannot be unpacked", hint="record it again") from None
+    except OSError as error:
+        raise InputError(f"the trace {path} cannot be read: {error.strerror}", hint=_HINT) from None
+    if len(text) > MAX_TEXT_BYTES:
+        raise InputError(f"the trace {path} is longer than {MAX_TEXT_BYTES >> 30} GiB", hint="record fewer steps")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        is_cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
+        what = "is truncated" if is_cut and text.lstrip()[:1] in (b"{", b"[") else "is no JSON"
+        raise InputError(f"the trace {path} {what}: {error.msg} at character {error.pos:,}", hint=_HINT) from None
+    except (UnicodeDecodeError, ValueError, RecursionError):
+        raise InputError(f"{path} is no trace: it is no JSON", hint=_HINT) from None
+
+
+def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
+    header = document if isinstance(document, dict) else {}
+    events = header.get("traceEvents") if header else document
+    if not isinstance(events, list):
+        raise InputError(f"{path} is no trace: it has no list of traceEvents", hint=_HINT)
+    slices, changes = [], []
+    for event in events:
+        if not isinstance(event, dict):
+            continue
+        if event.get("ph") == "X":
+            slices.append(_slice(event))
+        elif event.get("name") == "[memory]":
+            changes.append(_change(event))
+    known = sorted((each for each in slices if each is not None), key=lambda each: (each.start_ns, -each.end_ns))
+    if not any(each.category == OPERATOR for each in known):
+        raise InputError(f"the trace {path} holds no operator: it is not of torch.profiler, or its window was empty", hint=_HINT)
+    base = header.get("baseTimeNanoseconds", 0)
+    return Trace(known, sorted(each for each in changes if each is not None), base if isinstance(base, int) else 0, most_steps)
+
+
+def _slice(event: Mapping[str, Any]) -> Slice | None:
+    start_ns, length_ns = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur"))
+    if start_ns is None or length_ns is None or length_ns < 0:
+        return None
+    details = event.get("args")
+    thread = (str(event.get("pid")), str(event.get("tid")))
+    name, category = str(event.get("name", "")), str(event.get("cat", ""))
+    return Slice(start_ns, start_ns + length_ns, name, category, thread, details if isinstance(details, dict) else {})
+
+
+def _change(event: Mapping[str, Any]) -> Change | None:
+    time_ns, details = _nanoseconds(event.get("ts")), event.get("args")
+    if time_ns is None or not isinstance(details, dict):
+        return None
+    address, num_bytes, device = (details.get(key) for key in ("Addr", "Bytes", "Device Id"))
+    if not (isinstance(address, int) and isinstance(num_bytes, int) and isinstance(device, int)):
+        return None
+    return Change(time_ns, address, num_bytes, device, (str(event.get("pid")), str(event.get("tid"))))
+
+
+def _nanoseconds(microseconds: Any) -> int | None:
+    is_number = isinstance(microseconds, int | float) and not isinstance(microseconds, bool) and math.isfinite(microseconds)
+    return round(microseconds * 1000) if is_number else None
+
+
+def shrink(path: Path, limit_bytes: int) -> int | None:
+    """Leave out the last steps of a packed trace until it has at most `limit_bytes`; gives how many steps stayed, None if all did."""
+    if path.stat().st_size <= limit_bytes:
+        return None
+    document, steps = _load(path), read(path).steps
+    num_kept = len(steps)
+    while num_kept > 1 and path.stat().st_size > limit_bytes:
+        num_kept = min(num_kept - 1, max(1, int(0.9 * num_kept * limit_bytes / path.stat().st_size)))
+        end_us = steps[num_kept - 1].end_ns / 1000
+        events = [each for each in document["traceEvents"] if not isinstance(each.get("ts"), int | float) or each["ts"] <= end_us]
+        draft = path.with_name(f".{path.name}.draft")
+        with gzip.open(draft, "wt", encoding="utf-8") as file:
+            json.dump({**document, "traceEvents": events}, file)
+        draft.replace(path)
+    return num_kept

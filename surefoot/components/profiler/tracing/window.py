@@ -1,0 +1,270 @@
+"""One window of a loop's steps, recorded by torch.profiler; it opens and closes by itself, and costs nothing outside."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from surefoot.components.profiler.tracing import trace
+from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMISER, PARAMETERS, Known
+from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
+from surefoot.core.errors import InputError
+
+SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
+TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
+MOST_TRACE_BYTES = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """So many steps are waited for, then so many warm the profiler up, then `active` are recorded, once."""
+
+    wait: int = 10
+    warmup: int = 10
+    active: int = 20
+
+    def __post_init__(self) -> None:
+        if self.active < 1 or self.wait < 0 or self.warmup < 0:
+            raise InputError(
+                f"a window of {self.active} steps after {self.wait} and {self.warmup} cannot be recorded",
+                hint="record at least 1 step, as with --steps 20",
+            )
+
+    @property
+    def num_steps(self) -> int:
+        return self.wait + self.warmup + self.active
+
+    def fitted(self, num_left: int | None) -> Window:
+        """The same, or what fits into so many steps: at most half of them before it, and the rest recorded."""
+        if num_left is None or num_left >= self.num_steps:
+            return self
+        if num_left < 1:
+            raise InputError("there is no step to record", hint="profile a run that has steps left, or its spec")
+        before = min(self.wait + self.warmup, num_left // 2)
+        warmup = min(self.warmup, (before + 1) // 2)
+        return Window(wait=before - warmup, warmup=warmup, active=min(self.active, num_left - before))
+
+    def __str__(self) -> str:
+        return f"{self.active} steps, after {self.wait} that wait and {self.warmup} that warm up"
+
+
+@final
+class Profiler:
+    """Records one window of any loop into `folder`: `step_done()` after each step, or as a context around the loop.
+
+    `levels` are of shapes, stacks and memory; each costs more. `optimizers` and `more_state` tell their memory from the rest. With
+    `nvtx` nothing is written: ranges and the window are marked for nsys and ncu, which record. It is done once `is_done`; a loop that
+    ends first leaves what was recorded so far. Raises InputError for an unknown level, for `nvtx` without a GPU, and at the end of a
+    context whose loop ended before the window.
+
+        with Profiler(model, "profile") as profiler:
+            for batch in loader:
+                train_on(batch)
+                profiler.step_done()
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: str | Path, *, window: Window = Window(), levels: Sequence[str] = LEVELS,
+        optimizers: Iterable[Optimizer] = (), more_state: Iterable[Tensor] = (), first_step: int = 1, nvtx: bool = False,
+    ) -> None:  # fmt: skip
+        if nvtx:
+            check_gpu()
+        self.folder, self.window, self.levels = Path(folder), window, () if nvtx else check_levels(levels)
+        self._nvtx = nvtx
+        self._model, self._optimizers, self._more = model, list(optimizers), list(more_state)
+        self.ranges: Ranges | None = None  # while the window is open
+        self._first_step, self._num_done = first_step, 0
+        self._running: profile | None = None
+        self._open = ExitStack()
+        self._before: dict[str, dict[int, int]] = {}
+        self._gradients: list[tuple[int, int]] = []
+        self._marks_s: list[float] = []  # the end of every step so far
+        self.is_done = False
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._advance(None)
+
+    def step_done(self, epoch: int | None = None) -> None:
+        """A step ended; `epoch` names the range of the next one."""
+        if self.is_done:
+            return
+        self._num_done += 1
+        self._marks_s.append(time.perf_counter())
+        if self.ranges is not None:
+            self.ranges.end("step")
+        if self._num_done == self.window.num_steps:
+            self.close()
+            return
+        if self._running is not None:
+            self._running.step()
+        self._advance(epoch)
+
+    def _advance(self, epoch: int | None) -> None:
+        """Begin to warm up, or to record, where it is time to, and the ranges of the next step."""
+        if self._num_done == self.window.wait and self._running is None and not self._nvtx:
+            self._running = self._make()
+            self._running.start()
+        if self._num_done == self._first_recorded and MEMORY in self.levels and not self._before:
+            self._watch_memory()
+        if self._num_done == self.window.wait + self.window.warmup and self.ranges is None:
+            if self._nvtx:
+                self._begin_capture()
+            self.ranges = Ranges()
+            self._open.callback(self.ranges.end)
+            parts = ModuleRanges(self._model)
+            parts.open()
+            self._open.callback(parts.close)
+        if self.ranges is not None:
+            if epoch is not None:
+                self.ranges.begin("epoch", f"epoch {epoch}")
+            self.ranges.begin("step", f"{trace.OUR_STEP}{self._first_step + self._num_done}")
+
+    def _begin_capture(self) -> None:
+        """Let nsys or ncu begin, and see every range and operator as an NVTX range, until the window closes."""
+        capture: Any = torch.cuda.profiler  # torch leaves both without types
+        mark: Any = torch.autograd.profiler.emit_nvtx
+        torch.cuda.synchronize()
+        capture.start()
+        self._open.callback(capture.stop)
+        self._open.callback(torch.cuda.synchronize)
+        self._open.enter_context(mark())
+
+    @property
+    def _first_recorded(self) -> int:
+        """The last step of the warm-up is recorded too, before the window: torch knows a block's release only if it saw it allocated."""
+        return self.window.wait + max(0, self.window.warmup - 1)
+
+    def _make(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        lead = min(1, self.window.warmup)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice to warm up: a window says how much it does
+            plan = schedule(wait=0, warmup=self.window.warmup - lead, active=lead + self.window.active, repeat=1)
+            return profile(
+                activities=activities, schedule=plan, record_shapes=SHAPES in self.levels, with_stack=STACKS in self.levels,
+                profile_memory=MEMORY in self.levels, acc_events=True,
+            )  # fmt: skip
+
+    def _watch_memory(self) -> None:
+        self._before = self._known()
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook: Any = parameter.register_post_accumulate_grad_hook  # torch leaves it without types
+                self._open.callback(hook(self._saw_gradient).remove)
+
+    def _saw_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients.append((time.time_ns(), _address(parameter.grad)))
+
+    def _known(self) -> dict[str, dict[int, int]]:
+        """The blocks whose use is known now, by category."""
+        held = [value for each in self._optimizers for state in each.state.values() for value in state.values()]
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+        whole = [*self._model.parameters(), *self._model.buffers()]
+        return {
+            name: {_address(each): each.untyped_storage().nbytes() for each in found if _lies_on(each, self._device)}
+            for name, found in ((OPTIMISER, [*held, *self._more]), (GRADIENTS, grads), (PARAMETERS, whole))
+        }
+
+    def close(self) -> bool:
+        """End the window and write what was recorded; gives whether there is anything. A second call does nothing."""
+        if self.is_done:
+            return self._num_recorded > 0
+        self.is_done = True
+        after = self._known() if self._before else {}
+        self._open.close()
+        self.ranges = None
+        if self._running is None:
+            return self._nvtx and self._num_recorded > 0
+        running, self._running = self._running, None
+        if self._num_recorded < 1:
+            running.on_trace_ready = None
+            running.stop()
+            return False
+        running.stop()
+        self._write(running, after)
+        return True
+
+    @property
+    def _num_recorded(self) -> int:
+        return max(0, self._num_done - self.window.wait - self.window.warmup)
+
+    def _write(self, running: profile, after: Mapping[str, Mapping[int, int]]) -> None:
+        """The trace, and beside it what is not in it. Raises InputError where the disk refuses."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path, draft = self.folder / TRACE_FILE, self.folder / f".{TRACE_FILE}.draft.json.gz"
+            running.export_chrome_trace(str(draft))
+            num_kept = trace.shrink(draft, MOST_TRACE_BYTES)
+            draft.replace(path)
+            known = Known(before=self._before, after=after, gradients=self._gradients, device=_number(self._device))
+            facts = {
+                "version": 1, "first_step": self._first_step + self._num_done - self._num_recorded, "num_steps": self._num_recorded,
+                "num_kept": num_kept, "levels": list(self.levels), "step_s": self._paces(), "device": str(self._device),
+                "memory": known.as_row() if self._before else None,
+            }  # fmt: skip
+            (self.folder / FACTS_FILE).write_text(json.dumps(facts))
+        except OSError as error:
+            raise InputError(
+                f"the profile cannot be written into {self.folder}: {error.strerror}",
+                hint="free some space, or record fewer steps",
+            ) from error
+
+    def _paces(self) -> dict[str, float | None]:
+        """Median seconds of a step before the profiler ran, and inside the window; None where there was none."""
+        lengths = [later - earlier for earlier, later in zip(self._marks_s, self._marks_s[1:], strict=False)]
+        before, inside = lengths[: max(0, self.window.wait - 1)], lengths[-self._num_recorded :]
+        return {"before": median(before) if before else None, "inside": median(inside) if inside else None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.close() and error is None:
+            raise InputError(
+                f"the loop ended after {self._num_done} steps, before the window of {self.window}",
+                hint="record fewer: window=Window(wait=0, warmup=1, active=1)",
+            )
+
+
+def check_gpu() -> None:
+    """Raise InputError where torch sees no GPU for nsys and ncu."""
+    if not torch.cuda.is_available():
+        raise InputError(
+            "torch sees no GPU, so there is nothing for nsys or ncu to record",
+            hint="leave --nvtx out: torch's own profiler records",
+        )
+
+
+def check_levels(levels: Sequence[str]) -> tuple[str, ...]:
+    """The levels, in their order. Raises InputError for one that there is not."""
+    for each in levels:
+        if each not in LEVELS:
+            raise InputError(f"{each!r} cannot be recorded", hint=f"give some of {', '.join(LEVELS)}")
+    return tuple(each for each in LEVELS if each in levels)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _lies_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.device == device and value.layout == torch.strided
+
+
+def _number(device: torch.device) -> int:
+    return -1 if device.type == "cpu" else device.index or 0
