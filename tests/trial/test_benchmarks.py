@@ -11,6 +11,7 @@ import pytest
 from benchmarks import measured
 from benchmarks.input import run as input_run
 from benchmarks.memory import run as memory_run
+from benchmarks.roofline import run as roofline_run
 from benchmarks.startup import run as startup_run
 from benchmarks.step_cost import run as step_cost_run
 from benchmarks.step_cost import tables
@@ -21,6 +22,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     startup_run.RESULTS: (startup_run.render, measured.render_conditions),
     memory_run.RESULTS: (memory_run.render, measured.render_conditions),
     input_run.RESULTS: (input_run.render, measured.render_conditions),
+    roofline_run.RESULTS: (roofline_run.render, measured.render_conditions),
 }
 
 
@@ -60,6 +62,22 @@ def test_every_arm_of_a_step_is_a_module_that_stands() -> None:
     folder = Path(step_cost_run.__file__).parent / "arms"
     named = {module for module, _ in step_cost_run.ARMS.values()} | set(step_cost_run.COMPOSER.values())
     assert named == {path.stem for path in folder.glob("*.py")}
+
+
+def peaks_of(mine: list[float], best: float) -> Trial:
+    outcomes = [
+        Outcome(arm=arm, round=number, ended="done", measures={"fp32_flops_per_s": value}, facts={"fp32": "mm, 8 x 8 x 8"})
+        for number, own in enumerate(mine)
+        for arm, value in (("surefoot 1", own), ("torch 1", best), ("numpy 1", best / 2))
+    ]
+    return Trial(title="roofline", arms=("surefoot 1", "torch 1", "numpy 1"), rounds=len(mine), seed=0, outcomes=tuple(outcomes))
+
+
+def test_peaks_are_judged_by_their_spread_and_against_the_best_call_found() -> None:
+    good = roofline_run.render(peaks_of([100e9, 101e9, 104e9], best=110e9))
+    assert "| 1 | fp32_flops_per_s | 101 | 3 | 3.96 % | holds |" in good
+    assert "| 1 | fp32_flops_per_s | 101 | 110 | torch: mm, 8 x 8 x 8 | 91.82 % | holds |" in good
+    assert roofline_run.render(peaks_of([100e9, 101e9, 107e9], best=130e9)).count("| fails |") == 2
 
 
 def test_a_benchmarks_table_stands_between_its_marks() -> None:

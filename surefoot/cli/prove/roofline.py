@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from surefoot.prove.bench.place import Placed
 
 ROWS = 14
+BUSY = 0.7  # of a load average: somebody else computes too
 NUMBERS = ("calls", "time", "share", "GFLOP/s", "GB/s", "FLOP/byte", "of the roof")
 DRAWN = 8  # operators; more would hide each other
 
@@ -138,7 +139,7 @@ def _print(found: Placed) -> None:
 
 def _pairs(found: Placed) -> list[tuple[str, str]]:
     from surefoot.core.roofline import giga
-    from surefoot.core.units import format_percent, format_seconds
+    from surefoot.core.units import format_number, format_percent, format_seconds
 
     outside_s = max(0.0, found.step_s - found.operators_s)
     pairs = [
@@ -155,6 +156,9 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
         pairs.append(
             ("rule of thumb", f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, {share} of the model's")
         )
+    if found.load is not None and found.load > BUSY:
+        told = f"the load was {format_number(found.load)} when this began: peaks and times are worse than on a machine that is left alone"
+        pairs.append(("busy", told))
     if found.unknown:
         pairs.append(("no formula", f"{', '.join(found.unknown)}: their bytes and time count, their FLOPs do not"))
     return pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,7 +28,8 @@ Tell = Callable[[str], None]
 class Placed:
     """A step on the roofline. `step_s` is the median of steps without the counter; `model_flops` are those that the model itself asks for.
 
-    `rule_flops` is the rule of thumb, 6 x parameters x tokens and attention, where the task says its tokens.
+    `rule_flops` is the rule of thumb, 6 x parameters x tokens and attention, where the task says its tokens; `load` what else wanted to run
+    when it began: the load average of the last minute.
     """
 
     peaks: Peaks
@@ -44,6 +46,7 @@ class Placed:
     utilisation: Utilisation
     fusible_share: float | None
     unknown: tuple[str, ...]
+    load: float | None
 
     @property
     def samples_per_s(self) -> float:
@@ -67,7 +70,7 @@ class Placed:
             "mfu_formula": f"{MFU}: {use.words(self.samples_per_s)}",
             "utilisation": {"flops_per_sample": use.flops_per_sample, "peak_flops_per_s": use.peak_flops_per_s, "dtype": use.dtype,
                             "source": use.source},
-            "fusible_share": self.fusible_share, "without_formula": list(self.unknown),
+            "fusible_share": self.fusible_share, "without_formula": list(self.unknown), "load": self.load,
         }  # fmt: skip
 
 
@@ -85,13 +88,14 @@ def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> Place
     """Take `steps` steps of the spec for their time and a few more to be counted. Raises InputError for no steps."""
     if steps < 1:
         raise InputError(f"{steps} steps have no time", hint="use --steps 1 or more")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     with Rehearsal(spec, steps=WARMUP + steps + COUNTED) as rehearsal:
         peaks, one_core = find_peaks(rehearsal.device, torch.get_num_threads(), tell)
         tell(f"timing {steps} steps")
         elapsed_s = [_timed(rehearsal) for _ in range(WARMUP + steps)][WARMUP:]
         tell(f"counting {COUNTED} steps")
         counters = [_counted(rehearsal) for _ in range(COUNTED)][1:]
-        return _placed(rehearsal, counters, peaks, one_core, elapsed_s)
+        return replace(_placed(rehearsal, counters, peaks, one_core, elapsed_s), load=load)
 
 
 def _timed(rehearsal: Rehearsal) -> float:
@@ -117,7 +121,7 @@ def _placed(
         num_steps=len(elapsed_s), num_samples=rehearsal.num_samples, flops=sum(work.flops for work in whole), model_flops=model_flops,
         again_flops=counters[-1].again_flops, rule_flops=_rule_flops(rehearsal, whole),
         utilisation=_utilisation(whole, model_flops / rehearsal.num_samples, published or peaks),
-        fusible_share=fusible_share(points), unknown=tuple(sorted(counters[-1].unknown)),
+        fusible_share=fusible_share(points), unknown=tuple(sorted(counters[-1].unknown)), load=None,
     )  # fmt: skip
 
 

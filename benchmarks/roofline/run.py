@@ -1,0 +1,84 @@
+"""The peaks of a CPU: do they repeat, and does any library call do better?
+
+python benchmarks/roofline/run.py [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from surefoot.core.hardware import find_machine
+from surefoot.core.roofline import giga
+from surefoot.core.statistics import median
+from surefoot.core.units import format_percent
+from surefoot.trial import Arm, Trial, markdown, read_trial
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results" / "roofline.json"
+ROUNDS = 5
+WIDEST, LEAST_SHARE = 0.05, 0.85
+MEASURES = ("fp32_flops_per_s", "bf16_flops_per_s", "fp64_flops_per_s", "copied_bytes_per_s")
+
+
+def make_arms() -> list[Arm]:
+    """One core and all of them; the libraries search through all calls and shapes of benchmarks/roofline/arms.py."""
+    words = (sys.executable, "-m", "benchmarks.roofline.arms")
+    return [
+        Arm(name=f"{kind} {threads}", command=(*words, kind, str(threads), "{report}"), folder=ROOT, threads=threads, timeout_s=1200,
+            variables={"OPENBLAS_NUM_THREADS": str(threads)})
+        for threads in sorted({1, find_machine().cores}) for kind in ("surefoot", "torch", "numpy")
+    ]  # fmt: skip
+
+
+def render(trial: Trial) -> str:
+    """How far the repeats lie apart, and the median against the best that was found."""
+    spreads, shares = [], []
+    for threads in sorted({arm.rpartition(" ")[2] for arm in trial.arms}, key=int):
+        for name in MEASURES:
+            mine = list(trial.by_round(f"surefoot {threads}", name).values())
+            if not mine:
+                continue
+            spread = (max(mine) - min(mine)) / median(mine)
+            spreads.append((threads, name, giga(median(mine)), str(len(mine)), format_percent(spread), _word(spread <= WIDEST)))
+            found = [
+                (value, arm, each)
+                for arm in ("torch", "numpy")
+                for each, value in trial.by_round(f"{arm} {threads}", name).items()
+            ]
+            if found:
+                best, arm, number = max(found)
+                share = median(mine) / best
+                shares.append((threads, name, giga(median(mine)), giga(best), f"{arm}: {_call(trial, f'{arm} {threads}', number, name)}",
+                               format_percent(share), _word(share >= LEAST_SHARE)))  # fmt: skip
+    head = ("threads", "measure", "median, 10^9", "n", f"spread, <= {WIDEST:.0%}", "verdict")
+    other = ("threads", "measure", "surefoot, 10^9", "best found, 10^9", "by", f"share, >= {LEAST_SHARE:.0%}", "verdict")
+    return f"{markdown(head, spreads)}\n{markdown(other, shares)}"
+
+
+def _word(holds: bool) -> str:
+    return "holds" if holds else "fails"
+
+
+def _call(trial: Trial, arm: str, number: int, measure: str) -> str:
+    """Which call and shape was the best of that round."""
+    facts = next(each.facts for each in trial.outcomes if each.arm == arm and each.round == number and not each.is_warmup)
+    return facts.get(measure.partition("_")[0], "")
+
+
+def main() -> None:
+    parser = make_parser(__doc__, RESULTS)
+    parser.set_defaults(rounds=ROUNDS)
+    asked = parser.parse_args()
+    if not asked.show:
+        measure(
+            "roofline", make_arms(), rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=asked.out, warmup_rounds=0
+        )
+    trial = read_trial(asked.out)
+    parts = {"conditions": render_conditions(trial), "results": render(trial)}
+    show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
+
+
+if __name__ == "__main__":
+    main()
