@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surefoot.cli.table import without_control
+from surefoot.core.axis import Axis, find_axis, is_drawn, round_numbers
 from surefoot.core.units import format_number
 
 Values = Sequence[float | None]  # None leaves a gap
 
-DECADES = 4  # of a log axis, at most: a cosine that ends near 0 would flatten all else
 PANEL = 18  # columns of a panel side by side, at least
 WIDEST = 120
 NOTHING = "nothing to draw"
@@ -108,25 +108,6 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
     return "\n".join([*blocks, *_notes(curves, axis)])
 
 
-@dataclass(frozen=True)
-class _Axis:
-    low: float
-    high: float
-    log: bool
-
-    def share(self, value: float) -> float:
-        """0 at the bottom, 1 at the top."""
-        if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self, most: int) -> list[float]:
-        if not self.log:
-            return _nice(self.low, self.high, most)
-        decades = range(round(math.log10(self.low)), math.floor(math.log10(self.high) + 1e-9) + 1)
-        return [10.0**decade for decade in decades]
-
-
 class _Canvas:
     """A grid of characters; points lie in dots, 2 by 4 in a braille cell, one in a letter."""
 
@@ -186,13 +167,10 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
     ]
 
 
-def _points(x: Sequence[float], values: Values, axis: _Axis, canvas: _Canvas) -> list[tuple[int, int] | None]:
+def _points(x: Sequence[float], values: Values, axis: Axis, canvas: _Canvas) -> list[tuple[int, int] | None]:
     columns, rows = canvas.dots
     first, span = x[0], (x[-1] - x[0]) or 1.0
-    shares = [
-        None if value is None or not math.isfinite(value) else axis.share(value) if value >= axis.low else -1.0
-        for value in values
-    ]
+    shares = [None if not is_drawn(value) else axis.share(value) if value >= axis.low else -1.0 for value in values]
     points: list[tuple[int, int] | None] = []
     for index, (at, share) in enumerate(zip(x, shares, strict=True)):
         beside = [each for each in (*shares[max(index - 1, 0) : index], *shares[index + 1 : index + 2]) if each is not None]
@@ -203,36 +181,11 @@ def _points(x: Sequence[float], values: Values, axis: _Axis, canvas: _Canvas) ->
     return points
 
 
-def _axis(curves: Mapping[str, Values], style: Style) -> _Axis | None:
-    """From the least to the greatest value; a linear axis starts at 0 where that costs little. None without any value."""
-    drawn = [value for values in curves.values() for value in values if value is not None and math.isfinite(value)]
-    positive = [value for value in drawn if value > 0]
-    if style.log and positive:
-        high = max(positive)
-        low = 10.0 ** math.floor(math.log10(max(min(positive), high / 10**DECADES)) + 1e-9)
-        return _Axis(low if low < high else high / 10, high, log=True)
-    if not drawn:
-        return None
-    low, high = min(drawn), max(drawn)
-    if 0 < low < (high - low) / 2 or low == high > 0:
-        low = 0.0
-    return _Axis(low, high if high > low else low + 1.0, log=False)
+def _axis(curves: Mapping[str, Values], style: Style) -> Axis | None:
+    return find_axis((value for values in curves.values() for value in values), log=style.log)
 
 
-def _nice(low: float, high: float, most: int) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most `most` of them.
-
-    >>> _nice(0, 1, 5), _nice(0, 4680, 4)
-    ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 2000.0, 4000.0])
-    """
-    span = high - low
-    power = 10.0 ** math.floor(math.log10(span / max(most, 2)))
-    steps = (unit * power * ten for ten in (1, 10, 100) for unit in (1, 2, 2.5, 5))
-    step = next(step for step in steps if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1 <= max(most, 2))
-    return [step * count for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _tick_labels(axis: _Axis, height: int) -> list[str]:
+def _tick_labels(axis: Axis, height: int) -> list[str]:
     """A label, or nothing, for each row of the drawing."""
     labels = [""] * height
     for value in axis.ticks(max(2, (height - 1) // 3 + 1)):
@@ -252,7 +205,7 @@ def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list
     line, numbers = [dash] * columns, [" "] * columns
     span = (x[-1] - x[0]) or 1.0
     end = 0
-    for value in _nice(x[0], x[0] + span, max(2, columns // 14)):
+    for value in round_numbers(x[0], x[0] + span, max(2, columns // 14)):
         column, text = round((value - x[0]) / span * (columns - 1)), format_number(value)
         line[column] = tick
         start = min(max(column - len(text) // 2, 0), columns - len(text))
@@ -273,12 +226,12 @@ def _wrapped(parts: Sequence[str], indent: int, width: int) -> list[str]:
     return lines
 
 
-def _notes(curves: Mapping[str, Values], axis: _Axis) -> list[str]:
+def _notes(curves: Mapping[str, Values], axis: Axis) -> list[str]:
     """What the drawing leaves out, in words."""
     drawn = [value for values in curves.values() for value in values if value is not None]
     notes = []
     if any(value < axis.low for value in drawn):
         notes.append(f"below {format_number(axis.low)} the axis is cut")
-    if not all(math.isfinite(value) for value in drawn):
+    if not all(map(is_drawn, drawn)):
         notes.append("values that are not finite are left out")
     return notes

@@ -81,8 +81,23 @@ def format_time(time_s: float | None) -> str:
     """Seconds since 1970 as date and time of day here; of another year the date alone."""
     if time_s is None:
         return UNKNOWN
-    there, now = time.localtime(time_s), time.localtime()
+    try:
+        there, now = time.localtime(time_s), time.localtime()
+    except (OverflowError, ValueError, OSError):  # a stranger's log may hold any number
+        return UNKNOWN
     return time.strftime("%m-%d %H:%M" if there.tm_year == now.tm_year else "%Y-%m-%d", there)
+
+
+def format_utc(time_s: float) -> str:
+    """Seconds since 1970 as date and time of day for readers elsewhere.
+
+    >>> format_utc(1_790_000_000.0), format_utc(1e300)
+    ('2026-09-21 14:13 UTC', 'n/a')
+    """
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
+    except (OverflowError, ValueError, OSError):
+        return UNKNOWN
 
 
 def shorten(text: str, length: int = 60) -> str:

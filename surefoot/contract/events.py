@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from surefoot.core.errors import RunFolderError
+from surefoot.core.units import LARGEST
 
 VERSION = 1
 FILE = "events.jsonl"
@@ -200,7 +201,7 @@ def _row(line: str) -> dict[str, Any] | None:
 def _made(row: Mapping[str, Any], place: str) -> Event:
     kind: Callable[..., Event] = KINDS[row["kind"]]
     types = _TYPES[row["kind"]]
-    values = {key: _read_numbers(key, value) for key, value in row.items() if key in types}
+    values = {key: _read_numbers(key, value, types[key]) for key, value in row.items() if key in types}
     wrong = next((key for key, value in values.items() if not _fits(value, types[key])), None)
     try:
         if wrong is not None:
@@ -211,7 +212,7 @@ def _made(row: Mapping[str, Any], place: str) -> Event:
 
 
 def _fits(value: Any, type_: str) -> bool:
-    """Whether a value out of JSON is what a field's annotation says; a number that is none may stand as its name."""
+    """Whether a value is what a field's annotation says; no count of a run is larger than those of a spec."""
     if type_.startswith("Mapping[str, "):
         return isinstance(value, dict) and all(_fits(part, type_[13:-1]) for part in value.values())
     if type_.startswith("tuple["):
@@ -220,17 +221,17 @@ def _fits(value: Any, type_: str) -> bool:
         return any(_fits(value, one) for one in type_.split(" | "))
     if isinstance(value, bool):
         return type_ in ("bool", "Any")
-    return isinstance(value, _PLAIN[type_]) or (type_ == "float" and value in ("nan", "inf", "-inf"))
+    return isinstance(value, _PLAIN[type_]) and not (isinstance(value, int) and type_ != "Any" and abs(value) > LARGEST)
 
 
-def _read_numbers(key: str, value: Any) -> Any:
+def _read_numbers(key: str, value: Any, type_: str) -> Any:
     """A number that is none, back from its name."""
-    if isinstance(value, Mapping) and key in ("terms", "metrics", "learning_rates"):
-        return {name: _read_numbers("loss", part) for name, part in value.items()}
-    if isinstance(value, Mapping) and key == "summary":
-        return {name: _read_numbers(name, part) for name, part in value.items()}
-    is_number = key in ("loss", "gradient_norm", "value", "best_value") and value in ("nan", "inf", "-inf")
-    return float(value) if is_number else value
+    if isinstance(value, Mapping) and type_ == "Mapping[str, Any]" and key == "summary":
+        names = ("loss", "value", "best_value")
+        return {name: _read_numbers(name, part, "float" if name in names else "Any") for name, part in value.items()}
+    if isinstance(value, Mapping) and type_.startswith("Mapping[str, float"):
+        return {name: _read_numbers(name, part, "float") for name, part in value.items()}
+    return float(value) if type_.startswith("float") and value in ("nan", "inf", "-inf") else value
 
 
 def newest(events: Iterable[Event]) -> list[Event]:

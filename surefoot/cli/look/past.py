@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract import events, manifest
-from surefoot.contract.events import Ended, Evaluated, Fault, Started, Step
+from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Started, Step
 from surefoot.control.diagnose import Goodput, Phases, find_goodput, find_phases
 from surefoot.core.errors import RunFolderError
 from surefoot.core.roofline import FILE, Utilisation, read_utilisation
@@ -28,6 +28,7 @@ class Past:
     started: Started
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluated, ...]
+    commits: tuple[Committed, ...]
     faults: tuple[Fault, ...]
     ended: Ended | None
     goodput: Goodput
@@ -144,6 +145,7 @@ def read(folder: Path) -> Past:
     return Past(
         folder=folder, started=starts[-1], steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluated)),
+        commits=tuple(event for event in kept if isinstance(event, Committed)),
         faults=tuple(event for event in kept if isinstance(event, Fault)), ended=ends[-1] if ends else None,
         goodput=find_goodput(every), phases=find_phases(every), began_s=starts[0].time_s, last_s=every[-1].time_s,
     )  # fmt: skip

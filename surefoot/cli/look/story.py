@@ -28,13 +28,13 @@ def tell(past: Past) -> None:
         without_control(f"{past.folder}: {past.started.task}, {past.state}, {score}, began {format_time(past.began_s)}"),
         end="\n\n",
     )
-    _print_part("Where it ran", _where(past))
+    _print_part("Where it ran", tell_place(past))
     _print_curve(past)
     _print_evaluations(past)
     _print_faults(past)
     _print_phases(past)
-    _print_part("How it ended", list(_end(past)))
-    _print_part("Again", _again(past), whole=True)
+    _print_part("How it ended", list(tell_end(past)))
+    _print_part("Again", tell_again(past), whole=True)
 
 
 def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
@@ -43,7 +43,8 @@ def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
     print()
 
 
-def _where(past: Past) -> Pairs:
+def tell_place(past: Past) -> Pairs:
+    """Where it ran, on what, with which code and data."""
     started = past.started
     machine, data = started.machine, started.data
     threads = machine.get("threads")
@@ -151,7 +152,8 @@ def _spread(spread: Spread | None) -> list[str]:
     return [format_seconds(getattr(spread, f"{name}_s", None)) for name in SPREAD]
 
 
-def _end(past: Past) -> Iterator[tuple[str, str]]:
+def tell_end(past: Past) -> Iterator[tuple[str, str]]:
+    """How it ended, and what it came to."""
     ended, started = past.ended, past.started
     if ended is not None:
         yield "ended", f"{ended.outcome}: {ended.cause}"
@@ -184,7 +186,8 @@ def _utilisation(past: Past) -> str:
     return f"{UNKNOWN} (surefoot roofline RUN counts them)" if found is None else f"MFU {found.words(past.samples_per_s)}"
 
 
-def _again(past: Past) -> Pairs:
+def tell_again(past: Past) -> Pairs:
+    """How to repeat it, and where its weights are."""
     spec, parent = past.folder / "spec.toml", past.parent()
     command = (
         f"surefoot train {shlex.quote(str(spec))}" if past.use else "n/a: the task was built in a script, so only that script can"

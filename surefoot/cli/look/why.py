@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from surefoot.control.diagnose import Attempt, Goodput
     from surefoot.control.plan import SaveAdvice
 
-PARTS = (
-    ("productive", "productive_s"), ("evaluation", "evaluate_s"), ("waiting for saves", "save_s"), ("done again", "rework_s"),
-    ("down and starting", "down_s"), ("other", "other_s"),
-)  # fmt: skip
-
 
 def why(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
     """Tell what a run lost and why.
@@ -53,9 +48,11 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
     headers = ("attempt", "from step", "to step", "done again", "ended", "time", "cause")
     print_table(headers, [_row(each) for each in found.attempts], right=headers[:4], indent=2)
     print("\nWhere the time went")
-    parts = [(name, getattr(found, key)) for name, key in PARTS]
     total_s = found.total_s
-    shares = [[name, format_seconds(value), format_percent(value / total_s if total_s > 0 else None)] for name, value in parts]
+    shares = [
+        [name, format_seconds(value), format_percent(value / total_s if total_s > 0 else None)]
+        for name, value in found.parts.items()
+    ]
     print_table(("part", "time", "share"), [*shares, ["total", format_seconds(total_s), ""]], right=("time", "share"), indent=2)
     print("\nHow often to save")
     print_pairs(_advice(found, advice), whole=True)

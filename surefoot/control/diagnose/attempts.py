@@ -45,6 +45,14 @@ class Goodput:
     median_save_s: float | None
 
     @property
+    def parts(self) -> dict[str, float]:
+        """What the seconds went to, in words."""
+        return {
+            "productive": self.productive_s, "evaluation": self.evaluate_s, "waiting for saves": self.save_s,
+            "done again": self.rework_s, "down and starting": self.down_s, "other": self.other_s,
+        }  # fmt: skip
+
+    @property
     def share(self) -> float | None:
         """Productive over total time."""
         return self.productive_s / self.total_s if self.total_s > 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,5 +115,5 @@ def _outlier(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     """A number of a file that a stranger may have written; 0 for what is none, or no time."""
-    is_time = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
     return float(value) if is_time else 0.0

@@ -1,0 +1,177 @@
+"""`surefoot report`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.cli.look.past import Past
+    from surefoot.control.report import RunRows, Table, Whole
+
+MAX_RUNS = 8  # as many as there are line styles to tell them apart
+MAX_SPEC_BYTES = 1 << 16
+ONE, SEVERAL = "report.html", "compared.html"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="a run folder; several lie side by side")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="a new file", show_default="report.html in the run folder")
+    ] = None,
+    ladder: Annotated[
+        Path | None, typer.Option("--ladder", metavar="DIR", help="what surefoot ladder wrote, to show with the runs")
+    ] = None,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Write a run, or several side by side, as one HTML file.
+
+    Curves, phases, profile, ladder, saves, faults, environment and how to repeat it; no script and nothing fetched from anywhere.
+    """
+    from surefoot import __version__
+    from surefoot.cli.look import past
+    from surefoot.control.report import Report, read_ladder, render
+    from surefoot.core.units import format_bytes
+
+    _check_number(runs)
+    file = _choose(runs, out)
+    found = [past.read(folder) for folder in runs]
+    _check_steps(found)
+    rows = Report(
+        runs=[rows_of(each) for each in found], differences=_differences(found) if len(found) > 1 else None,
+        ladder=None if ladder is None else read_ladder(ladder), version=__version__,
+    )  # fmt: skip
+    text = render(rows).encode()
+    _write(file, text, is_new=out is not None)
+    if json:
+        options.print_json({"file": str(file), "num_bytes": len(text), "runs": [str(each) for each in runs]})
+    else:
+        print(f"{file}  {format_bytes(len(text))}")
+
+
+def _check_number(runs: Sequence[Path]) -> None:
+    from surefoot.core.errors import InputError
+
+    if len(runs) > MAX_RUNS:
+        raise InputError(f"{len(runs)} runs are too many for one page", hint=f"give at most {MAX_RUNS}")
+
+
+def _check_steps(found: Sequence[Past]) -> None:
+    from surefoot.core.errors import RunFolderError
+
+    for each in found:
+        if not each.steps:
+            raise RunFolderError(
+                f"{each.folder} has no step, so there is nothing to draw", hint=f"surefoot show {each.folder} tells how it ended"
+            )
+
+
+def _choose(runs: Sequence[Path], out: Path | None) -> Path:
+    """The file to write; one of the user's naming must be new and its folder must exist."""
+    import os
+
+    from surefoot.core.errors import InputError
+
+    if out is None:
+        return runs[0] / (ONE if len(runs) == 1 else SEVERAL)
+    if os.path.isdir(out):
+        raise InputError(f"{out} is a folder", hint=f"name a file in it: --out {out / ONE}")
+    if os.path.lexists(out):
+        raise InputError(f"{out} exists already, and nothing is overwritten", hint="give another --out, or remove it")
+    if not os.path.isdir(out.parent):
+        raise InputError(f"there is no folder {out.parent} for {out.name}", hint="make it first, or give another --out")
+    return out
+
+
+def _write(file: Path, text: bytes, *, is_new: bool) -> None:
+    """Aside and renamed: a full disk leaves no half page, and the page of before stays until the new one is whole."""
+    import os
+
+    from surefoot.core.errors import InputError
+
+    draft = file.with_name(f".{file.name[:200]}.draft")
+    try:
+        try:
+            draft.write_bytes(text)
+            if is_new:
+                os.link(draft, file)  # unlike a rename it never takes the place of a file that came meanwhile
+            else:
+                draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}", hint="give another file with --out") from None
+
+
+def rows_of(past: Past) -> RunRows:
+    """A run as the page draws it."""
+    from surefoot.cli.look.past import format_score
+    from surefoot.cli.table import shorten
+    from surefoot.control.report import RunRows, read_profile
+
+    return RunRows(
+        name=str(past.folder), headline=f"{shorten(past.started.task)}: {past.state}, {shorten(format_score(past))}",
+        unit=past.started.unit, summary=list(_summary(past)), environment=list(_environment(past)),
+        commands=list(_commands(past)), spec=_spec(past), steps=past.steps, evaluations=past.scored, commits=past.commits,
+        faults=past.faults, goodput=past.goodput, phases=past.phases, profile=read_profile(past.folder),
+    )  # fmt: skip
+
+
+def _summary(past: Past) -> Iterator[tuple[str, str]]:
+    from surefoot.cli.look import story
+    from surefoot.cli.table import format_utc
+
+    yield "task", past.started.task
+    yield "began", format_utc(past.began_s)
+    yield from story.tell_end(past)
+
+
+def _environment(past: Past) -> Iterator[tuple[str, str]]:
+    from surefoot.cli.look import story
+
+    yield from story.tell_place(past)
+    yield "system", str(past.started.machine.get("system", "n/a"))
+    yield "variables", ", ".join(f"{name}={value}" for name, value in past.started.variables.items()) or "none that matter"
+
+
+def _commands(past: Past) -> Iterator[tuple[str, Whole]]:
+    from surefoot.cli.look import story
+    from surefoot.control.report import Whole
+
+    folder = shlex.quote(str(past.folder))
+    yield "it was begun with", Whole(shlex.join(past.started.command))
+    for name, value in story.tell_again(past):
+        yield name, Whole(value)
+    yield "what happened, and why", Whole(f"surefoot show {folder}\nsurefoot why {folder}")
+    yield "this page", Whole(f"surefoot report {folder}")
+
+
+def _spec(past: Past) -> Whole:
+    """The run's own spec.toml, or what its first record says where that is gone."""
+    import json
+
+    from surefoot.control.report import Whole
+
+    try:
+        with (past.folder / "spec.toml").open("rb") as file:
+            return Whole(file.read(MAX_SPEC_BYTES).decode(errors="replace"))
+    except OSError:
+        return Whole(json.dumps(past.started.spec, indent=1)[:MAX_SPEC_BYTES])
+
+
+def _differences(found: Sequence[Past]) -> Table:
+    """What is not the same in the specs and circumstances of several runs."""
+    from surefoot.cli.look import side_by_side
+    from surefoot.control.report import Table
+
+    rows = [*side_by_side.spec_differences(found), *side_by_side.circumstance_differences(found)]
+    texts = [[key, *("-" if value is None else str(value) for value in values)] for key, values in rows]
+    return Table(headers=["", *(str(each.folder) for each in found)], rows=texts)

@@ -1,0 +1,173 @@
+"""A figure as shapes with places and words; the page's templates write them as SVG, so that every word in it is escaped there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from surefoot.core.axis import Axis
+from surefoot.core.units import format_number
+
+NUM_STYLES = 8  # colours, dashes and markers that page.css and parts.html know
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Point = tuple[float, float | None]  # None is a gap
+
+
+class Whole(str):
+    """Text that is never cut: a command to copy, the points of a line, a picture."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A line or an area: `d` as SVG has it, `style` a class of page.css."""
+
+    d: str
+    style: str
+
+    @property
+    def data(self) -> Whole:
+        return Whole(self.d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A rectangle; `told` is shown where the pointer rests."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    style: str
+    told: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """Text at a place; `anchor` is start, middle or end."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str = "start"
+    style: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A small sign: `shape` counts through the markers of page.css, so that no meaning hangs on the colour."""
+
+    x: float
+    y: float
+    shape: int
+    told: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """A line of the legend: the style's number, what it stands for, and whether it is drawn as a line, a mark or an area."""
+
+    style: int
+    label: str
+    kind: str = "line"
+    letter: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A drawing of `width` by `height` with its title, its legend and what has to be said below it."""
+
+    title: str
+    width: float
+    height: float
+    paths: Sequence[Path] = ()
+    boxes: Sequence[Box] = ()
+    marks: Sequence[Mark] = ()
+    words: Sequence[Words] = ()
+    legend: Sequence[Key] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Where a drawing's axes stand in it."""
+
+    x: Axis
+    y: Axis
+    width: float = 460
+    height: float = 250
+    left: float = 58
+    right: float = 14
+    top: float = 26
+    bottom: float = 40
+
+    def across(self, value: float) -> float:
+        return self.left + self.x.share(value) * (self.width - self.left - self.right)
+
+    def up(self, value: float) -> float:
+        """From the bottom; what lies outside the axis is drawn at its edge."""
+        share = 0.0 if self.y.log and value <= self.y.low else min(max(self.y.share(value), 0.0), 1.0)
+        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+
+    def grid(self) -> list[Path]:
+        """The two axes, and a fine line at each round number of the upright one."""
+        left, right, bottom = self.left, self.width - self.right, self.height - self.bottom
+        rows = "".join(f"M{left:.1f} {self.up(value):.1f}H{right:.1f}" for value in self.y.ticks(5))
+        ticks = "".join(f"M{self.across(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
+        return [Path(d=rows, style="grid"), Path(d=f"M{left} {self.top}V{bottom}H{right}{ticks}", style="axis")]
+
+    def labels(self, x_title: str, y_title: str) -> list[Words]:
+        """The numbers along both axes and what they count."""
+        bottom = self.height - self.bottom
+        rows = [
+            Words(x=self.left - 6, y=self.up(value) + 4, text=format_number(value), anchor="end") for value in self.y.ticks(5)
+        ]
+        columns = [
+            Words(x=self.across(value), y=bottom + 17, text=format_number(value), anchor="middle") for value in self.x.ticks(5)
+        ]
+        titles = [
+            Words(x=2, y=13, text=y_title, style="title"),
+            Words(x=self.width - self.right, y=self.height - 6, text=x_title, anchor="end", style="title"),
+        ]
+        return [*rows, *columns, *titles]
+
+    def line(self, points: Iterable[Point]) -> str:
+        """The points joined, gaps left open; a point between two gaps is a dot. No more of them than can be seen."""
+        parts: list[str] = []
+        is_open = False
+        for x, y in thinned(points, int(self.width - self.left - self.right)):
+            if y is None or not math.isfinite(y):
+                is_open = False
+                continue
+            place = f"{self.across(x):.1f} {self.up(y):.1f}"
+            parts.append(f"L{place}" if is_open else f"M{place}h0")
+            is_open = True
+        return "".join(parts)
+
+
+def thinned(points: Iterable[Point], columns: int) -> list[Point]:
+    """Of each of `columns` parts of the way the first, least, greatest and last point: the drawing stays what it was.
+
+    >>> thinned([(step, step % 7) for step in range(1000)], 2)[:3]
+    [(0, 0), (496, 6), (499, 2)]
+    """
+    every = list(points)
+    if len(every) <= 4 * columns:
+        return every
+    first, span = every[0][0], (every[-1][0] - every[0][0]) or 1.0
+    kept: dict[int, list[int]] = {}
+    for index, (x, _) in enumerate(every):
+        kept.setdefault(min(int((x - first) / span * columns), columns - 1), []).append(index)
+    chosen: set[int] = set()
+    for part in kept.values():
+        drawn = [index for index in part if (y := every[index][1]) is not None and math.isfinite(y)]
+        ranked = sorted(drawn, key=lambda index: every[index][1] or 0.0)
+        chosen |= {*ranked[:1], *ranked[-1:], *part[:1], *part[-1:]}
+    return [every[index] for index in sorted(chosen)]
+
+
+def cut(text: str, length: int) -> str:
+    """What fits into a drawing."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -1,0 +1,207 @@
+"""What others left beside a run, read as a stranger's: `profile/` in its folder, and a ladder's `ladder.json`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from surefoot.contract.manifest import NO_LINK
+from surefoot.control.report.figure import Whole
+from surefoot.control.report.rows import Flame, Ladder, Memory, Operator, Place, Profile, Ratio, Roofline, Rung
+from surefoot.core.errors import InputError, RunFolderError
+from surefoot.core.units import format_bytes, format_number
+
+VERSION = 1
+MAX_BYTES = 16 << 20
+MAX_FLAME_BYTES = 4 << 20  # it stands in the page as a picture
+MAX_ROWS, MAX_RUNGS, MAX_TIMES = 5000, 200, 100_000
+LADDER_FILE = "ladder.json"
+FLAMES = (("By Python stack", "flame_stack.svg"), ("By module", "flame_module.svg"))
+
+Made = TypeVar("Made")
+
+
+def read_profile(run: Path) -> Profile:
+    """What `surefoot profile` left in a run folder; a part that is missing is left out, one that cannot be read is named."""
+    folder, notes = run / "profile", list[str]()
+    operators = _part(folder / "operators.json", lambda row: row, notes)
+    rows = _rows(operators or {}, "rows")
+    flames = [flame for title, name in FLAMES if (flame := _flame(title, folder / name, notes)) is not None]
+    return Profile(
+        num_steps=_whole_number((operators or {}).get("num_steps")), window_s=_number((operators or {}).get("window_s")),
+        operators=[_operator(row) for row in rows], roofline=_part(folder / "roofline.json", _roofline, notes),
+        memory=_part(folder / "memory.json", _memory, notes), flames=flames, notes=notes,
+    )  # fmt: skip
+
+
+def read_ladder(folder: Path) -> Ladder:
+    """The ladder in a folder. Raises InputError where there is none, or none that can be read."""
+    path = folder if folder.name == LADDER_FILE else folder / LADDER_FILE
+    if not path.is_file():
+        raise InputError(f"{folder} holds no {LADDER_FILE}", hint="surefoot ladder SPEC --out DIR writes one; give that DIR")
+    row = _read(path)
+    return Ladder(
+        folder=str(path.parent), spec=_text(row.get("spec")), device=_text(row.get("device")),
+        conditions=_text(row.get("conditions")), baseline=_text(row.get("baseline")), best=_text(row.get("best")),
+        rungs=[_rung(each) for each in _rows(row, "rungs")[:MAX_RUNGS]],
+    )  # fmt: skip
+
+
+def _part(path: Path, make: Callable[[Mapping[str, Any]], Made], notes: list[str]) -> Made | None:
+    if not path.exists():
+        return None
+    try:
+        return make(_read(path))
+    except InputError as error:
+        notes.append(error.message)
+        return None
+
+
+def _open(path: Path, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit`; raises RunFolderError."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | NO_LINK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise RunFolderError(f"{path} is no regular file")
+            text = file.read(limit + 1)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > limit:
+        raise RunFolderError(f"{path} is larger than {format_bytes(limit)}, which is too much for a page")
+    return text
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """The object of a JSON file of a version that is known; raises RunFolderError."""
+    try:
+        row = json.loads(_open(path, MAX_BYTES))
+    except (ValueError, RecursionError, MemoryError):
+        raise RunFolderError(f"{path} is damaged: it is no JSON") from None
+    if not isinstance(row, dict):
+        raise RunFolderError(f"{path} is damaged: it is no JSON object")
+    if row.get("version") != VERSION:
+        raise RunFolderError(f"{path} is of version {str(row.get('version'))[:20]}, and version {VERSION} is known here")
+    return row
+
+
+def _flame(title: str, path: Path, notes: list[str]) -> Flame | None:
+    """A picture that runs nothing and fetches nothing: an SVG in an `img` is cut off from everything."""
+    if not path.exists():
+        return None
+    try:
+        picture = _open(path, MAX_FLAME_BYTES)
+    except RunFolderError as error:
+        notes.append(error.message)
+        return None
+    if b"<svg" not in picture[:2000]:
+        notes.append(f"{path} is damaged: it is no SVG")
+        return None
+    uri = Whole(f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}")
+    return Flame(title=title, uri=uri, file=str(path))
+
+
+def _operator(row: Mapping[str, Any]) -> Operator:
+    return Operator(
+        name=_text(row.get("name")), calls=_number(row.get("calls")), self_s=_number(row.get("self_s")),
+        total_s=_number(row.get("total_s")), self_bytes=_number(row.get("self_bytes")), flops=_number(row.get("flops")),
+    )  # fmt: skip
+
+
+def _roofline(row: Mapping[str, Any]) -> Roofline:
+    peaks = _mapping(row.get("peaks"))
+    rates = {_text(name): _number(peak) for name, peak in _mapping(peaks.get("flops_per_s")).items()}
+    places = [
+        Place(
+            name=_text(each.get("name")), kind=_text(each.get("kind")), calls=_number(each.get("calls")),
+            flops=_number(each.get("flops")), num_bytes=_number(each.get("bytes")), elapsed_s=_number(each.get("elapsed_s")),
+            bound=_text(each.get("bound")),
+        )
+        for each in _rows(row, "points")
+    ]  # fmt: skip
+    return Roofline(
+        device=_text(row.get("device")), flops_per_s={name: peak for name, peak in rates.items() if peak is not None},
+        bytes_per_s=_number(peaks.get("bytes_per_s")), places=places, mfu=_number(row.get("mfu")),
+        mfu_formula=_text(row.get("mfu_formula")), fusible_share=_number(row.get("fusible_share")),
+    )  # fmt: skip
+
+
+def _memory(row: Mapping[str, Any]) -> Memory:
+    times = [_number(value) for value in _list(row.get("times_s"))[:MAX_TIMES]]
+    if any(value is None for value in times):
+        raise RunFolderError("profile/memory.json is damaged: a time is no number")
+    categories = {
+        _text(name): [_number(value) for value in _list(values)[:MAX_TIMES]]
+        for name, values in _mapping(row.get("categories")).items()
+    }
+    return Memory(times_s=[value or 0.0 for value in times], categories=categories)
+
+
+def _rung(row: Mapping[str, Any]) -> Rung:
+    parity = _mapping(row.get("parity"))
+    ratios = {
+        name: _ratio(row.get(f"{name}_ratio"))
+        for name in ("time", "memory", "throughput", "startup", "total_time", "total_memory")
+    }
+    kept = row.get("kept")
+    return Rung(
+        name=_text(row.get("name")), kind=_text(row.get("kind")), kept=kept if isinstance(kept, bool) else None,
+        reason=_text(row.get("reason")), change=_text(row.get("change")), score=_score(row.get("score")),
+        parity=", ".join(part for part in (_text(parity.get("verdict")), _text(parity.get("words"))) if part),
+        expected=_text(row.get("expected")), **ratios,
+    )  # fmt: skip
+
+
+def _ratio(value: Any) -> Ratio:
+    row = _mapping(value)
+    return Ratio(
+        estimate=_number(row.get("estimate")), low=_number(row.get("low")), high=_number(row.get("high")), n=_number(row.get("n"))
+    )
+
+
+def _score(value: Any) -> str:
+    """`accuracy 0.994` of whatever form a score has."""
+    row = _mapping(value)
+    return ", ".join(f"{_text(name)} {_text(part)}" for name, part in row.items() if part is not None)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _rows(row: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    return [each for each in _list(row.get(key))[:MAX_ROWS] if isinstance(each, dict)]
+
+
+def _number(value: Any) -> float | None:
+    """A finite number that an axis can hold; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return None
+    return float(value)
+
+
+def _whole_number(value: Any) -> int | None:
+    return None if (number := _number(value)) is None else round(number)
+
+
+def _text(value: Any) -> str:
+    """Words of a value: a text as it is, a number short, an object as `name value` pairs."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return format_number(number) if (number := _number(value)) is not None else str(value)[:40]
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(part)}" for name, part in list(value.items())[:20] if not isinstance(part, dict | list))
+    if isinstance(value, list):
+        return ", ".join(_text(part) for part in value[:20] if not isinstance(part, dict | list))
+    return str(value)

@@ -1,0 +1,211 @@
+"""What a profile found: the roofline of a device, operators, memory by category over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from surefoot.control.report.figure import LETTERS, NUM_STYLES, Figure, Frame, Key, Mark, Path, Words, cut
+from surefoot.control.report.rows import Memory, Place, Profile, Roofline, Table
+from surefoot.core.axis import Axis, find_axis
+from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_number, format_percent, format_seconds
+
+MAX_ROWS = 15
+NUM_NAMED = 5  # places whose names stand in the drawing
+DECADES = 9
+MIB, GIGA = 1 << 20, 1e9
+KINDS = ("module", "operator")
+
+
+def draw_roofline(found: Roofline) -> Figure | None:
+    """Operations a second over operations a byte, both by powers of ten, below the roof of each number format."""
+    places = [(place, x, y) for place in found.places for x, y in [_stand(place)] if x is not None and y is not None]
+    peaks = {name: peak for name, peak in found.flops_per_s.items() if 0 < peak < 1e30}
+    width = found.bytes_per_s if found.bytes_per_s and 0 < found.bytes_per_s < 1e30 else None
+    ridges = [peak / width for peak in peaks.values()] if width else []
+    x = find_axis(
+        [*(each[1] for each in places), *(ridge * 10 for ridge in ridges), *(ridge / 30 for ridge in ridges)],
+        log=True,
+        decades=DECADES,
+    )
+    y = find_axis(
+        [*(each[2] for each in places), *peaks.values(), *([width * x.low] if width and x else [])], log=True, decades=DECADES
+    )
+    if x is None or y is None or not x.log or not y.log:
+        return None
+    frame = Frame(x=x, y=y, width=460, height=320, left=58)
+    named = sorted(places, key=lambda each: -(each[0].elapsed_s or 0.0))[:NUM_NAMED]
+    return Figure(
+        title=f"Roofline of {cut(found.device, 60)}", width=frame.width, height=frame.height,
+        paths=[*frame.grid(), *(path for index, peak in enumerate(peaks.values()) for path in _roof(frame, index, peak, width))],
+        marks=[
+            Mark(x=frame.across(x), y=frame.up(y), shape=KINDS.index(place.kind) if place.kind in KINDS else 2, told=_tell(place))
+            for place, x, y in places
+        ],
+        words=[*_powers(frame), *_named(frame, named), *_roof_names(frame, peaks)],
+        legend=[Key(style=index, label=f"roof of {name}") for index, name in enumerate(peaks)]
+        + [Key(style=index, label=kind, kind="mark") for index, kind in enumerate(KINDS)],
+    )  # fmt: skip
+
+
+def _stand(place: Place) -> tuple[float | None, float | None]:
+    """Operations a byte and operations a second; None where one of them is unknown or nothing."""
+    if not (place.flops and place.num_bytes and place.elapsed_s) or min(place.flops, place.num_bytes, place.elapsed_s) <= 0:
+        return None, None
+    return place.flops / place.num_bytes, place.flops / place.elapsed_s
+
+
+def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterator[Path]:
+    """min(peak, intensity x bandwidth) from one side of the drawing to the other."""
+    right = frame.across(frame.x.high)
+    if width is None:
+        yield Path(d=f"M{frame.left:.1f} {frame.up(peak):.1f}H{right:.1f}", style=f"line s{index % NUM_STYLES}")
+        return
+    ridge, start = peak / width, max(frame.x.low, frame.y.low / width)
+    d = f"M{frame.across(start):.1f} {frame.up(start * width):.1f}L{frame.across(ridge):.1f} {frame.up(peak):.1f}H{right:.1f}"
+    yield Path(d=d, style=f"line s{index % NUM_STYLES}")
+
+
+def _roof_names(frame: Frame, peaks: dict[str, float]) -> Iterator[Words]:
+    for name, peak in peaks.items():
+        text = f"{cut(name, 12)} {_giga(peak)} GFLOP/s"
+        yield Words(x=frame.across(frame.x.high) - 2, y=frame.up(peak) - 5, text=text, anchor="end", style="title")
+
+
+def _named(frame: Frame, places: Sequence[tuple[Place, float, float]]) -> Iterator[Words]:
+    """Names beside their signs; one that would lie on another is left to the table."""
+    taken: list[tuple[float, float]] = []
+    for place, x, y in places:
+        across, up = frame.across(x), frame.up(y)
+        if all(abs(across - other) > 130 or abs(up - height) > 13 for other, height in taken):
+            taken.append((across, up))
+            is_right = across > frame.width * 0.6
+            yield Words(
+                x=across + (-8 if is_right else 8), y=up + 4, text=cut(place.name, 18), anchor="end" if is_right else "start"
+            )
+
+
+def _powers(frame: Frame) -> Iterator[Words]:
+    """The numbers along both axes with the prefix that they have."""
+    bottom = frame.height - frame.bottom
+    for value in frame.x.ticks(0):
+        yield Words(x=frame.across(value), y=bottom + 17, text=f"{value:g}", anchor="middle")
+    for value in frame.y.ticks(0):
+        yield Words(x=frame.left - 6, y=frame.up(value) + 4, text=_giga(value), anchor="end")
+    yield Words(x=2, y=13, text="GFLOP/s (log)", style="title")
+    yield Words(x=frame.width - frame.right, y=frame.height - 6, text="FLOP a byte (log)", anchor="end", style="title")
+
+
+def _tell(place: Place) -> str:
+    x, y = _stand(place)
+    return f"{place.name}: {format_count(x)} FLOP a byte, {_giga(y)} GFLOP/s, {format_seconds(place.elapsed_s)}"
+
+
+def table_of_places(found: Roofline) -> Table | None:
+    """The places that took longest: where each stands, and what bounds it."""
+    ranked = sorted(found.places, key=lambda place: -(place.elapsed_s or 0.0))[:MAX_ROWS]
+    headers = ("where", "kind", "calls", "time", "FLOPs", "bytes", "FLOP a byte", "GFLOP/s", "bound by")
+    rows = []
+    for place in ranked:
+        intensity, rate = _stand(place)
+        rows.append([
+            place.name, place.kind, format_count(place.calls), format_seconds(place.elapsed_s), format_count(place.flops),
+            format_bytes(place.num_bytes), format_count(intensity), _giga(rate), place.bound or UNKNOWN,
+        ])  # fmt: skip
+    return (
+        Table(headers=headers, rows=rows, right=headers[2:8], caption=_of(len(ranked), len(found.places), "places"))
+        if rows
+        else None
+    )
+
+
+def _giga(value: float | None) -> str:
+    return format_number(None if value is None else value / GIGA)
+
+
+def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
+    """The peaks and what the step makes of them, in words."""
+    peaks = ", ".join(f"{name} {_giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
+    width = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"
+    return [
+        ("device", found.device), ("peaks", peaks or UNKNOWN), ("memory", width),
+        ("model FLOPs utilisation", found.mfu_formula or format_percent(found.mfu)),
+        ("time in operators that fusion would help", format_percent(found.fusible_share)),
+    ]  # fmt: skip
+
+
+def table_of_operators(profile: Profile) -> Table | None:
+    """The operators that took most of the window themselves."""
+    ranked = sorted(profile.operators, key=lambda each: -(each.self_s or 0.0))[:MAX_ROWS]
+    headers = ("operator", "calls", "self time", "share", "total time", "own memory", "FLOPs")
+    total_s = math.fsum(each.self_s or 0.0 for each in profile.operators)
+    rows = [
+        [
+            each.name, format_count(each.calls), format_seconds(each.self_s),
+            format_percent(each.self_s / total_s if each.self_s is not None and total_s > 0 else None),
+            format_seconds(each.total_s), format_bytes(each.self_bytes), format_count(each.flops),
+        ]
+        for each in ranked
+    ]  # fmt: skip
+    return (
+        Table(headers=headers, rows=rows, right=headers[1:], caption=_of(len(ranked), len(profile.operators), "operators"))
+        if rows
+        else None
+    )
+
+
+def _of(shown: int, every: int, what: str) -> str:
+    return f"the first {shown} of {every:,} {what}, by time" if shown < every else ""
+
+
+def draw_memory(memory: Memory) -> tuple[Figure, Table] | None:
+    """The categories on one another over the window, each with its letter, and what each held when all of them held most."""
+    count = len(memory.times_s)
+    layers = {
+        name: [max(value or 0.0, 0.0) for value in values] for name, values in memory.categories.items() if len(values) == count
+    }
+    sums = [math.fsum(values[index] for values in layers.values()) for index in range(count)]
+    top = max(sums, default=0.0)
+    x = find_axis(memory.times_s)
+    if x is None or top <= 0:
+        return None
+    peak = sums.index(top)
+    frame = Frame(x=x, y=Axis(0.0, top / MIB), width=460, height=280, left=58)
+    letters = dict(zip(layers, LETTERS, strict=False))
+    paths: list[Path] = []
+    words: list[Words] = []
+    below = [0.0] * count
+    for index, (name, values) in enumerate(layers.items()):
+        above = [low + value for low, value in zip(below, values, strict=True)]
+        paths.append(Path(d=_area(frame, memory.times_s, below, above), style=f"part f{index % NUM_STYLES}"))
+        thickest = max(range(count), key=lambda at: values[at])
+        if values[thickest] / top * frame.height > 20:
+            middle = (below[thickest] + above[thickest]) / 2 / MIB
+            place = min(max(frame.across(memory.times_s[thickest]), frame.left + 10), frame.width - frame.right - 10)
+            words.append(Words(x=place, y=frame.up(middle) + 4, text=letters[name], anchor="middle", style="inside"))
+        below = above
+    figure = Figure(
+        title="Memory by category", width=frame.width, height=frame.height, paths=[*paths, *frame.grid()],
+        words=[*words, *frame.labels("s", "MiB")],
+    )  # fmt: skip
+    rows = [
+        [letters[name], name, format_bytes(values[peak]), format_percent(values[peak] / top)] for name, values in layers.items()
+    ]
+    rows.append(["", "all", format_bytes(top), f"at {format_seconds(memory.times_s[peak])}"])
+    headers = ("", "category", "at the peak", "share")
+    return figure, Table(
+        headers=headers,
+        rows=rows,
+        right=headers[2:],
+        swatches=[index % NUM_STYLES for index in range(len(layers))],
+        is_narrow=True,
+    )
+
+
+def _area(frame: Frame, times: Sequence[float], below: Sequence[float], above: Sequence[float]) -> str:
+    """Up along the upper edge and back along the lower one, no finer than can be seen."""
+    stride = max(1, len(times) // 800)
+    chosen = sorted({*range(0, len(times), stride), len(times) - 1})
+    edge = [f"{frame.across(times[at]):.1f} {frame.up(above[at] / MIB):.1f}" for at in chosen]
+    back = [f"{frame.across(times[at]):.1f} {frame.up(below[at] / MIB):.1f}" for at in reversed(chosen)]
+    return "M" + "L".join([*edge, *back]) + "Z"

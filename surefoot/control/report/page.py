@@ -1,0 +1,203 @@
+"""The page: sections of figures and tables, written by templates that escape every word. No script, no remote asset, one file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.control.report import curves, machine, rungs, spent
+from surefoot.control.report.figure import Figure, Whole
+from surefoot.control.report.rows import Flame, Pairs, Report, RunRows, Table
+from surefoot.core.errors import needing
+from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
+
+MAX_TEXT = 300  # characters of one name or cell
+MAX_ROWS = 50  # of commits and faults; the newest are shown
+TEMPLATES = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A figure, a table, pictures, words or commands, in that order; whatever is there is shown."""
+
+    title: str = ""
+    figures: Sequence[Figure] = ()
+    pairs: Pairs = ()
+    tables: Sequence[Table] = ()
+    flames: Sequence[Flame] = ()
+    commands: Sequence[tuple[str, Whole]] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A headline, its anchor and what stands below it."""
+
+    anchor: str
+    title: str
+    parts: Sequence[Part]
+
+
+def render(report: Report) -> str:
+    """The whole HTML file. Raises MissingExtra without jinja2."""
+    with needing("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
+        import jinja2
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, finalize=harmless,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    style = environment.get_template("page.css").render()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    runs = report.runs
+    title = runs[0].headline if len(runs) == 1 else f"{len(runs)} runs side by side"
+    sections = [section for section in _sections(report) if section.parts]
+    return environment.get_template("page.html").render(
+        title=title, style_digest=Whole(digest), sections=sections, runs=runs, version=report.version
+    )
+
+
+def harmless(value: Any) -> Any:
+    """Text without characters that steer (direction marks among them) and no longer than a page bears; all else as it is.
+
+    >>> harmless("exp\\u202egpj.exe"), harmless("x" * 10_000)[-20:]
+    ('exp?gpj.exe', '... (10,000 letters)')
+    """
+    if not isinstance(value, str) or hasattr(value, "__html__") or (len(value) <= MAX_TEXT and value.isprintable()):
+        return value
+    if isinstance(value, Whole) and value.isprintable():
+        return value
+    lines = "\n\t" if isinstance(value, Whole) else ""
+    text = "".join(each if each.isprintable() or each in lines else " " if each.isspace() else "?" for each in value)
+    return text if len(text) <= MAX_TEXT or lines else f"{text[:MAX_TEXT]}... ({len(text):,} letters)"
+
+
+def _sections(report: Report) -> Iterator[Section]:
+    runs = report.runs
+    yield Section(anchor="summary", title="Summary", parts=list(_summary(report)))
+    figures = curves.draw_curves(runs)
+    yield Section(anchor="curves", title="Curves", parts=[Part(figures=figures)] if figures else [])
+    yield Section(anchor="time", title="Where the time went", parts=list(_time(runs)))
+    if report.ladder is not None:
+        figure = rungs.draw_rungs(report.ladder)
+        parts = [Part(
+            pairs=rungs.tell_ladder(report.ladder), tables=rungs.tables_of_rungs(report.ladder), figures=[figure] if figure else [],
+        )]  # fmt: skip
+        yield Section(anchor="ladder", title="The ladder of optimisations", parts=parts)
+    for anchor, title, make in (
+        ("roofline", "Roofline", _roofline), ("operators", "Operators", _operators), ("memory", "Memory", _memory),
+        ("flame", "Flame graph", _flames),
+    ):  # fmt: skip
+        parts = [part for run in runs for part in make(run, run.name if len(runs) > 1 else "")]
+        yield Section(anchor=anchor, title=title, parts=parts)
+    yield Section(anchor="profile", title="Profile", parts=list(_profile_notes(runs)))
+    yield Section(anchor="saves", title="Checkpoints and faults", parts=list(_saves(runs)))
+    yield Section(anchor="environment", title="Environment", parts=[Part(tables=[_beside(runs, "environment")])])
+    again = [Part(title=run.name if len(runs) > 1 else "", commands=[*run.commands, ("the spec", run.spec)]) for run in runs]
+    yield Section(anchor="again", title="How to repeat it", parts=again)
+
+
+def _summary(report: Report) -> Iterator[Part]:
+    yield Part(tables=[_beside(report.runs, "summary")])
+    if report.differences is not None:
+        same = [] if report.differences.rows else ["spec, versions, machine, code and data are equal"]
+        yield Part(title="What differs", tables=[report.differences] if report.differences.rows else [], notes=same)
+
+
+def _beside(runs: Sequence[RunRows], what: str) -> Table:
+    """A row for each name, a column for each run."""
+    columns = [dict(_merged(getattr(run, what))) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    headers = ["", *(run.name for run in runs)] if len(runs) > 1 else ()
+    return Table(headers=headers, rows=[[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names])
+
+
+def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
+    """A pair without a name goes on with the one before."""
+    merged: dict[str, str] = {}
+    last = ""
+    for name, value in pairs:
+        merged[name or last] = f"{merged[last]}; {value}" if not name and last in merged else value
+        last = name or last
+    yield from merged.items()
+
+
+def _time(runs: Sequence[RunRows]) -> Iterator[Part]:
+    phases = [{} if run.phases is None else {each.name: each.total_s for each in run.phases.phases} for run in runs]
+    for title, found in (("Phases of the newest attempt", phases), ("All attempts", [run.goodput.parts for run in runs])):
+        drawn = spent.draw_bars(title, runs, found)
+        if drawn is not None:
+            yield Part(figures=[drawn[0]], tables=[drawn[1]])
+    for run in runs:
+        if run.phases is not None:
+            title = f"{run.name}, a step" if len(runs) > 1 else "A step"
+            yield Part(title=title, tables=list(spent.tables_of_steps(run.phases)), notes=list(spent.tell_phases(run.phases)))
+
+
+def _roofline(run: RunRows, title: str) -> Iterator[Part]:
+    if (found := run.profile.roofline) is not None:
+        figure, table = machine.draw_roofline(found), machine.table_of_places(found)
+        yield Part(
+            title=title, figures=[figure] if figure else [], pairs=machine.tell_roofline(found), tables=[table] if table else [],
+            notes=[] if figure else ["no roof is drawn: peaks or counts are n/a"],
+        )  # fmt: skip
+
+
+def _operators(run: RunRows, title: str) -> Iterator[Part]:
+    if (table := machine.table_of_operators(run.profile)) is not None:
+        steps = UNKNOWN if run.profile.num_steps is None else f"{run.profile.num_steps:,}"
+        yield Part(title=title, pairs=[("window", f"{steps} steps, {format_seconds(run.profile.window_s)}")], tables=[table])
+
+
+def _memory(run: RunRows, title: str) -> Iterator[Part]:
+    if run.profile.memory is not None and (drawn := machine.draw_memory(run.profile.memory)) is not None:
+        yield Part(title=title, figures=[drawn[0]], tables=[drawn[1]])
+
+
+def _flames(run: RunRows, title: str) -> Iterator[Part]:
+    if run.profile.flames:
+        yield Part(title=title, flames=run.profile.flames)
+
+
+def _profile_notes(runs: Sequence[RunRows]) -> Iterator[Part]:
+    notes = [note for run in runs for note in run.profile.notes]
+    bare = [
+        run for run in runs if not (run.profile.operators or run.profile.roofline or run.profile.memory or run.profile.flames)
+    ]
+    notes += [f"{run.name} has no profile, so operators, roofline, memory and flame graph are n/a" for run in bare]
+    if notes:
+        yield Part(notes=notes)
+
+
+def _saves(runs: Sequence[RunRows]) -> Iterator[Part]:
+    figure = spent.draw_history(runs)
+    if figure is not None:
+        yield Part(figures=[figure])
+    for run in runs:
+        tables = []
+        if run.commits:
+            headers = ("saved at step", "size", "time", "training stood still")
+            rows = [
+                [f"{each.step:,}", format_bytes(each.num_bytes), format_seconds(each.elapsed_s), format_seconds(each.waited_s)]
+                for each in run.commits[-MAX_ROWS:]
+            ]
+            tables.append(
+                Table(headers=headers, rows=rows, right=headers, caption=_newest(len(run.commits), "saves"), is_narrow=True)
+            )
+        if run.faults:
+            headers = ("fault at step", "fault", "what", "what was done")
+            rows = [[f"{each.step:,}", each.fault, each.detail, each.action] for each in run.faults[-MAX_ROWS:]]
+            tables.append(Table(headers=headers, rows=rows, right=headers[:1], caption=_newest(len(run.faults), "faults")))
+        notes = [] if run.commits else ["nothing was saved"]
+        yield Part(
+            title=run.name if len(runs) > 1 else "",
+            tables=tables,
+            notes=[*notes, *([] if run.faults else ["no fault was recorded"])],
+        )
+
+
+def _newest(count: int, what: str) -> str:
+    return f"the newest {MAX_ROWS} of {count:,} {what}" if count > MAX_ROWS else ""

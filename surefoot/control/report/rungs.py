@@ -1,0 +1,105 @@
+"""The ladder of optimisations: every rung with its intervals, kept or rejected, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from surefoot.control.report.figure import Box, Figure, Frame, Mark, Path, Words, cut
+from surefoot.control.report.rows import Ladder, Ratio, Rung, Table
+from surefoot.core.axis import LARGEST, Axis, find_axis
+from surefoot.core.units import UNKNOWN, format_number
+
+KEPT, REJECTED = "kept", "REJECTED"
+ROW, WIDTH, LEFT, RIGHT = 26, 460, 150, 74
+
+
+def verdict(rung: Rung) -> str:
+    """Kept, REJECTED, or n/a for one that was not measured."""
+    return UNKNOWN if rung.kept is None else KEPT if rung.kept else REJECTED
+
+
+def format_ratio(ratio: Ratio) -> str:
+    """`0.82 (0.80 to 0.84)`; n/a where nothing was measured."""
+    if ratio.estimate is None:
+        return UNKNOWN
+    if ratio.low is None or ratio.high is None:
+        return format_number(ratio.estimate)
+    return f"{format_number(ratio.estimate)} ({format_number(ratio.low)} to {format_number(ratio.high)})"
+
+
+def tables_of_rungs(ladder: Ladder) -> list[Table]:
+    """A row for each rung, rejected ones in their place with the reason; and what else is known of them."""
+    headers = ("rung", "verdict", "time", "time from the start", "memory", "score", "reason")
+    rows = [
+        [
+            rung.name, verdict(rung), format_ratio(rung.time), format_ratio(rung.total_time), format_ratio(rung.memory),
+            rung.score or UNKNOWN, rung.reason or UNKNOWN,
+        ]
+        for rung in ladder.rungs
+    ]  # fmt: skip
+    most = max((rung.time.n or 0 for rung in ladder.rungs), default=0)
+    told = "ratios against the rung below, below 1 is less; in brackets the interval"
+    table = Table(
+        headers=headers, rows=rows, right=headers[2:5], caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told
+    )
+    more = ("rung", "kind", "change", "throughput", "start-up", "memory from the start", "rule of thumb", "parity")
+    others = [
+        [
+            rung.name, rung.kind or UNKNOWN, rung.change or UNKNOWN, *map(format_ratio, (rung.throughput, rung.startup)),
+            format_ratio(rung.total_memory), rung.expected or UNKNOWN, rung.parity or UNKNOWN,
+        ]
+        for rung in ladder.rungs
+    ]  # fmt: skip
+    return [table, Table(headers=more, rows=others, right=more[3:6])]
+
+
+def draw_rungs(ladder: Ladder) -> Figure | None:
+    """The time ratio of each rung against the one below with its interval; the upright line is no change."""
+    drawn = [rung for rung in ladder.rungs if rung.time.estimate is not None and 0 < rung.time.estimate < LARGEST]
+    x = find_axis([1.0, *(value for rung in drawn for value in (rung.time.estimate, rung.time.low, rung.time.high))])
+    if x is None or not drawn:
+        return None
+    x = Axis(min(x.low, 0.8), max(x.high, 1.2))
+    height = len(drawn) * ROW + 66
+    frame = Frame(x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=RIGHT, top=20, bottom=46)
+    bottom = height - frame.bottom
+    paths = [
+        Path(d=f"M{LEFT} {bottom}H{WIDTH - frame.right}" + "".join(f"M{frame.across(v):.1f} {bottom}v4" for v in x.ticks(4)), style="axis"),
+        Path(d=f"M{frame.across(1.0):.1f} {frame.top - 8}V{bottom}", style="axis one"),
+    ]  # fmt: skip
+    marks, words, boxes = [], list(_ticks(frame, x.ticks(4))), []
+    for row, rung in enumerate(drawn):
+        middle, ratio = frame.top + row * ROW + ROW / 2, rung.time
+        place = frame.across(ratio.estimate or 0.0)
+        words += [
+            Words(x=LEFT - 8, y=middle + 4, text=cut(rung.name, 22), anchor="end"),
+            Words(x=WIDTH - RIGHT + 8, y=middle + 4, text=verdict(rung), style="title"),
+        ]
+        low, high = (frame.across(min(max(v, x.low), x.high)) if v is not None else place for v in (ratio.low, ratio.high))
+        boxes.append(Box(x=low, y=middle - 2, width=max(high - low, 1.0), height=4, style="interval", told=format_ratio(ratio)))
+        marks.append(
+            Mark(x=place, y=middle, shape=0 if rung.kept else 1, told=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}")
+        )
+    return Figure(
+        title="Time of each rung against the one below", width=WIDTH, height=height, paths=paths, boxes=boxes, marks=marks,
+        words=words,
+    )  # fmt: skip
+
+
+def _ticks(frame: Frame, values: Sequence[float]) -> Iterator[Words]:
+    bottom = frame.height - frame.bottom
+    for value in values:
+        yield Words(x=frame.across(value), y=bottom + 17, text=format_number(value), anchor="middle")
+    yield Words(
+        x=frame.width - frame.right, y=frame.height - 6, text="time ratio: left of 1 is faster", anchor="end", style="title"
+    )
+
+
+def tell_ladder(ladder: Ladder) -> list[tuple[str, str]]:
+    """What it was measured on."""
+    kept = sum(rung.kept is True for rung in ladder.rungs)
+    return [
+        ("rungs", f"{len(ladder.rungs)}, {kept} kept, {sum(rung.kept is False for rung in ladder.rungs)} rejected"),
+        ("spec", ladder.spec), ("device", ladder.device), ("conditions", ladder.conditions), ("start", ladder.baseline),
+        ("best", ladder.best),
+    ]  # fmt: skip

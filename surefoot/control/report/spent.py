@@ -1,0 +1,138 @@
+"""Where the time went, and when a run was saved, began again or went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from surefoot.control.diagnose import Phases, Spread
+from surefoot.control.report.figure import LETTERS, NUM_STYLES, Box, Figure, Frame, Key, Mark, Path, Words, cut
+from surefoot.control.report.rows import RunRows, Table
+from surefoot.core.axis import LARGEST, Axis, find_axis
+from surefoot.core.units import format_percent, format_seconds
+
+SPREAD = ("mean", "p50", "p95", "p99", "max")
+MAX_OUTLIERS = 10
+BAR, ROW, WIDTH, LEFT = 26, 44, 460, 6
+LETTER_ROOM = 14.0  # of a part's bar, to hold its letter
+COMMITTED, FAULTED, BEGAN = 0, 1, 2  # markers of the history
+
+
+def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]) -> tuple[Figure, Table] | None:
+    """A bar for each run, its parts side by side as shares of its time, each with the letter of its row in the table."""
+    spent = [{name: value for name, value in each.items() if 0 < value < LARGEST} for each in spent]
+    names = list(dict.fromkeys(name for each in spent for name in each))
+    if not names:
+        return None
+    letters = {name: LETTERS[index % 26] for index, name in enumerate(names)}
+    boxes: list[Box] = []
+    words: list[Words] = []
+    for row, (run, each) in enumerate(zip(runs, spent, strict=True)):
+        top, total, x = row * ROW + 18.0, math.fsum(each.values()), float(LEFT)
+        label = f"{cut(run.name, 44)}: {format_seconds(total)}" if len(runs) > 1 else format_seconds(total)
+        words.append(Words(x=LEFT, y=top - 5, text=label, style="title"))
+        for name in names:
+            width = each.get(name, 0.0) / total * (WIDTH - 2 * LEFT) if total else 0.0
+            if width > 0:
+                told = f"{name}: {format_seconds(each[name])}, {format_percent(each[name] / total)}"
+                boxes.append(Box(x=x, y=top, width=width, height=BAR, style=f"part f{names.index(name) % NUM_STYLES}", told=told))
+            if width >= LETTER_ROOM:
+                words.append(Words(x=x + width / 2, y=top + 18, text=letters[name], anchor="middle", style="inside"))
+            x += width
+    figure = Figure(title=title, width=WIDTH, height=len(runs) * ROW + 6, boxes=boxes, words=words)
+    return figure, _table(names, letters, runs, spent)
+
+
+def _table(
+    names: Sequence[str], letters: Mapping[str, str], runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]
+) -> Table:
+    headers = ["", "part", *(name for run in runs for name in ((run.name if len(runs) > 1 else "time"), "share"))]
+    totals = [math.fsum(each.values()) for each in spent]
+    rows = [
+        [
+            letters[name],
+            name,
+            *(cell for each, total in zip(spent, totals, strict=True) for cell in _cells(each.get(name), total)),
+        ]
+        for name in names
+    ]
+    return Table(
+        headers=headers,
+        rows=rows,
+        right=headers[2:],
+        swatches=[index % NUM_STYLES for index in range(len(names))],
+        is_narrow=True,
+    )
+
+
+def _cells(seconds: float | None, total: float) -> tuple[str, str]:
+    if seconds is None:
+        return "0 s", "0 %"
+    return format_seconds(seconds), format_percent(seconds / total if total > 0 else None)
+
+
+def tables_of_steps(phases: Phases) -> Iterator[Table]:
+    """What each phase and a whole step took, and the steps that stood out with their cause."""
+    headers = ("phase", *SPREAD)
+    rows = [[each.name, *_spread(each.a_step)] for each in phases.phases if each.total_s > 0]
+    rows.append(["a step", *_spread(phases.step)])
+    yield Table(headers=headers, rows=rows, right=SPREAD, caption="of one step; of the phases, of the records' means")
+    slow = [[f"{row['step']:,}", format_seconds(row["elapsed_s"]), str(row["cause"])] for row in phases.outliers[:MAX_OUTLIERS]]
+    if slow:
+        others = sum(phases.causes.values()) - len(slow)
+        caption = f"{others:,} other slow steps are left out" if others > 0 else ""
+        yield Table(headers=("slow step", "time", "cause"), rows=slow, right=("slow step", "time"), caption=caption)
+
+
+def tell_phases(phases: Phases) -> Iterator[str]:
+    """What the phases add up to, against another clock."""
+    if phases.coverage is not None:
+        wall = format_seconds(phases.wall_s)
+        yield f"the phases add up to {format_seconds(phases.total_s)}, {100 * phases.coverage:.1f} % of the {wall} of another clock"
+
+
+def _spread(spread: Spread | None) -> list[str]:
+    return [format_seconds(getattr(spread, f"{name}_s", None)) for name in SPREAD]
+
+
+def draw_history(runs: Sequence[RunRows]) -> Figure | None:
+    """Along the steps: where a run was saved, where it began again, where something went wrong; a row for each run."""
+    steps = [step for run in runs for step in _steps(run)]
+    x = find_axis([0, *(float(step) for step in steps if abs(step) < LARGEST)])
+    if x is None or not any((run.commits, run.faults, len(run.goodput.attempts) > 1) for run in runs):
+        return None
+    height = len(runs) * ROW + 44
+    frame = Frame(x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=LEFT, top=18, bottom=40)
+    paths, marks, words = [], [], []
+    for row, run in enumerate(runs):
+        middle = row * ROW + 30.0
+        if len(runs) > 1:
+            words.append(Words(x=LEFT, y=middle - 14, text=cut(run.name, 56), style="title"))
+        paths.append(Path(d=f"M{LEFT} {middle}H{WIDTH - LEFT}", style="axis"))
+        events = [(each.step, COMMITTED, "saved") for each in run.commits]
+        events += [(each.first_step - 1, BEGAN, f"attempt {each.generation} began") for each in run.goodput.attempts[1:]]
+        events += [(each.step, FAULTED, f"{each.fault}: {each.detail}") for each in run.faults]
+        marks += [
+            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}")
+            for step, shape, told in events
+            if abs(step) < LARGEST
+        ]
+    ticks = [
+        Words(x=frame.across(value), y=height - 22, text=f"{value:,.0f}", anchor=_anchor(frame, value)) for value in x.ticks(5)
+    ]
+    title = Words(x=WIDTH - LEFT, y=height - 6, text="step", anchor="end", style="title")
+    legend = [Key(style=shape, label=label, kind="mark") for shape, label in enumerate(("saved", "fault", "began again"))]
+    return Figure(
+        title="Saves, faults and attempts", width=WIDTH, height=height, paths=paths, marks=marks, words=[*words, *ticks, title],
+        legend=legend,
+    )  # fmt: skip
+
+
+def _steps(run: RunRows) -> Iterator[int]:
+    for records in (run.steps, run.commits, run.faults):
+        yield from (each.step for each in records)
+
+
+def _anchor(frame: Frame, value: float) -> str:
+    share = frame.x.share(value)
+    return "start" if share < 0.05 else "end" if share > 0.95 else "middle"

@@ -1,0 +1,84 @@
+"""What a profile and a ladder leave behind, as files; `name` stands wherever a stranger may choose a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FLAME = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30"><rect width="100" height="14" fill="#fa0"/>{inside}</svg>'
+
+
+def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> None:
+    """All five files of `profile/`; `inside` goes into the flame graph as it is."""
+    folder = run / "profile"
+    folder.mkdir()
+    rows = [
+        {"name": name, "calls": 80, "self_s": 0.02, "total_s": 0.03, "self_bytes": 4 << 20, "flops": 4e8, "bytes": 1e7},
+        {"name": "aten::relu", "calls": 40, "self_s": 0.004, "total_s": 0.004, "self_bytes": None, "flops": 0, "bytes": 1e6},
+    ]
+    _write(folder / "operators.json", {"num_steps": 20, "window_s": 0.05, "rows": rows})
+    _write(
+        folder / "memory.json",
+        {
+            "times_s": [0.0, 0.01, 0.02, 0.03],
+            "categories": {
+                "parameters": [8 << 20] * 4, "gradients": [0, 2 << 20, 8 << 20, 0], "optimiser": [16 << 20] * 4,
+                "activations": [0, 30 << 20, 12 << 20, 0], name: [0, 1 << 20, None, 0],
+            },
+        },
+    )  # fmt: skip
+    points = [
+        {"name": name, "kind": "operator", "calls": 80, "flops": 4e8, "bytes": 1e7, "elapsed_s": 0.02, "bound": "compute"},
+        {
+            "name": "aten::relu",
+            "kind": "operator",
+            "calls": 40,
+            "flops": 1e6,
+            "bytes": 8e6,
+            "elapsed_s": 0.004,
+            "bound": "memory",
+        },
+        {"name": "blocks.0", "kind": "module", "calls": 20, "flops": 3e8, "bytes": 2e7, "elapsed_s": 0.03, "bound": "compute"},
+        {"name": "unknown", "kind": "module", "calls": 1, "flops": None, "bytes": None, "elapsed_s": None, "bound": None},
+    ]
+    peaks = {"flops_per_s": {"fp32": 9e10, "bf16": 2e11}, "bytes_per_s": 1.2e10, "cores": 2}
+    rest = {"mfu": 0.123, "mfu_formula": "model FLOPs of a sample x samples/s / peak FLOP/s", "fusible_share": 0.3}
+    _write(folder / "roofline.json", {"device": name, "peaks": peaks, "points": points, **rest})
+    for file in ("flame_stack.svg", "flame_module.svg"):
+        (folder / file).write_text(FLAME.format(inside=inside), encoding="utf-8")
+
+
+def write_ladder(folder: Path, *, name: str = "fused update") -> Path:
+    """A ladder of four rungs: two stay, one is slower, one computes something else."""
+    folder.mkdir(parents=True)
+    rungs = [
+        _rung(name, 0.8, kept=True, reason="a gain"),
+        _rung("threads", 0.97, kept=True, reason="a gain"),
+        _rung("tiny batches", 1.4, kept=False, reason="slower"),
+        {
+            **_rung("skips a slice", 0.5, kept=False, reason=f"{name}: the gradients differ"),
+            "parity": {"verdict": "fails", "words": name},
+        },
+        {"name": "on a GPU", "kind": "rounding", "kept": None, "reason": "skipped: no GPU here"},
+    ]
+    device = {"processor": "a processor", "cores": 2}
+    _write(
+        folder / "ladder.json",
+        {"spec": name, "device": device, "conditions": {"pairs": 3, "threads": 1}, "baseline": name, "rungs": rungs, "best": "best.toml"},
+    )  # fmt: skip
+    return folder
+
+
+def _rung(name: str, estimate: float, *, kept: bool, reason: str) -> dict[str, Any]:
+    ratio = {"estimate": estimate, "low": estimate - 0.03, "high": estimate + 0.03, "n": 5}
+    return {
+        "name": name, "kind": "nothing", "kept": kept, "reason": reason, "change": {"optim.fused": True}, "purpose": "time",
+        "time_ratio": ratio, "memory_ratio": {**ratio, "estimate": 1.0}, "throughput_ratio": ratio, "startup_ratio": None,
+        "total_time_ratio": ratio, "total_memory_ratio": ratio, "score": {"accuracy": 0.994}, "expected": 0.9,
+        "parity": {"verdict": "holds", "worst": 1e-7, "words": "within the noise of two equal runs"},
+    }  # fmt: skip
+
+
+def _write(path: Path, row: dict[str, Any]) -> None:
+    path.write_text(json.dumps({"version": 1, **row}), encoding="utf-8")
