@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, quantiles, stdev
 from typing import Any
 
 from surefoot.contract.events import PHASES, Ended, Event, Started, Step
-from surefoot.core.statistics import mean, quantiles, standard_deviation
 
 MOST_OUTLIERS = 10
-SHARES = {"min_s": 0.0, "p50_s": 0.5, "p95_s": 0.95, "p99_s": 0.99, "max_s": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,11 @@ def _a_step(steps: Sequence[Step], name: str) -> list[float]:
 def _spread(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
-    found = dict(zip(SHARES, quantiles(values, list(SHARES.values())), strict=True))
-    return Spread(mean_s=mean(values), sd_s=standard_deviation(values), **found)
+    below = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
+    return Spread(
+        mean_s=fmean(values), sd_s=stdev(values) if len(values) > 1 else None, min_s=min(values), p50_s=below[49], p95_s=below[94],
+        p99_s=below[98], max_s=max(values),
+    )  # fmt: skip
 
 
 def _row(spread: Spread | None) -> dict[str, float | None] | None:
