@@ -10,7 +10,7 @@ import sys
 import typer
 
 from surefoot.cli.help import Verb, Verbs
-from surefoot.cli.look import compare, ledger, report, runs, show, spec, why
+from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
 from surefoot.cli.operate import checkpoint
 from surefoot.cli.prove import bench, promise, roofline, verify
 from surefoot.cli.train import evaluate, init, predict, resume, train
@@ -36,6 +36,7 @@ app.command(cls=Verb, rich_help_panel=LOOK)(compare.compare)
 app.command(cls=Verb, rich_help_panel=LOOK)(why.why)
 app.command(cls=Verb, rich_help_panel=LOOK)(report.report)
 app.command(cls=Verb, rich_help_panel=LOOK)(ledger.ledger)
+app.command(cls=Verb, rich_help_panel=LOOK)(profile.profile)
 app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
 app.command(cls=Verb, rich_help_panel=PROVE)(verify.verify)
 app.command(cls=Verb, rich_help_panel=PROVE)(promise.prove)

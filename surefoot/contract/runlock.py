@@ -118,6 +118,23 @@ class RunLock:
         self.release()
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process writes the run in `folder` now; False where that cannot be known."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def read_generation(folder: Path) -> int:
     """The newest attempt at the run in `folder`, 0 where that is not known."""
     try:

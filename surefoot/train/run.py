@@ -36,6 +36,7 @@ from surefoot.core.errors import (
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
+from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import Keeper
@@ -146,6 +147,8 @@ class Run:
         console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
         self._opened.callback(console.close)
         self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation)
+        self.profiling = Profiling(self.folder, self.assembly, console.say)
+        self._opened.callback(self.profiling.close)
         for trouble in troubles:
             self._telling.fault(self._guard.damaged_commit(self.step, trouble))
         if num_lost := self._ledger.count_lost(self.step):
@@ -258,6 +261,7 @@ class Run:
             self._guard.watch(report)
             if number % window == 0 or number == 1 or report.was_applied is False:
                 self._close_window()
+            self.profiling.step_done(report)
             yield report
             if self._keeper.is_due(number):
                 self._commit()  # after the reader had the step: an evaluation of it belongs to its weights

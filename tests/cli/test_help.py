@@ -15,7 +15,8 @@ from tests.cli.conftest import Command
 from tests.cli.reference import CLI, ROOT, sections
 
 VERBS = (
-    "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "report", "ledger", "verify", "prove",
+    "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "report", "ledger", "profile", "verify",
+    "prove",
     "roofline", "bench step",
     "spec show", "spec schema", "spec check",
     "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",

@@ -28,11 +28,14 @@ ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMISER))  # the host only lau
 class PhaseClock:
     """Counts the time of one run by phase and by step, from `start` on."""
 
-    __slots__ = ("_collecting_ns", "_collection_began_ns", "_line", "_phase", "_since_ns", "_spent_ns", "_tally")
+    __slots__ = ("_collecting_ns", "_collection_began_ns", "_line", "_phase", "_since_ns", "_spent_ns", "_tally", "listener")
 
     def __init__(self, device: torch.device) -> None:
         self._line = DeviceLine(make_cuda_event, ON_DEVICE) if device.type == "cuda" else None
         self._collecting_ns = self._collection_began_ns = 0
+        self.listener: Callable[[int], None] | None = (
+            None  # hears of each phase that begins, while a window of the profiler is open
+        )
         self.start(OTHER)
 
     def start(self, phase: int) -> None:
@@ -52,6 +55,8 @@ class PhaseClock:
             self._line.switch(self._phase, phase, now_ns - self._since_ns)
         self._since_ns = now_ns
         self._phase = phase
+        if self.listener is not None:
+            self.listener(phase)
         return now_ns
 
     @contextmanager

@@ -1,0 +1,190 @@
+"""`surefoot profile`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunOption, SeedOption, SetOption, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.components.profiler.tracing import Found, Window
+
+ROWS = 20
+ALL = "shapes,stacks,memory"
+ENDINGS = (".json", ".json.gz")
+NUMBERS = ("calls", "itself", "share", "with callees", "own memory", "GFLOP", "given")
+
+
+def profile(
+    given: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="a spec, a run folder, or a trace to read: trace.json.gz")],
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are recorded")] = 20,
+    with_: Annotated[str, typer.Option("--with", metavar="LEVELS", help="of shapes,stacks,memory; each costs more")] = ALL,
+    run: RunOption = None,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="mark the window for nsys or ncu, which record it instead")] = False,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Record where the time and the memory of some steps go.
+
+    Of a SPEC a new run is trained up to its window. A RUN that goes on is asked for its next steps; one that is over is repeated
+    from its last commit, and of its folder only profile/ changes. Flame graphs, tables and the trace go there.
+    """
+    tell = options.teller("profile", quiet=quiet or json)
+    is_run = (Path(given) / "spec.toml").is_file()
+    if given.endswith(ENDINGS) and not is_run:
+        _tell_trace(Path(given), run, json=json)
+        return
+    from surefoot.components.profiler.tracing import Window
+    from surefoot.components.profiler.tracing.window import check_gpu, check_levels
+
+    if nvtx:
+        check_gpu()
+    window, levels = Window(active=steps), check_levels([each.strip() for each in with_.split(",") if each.strip()])
+    if is_run:
+        _check_no_change(set_, seed, data, run)
+        folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx)
+    else:
+        folder = _of_spec(given, options.overrides(set_, seed=seed, data=data), run, window, levels, tell, nvtx=nvtx)
+    if nvtx:
+        tell(f"the window of {window.active} steps is over; what was recorded is the tool's")
+        return
+    words = ["surefoot", "profile", given, *(part for each in set_ or [] for part in ("--set", each))]
+    words += [*(["--seed", str(seed)] if seed is not None else []), *(["--data", data] if data is not None else [])]
+    _show(given, folder, [*words, "--steps", str(steps), "--nvtx"], json=json)
+
+
+def _check_no_change(set_: list[str] | None, seed: int | None, data: str | None, run: Path | None) -> None:
+    from surefoot.core.errors import InputError
+
+    flags = {"--set": set_, "--seed": seed, "--data": data, "--run": run}
+    wrong = [flag for flag, value in flags.items() if value]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]} changes a spec, and a run is profiled as it is",
+            hint="profile the changed spec: surefoot profile RUN/spec.toml",
+        )
+
+
+def _of_spec(
+    given: str,
+    changed: Any,
+    run: Path | None,
+    window: Window,
+    levels: tuple[str, ...],
+    tell: Callable[[str], None],
+    *,
+    nvtx: bool,
+) -> Path:
+    from surefoot.contract import spec_file
+    from surefoot.train.record.windows import record
+    from surefoot.train.run import Run
+
+    return record(Run(spec_file.read(given, changed).spec, folder=run, fresh=True, quiet=True), window, levels, tell, nvtx=nvtx)
+
+
+def _of_run(run: Path, window: Window, levels: tuple[str, ...], tell: Callable[[str], None], *, nvtx: bool) -> Path:
+    from surefoot.contract import runlock
+    from surefoot.core.errors import InputError
+    from surefoot.train.record import windows
+
+    if not runlock.is_held(run):
+        return windows.record_again(run, window, levels, tell, nvtx=nvtx)
+    if nvtx:
+        raise InputError(
+            f"{run} goes on in a process that nsys and ncu did not start", hint="wait for its end, or profile its spec.toml"
+        )
+    return windows.ask(run, window, levels, tell)
+
+
+def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
+    from surefoot.components.profiler.tracing import analyse, draw
+    from surefoot.components.profiler.tracing.analysis import TRACE_FILE
+    from surefoot.components.profiler.tracing.nsight import render
+    from surefoot.core import place
+
+    found = analyse(folder / TRACE_FILE)
+    files = [folder / TRACE_FILE, *draw(found, folder)]
+    commands = render(words, folder, world_size=place.here().world_size)
+    if json:
+        options.print_json(
+            {"given": given, "folder": str(folder), "files": list(map(str, files)), **_row(found), "commands": commands}
+        )
+        return
+    _print(found)
+    print("Files")
+    for path in files:
+        print(f"  {shlex.quote(str(path))}")
+    print("With a GPU of NVIDIA, the same window")
+    for command in commands.values():
+        print(f"  {command}")
+
+
+def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
+    """Read a trace that is there, of whatever loop; draw it only where a folder is named."""
+    from surefoot.components.profiler.tracing import analyse, draw
+
+    found = analyse(path)
+    files = [] if run is None else draw(found, run / "profile")
+    if json:
+        options.print_json({"given": str(path), "files": list(map(str, files)), **_row(found)})
+        return
+    _print(found)
+    for each in files:
+        print(each)
+
+
+def _row(found: Found) -> dict[str, Any]:
+    peak = None
+    if found.memory is not None:
+        at_s, parts = found.memory.peak
+        peak = {"time_s": at_s, "bytes": sum(parts.values()), "categories": parts}
+    return {**found.as_row(), "memory_peak": peak}
+
+
+def _print(found: Found) -> None:
+    from surefoot.cli.table import print_pairs, print_table
+    from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
+
+    whole_s = sum(each.self_device_s if each.self_device_s is not None else each.self_s for each in found.operators)
+    on_device = bool(found.operators) and found.operators[0].self_device_s is not None
+    rows = []
+    for each in found.operators[:ROWS]:
+        own_s = each.self_device_s if on_device and each.self_device_s is not None else each.self_s
+        rows.append([
+            each.name, f"{each.calls:,}", format_seconds(own_s), format_percent(own_s / whole_s if whole_s else None),
+            format_seconds(each.total_s), format_bytes(each.self_bytes),
+            format_number(None if each.flops is None else each.flops / 1e9), format_bytes(each.bytes),
+        ])  # fmt: skip
+    print(f"Operators by their own time{' on the device' if on_device else ''}")
+    print_table(("operator", *NUMBERS), rows, right=NUMBERS, indent=2)
+    if len(found.operators) > ROWS:
+        print(f"  {len(found.operators) - ROWS} more are left out here; --json has all")
+    print("The window")
+    print_pairs(_pairs(found, whole_s))
+
+
+def _pairs(found: Found, operators_s: float) -> list[tuple[str, str]]:
+    from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
+
+    steps, paces = found.num_steps, found.facts.get("step_s") or {}
+    first = found.facts.get("first_step")
+    text = format_seconds(found.window_s)
+    if steps:
+        text += f" for {steps} steps" + (f", from step {first:,} on" if isinstance(first, int) else "")
+    pairs = [("time", text), ("operators", f"{format_percent(operators_s / found.window_s if found.window_s else None)} of it")]
+    if found.facts.get("num_kept"):
+        pairs.append(("left out", f"all but the first {found.facts['num_kept']} steps: the trace of all would be over 50 MB"))
+    if found.slowdown is not None:
+        pace = f"{format_seconds(paces['inside'])} a step, {format_seconds(paces['before'])} without the profiler"
+        pairs.append(("its cost", f"{format_number(found.slowdown)} times as long: {pace}"))
+    if found.memory is not None:
+        at_s, parts = found.memory.peak
+        told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        pairs.append(("memory", f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}: {told}"))
+    return pairs

@@ -1,0 +1,138 @@
+"""A window of the profiler inside a run: opened by whoever drives the run, or by a request that somebody left in its folder.
+
+The request is a file, so that it reaches a run in a container or on another host, and says what is wanted; the run looks for it at the
+end of a step, at most once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from surefoot.components.profiler import OTHER
+from surefoot.components.profiler.tracing import Profiler, Window
+from surefoot.contract.events import PHASES
+from surefoot.contract.state import StepReport
+from surefoot.core.errors import InputError, SurefootError
+from surefoot.train.assemble import Assembly
+
+FOLDER, REQUEST_FILE, ANSWER_FILE = "profile", "request.json", "answer.json"
+LOOK_EVERY_S = 1.0
+LIVE = {"wait": 5, "warmup": 2}  # steps before a window that was asked for: nobody waits for more of a slow run
+
+
+@final
+class Profiling:
+    """Looks for a request in the folder of a run, and records the window that was asked for; `say` tells the run's console."""
+
+    def __init__(self, run: Path, assembly: Assembly, say: Callable[[str], None]) -> None:
+        self._folder, self._assembly, self._say = run / FOLDER, assembly, say
+        self._request = self._folder / REQUEST_FILE
+        self._next_look_s = 0.0
+        self._profiler: Profiler | None = None
+        self._asked: str | None = None  # by whom
+        self._clock = assembly.engine.stepper.clock
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a window was opened and has closed."""
+        return self._profiler is not None and self._profiler.is_done
+
+    def begin(self, window: Window, levels: Sequence[str], step: int, *, nvtx: bool = False) -> Window:
+        """Open a window that begins after `step`; gives it as it fits into the run. Raises InputError where no step is left."""
+        total = self._assembly.course.total_steps
+        fitted = window.fitted(None if total is None else total - step)
+        average = self._assembly.engine.average
+        self._profiler = Profiler(
+            self._assembly.model, self._folder, window=fitted, levels=levels, first_step=step + 1, nvtx=nvtx,
+            optimizers=[each for update in self._assembly.updates for each in update.guarded.optimizers],
+            more_state=() if average is None else average.averages,
+        )  # fmt: skip
+        if self._profiler.ranges is not None:
+            self._clock.listener = self._phase_begins
+        return fitted
+
+    def step_done(self, report: StepReport) -> None:
+        """A step of the run ended."""
+        if self._profiler is None:
+            now_s = time.monotonic()
+            if now_s >= self._next_look_s:
+                self._next_look_s = now_s + LOOK_EVERY_S
+                if self._request.exists():
+                    self._take_request(report.step)
+            return
+        with self._contained():
+            self._profiler.step_done(int(report.epoch))
+            self._clock.listener = self._phase_begins if self._profiler.ranges is not None else None
+        if self._asked is not None and self._profiler is not None and self._profiler.is_done:
+            self._answer("done", f"recorded up to step {report.step:,}")
+
+    def _phase_begins(self, phase: int) -> None:
+        """Name the range below the step; what belongs to no phase has none."""
+        ranges = None if self._profiler is None else self._profiler.ranges
+        if ranges is not None and phase == OTHER:
+            ranges.end("phase")
+        elif ranges is not None:
+            ranges.begin("phase", PHASES[phase])
+
+    def close(self) -> None:
+        """The run ends: a window that is open ends with it, and keeps what it has."""
+        self._clock.listener = None
+        if self._profiler is None or self._profiler.is_done:
+            return
+        with self._contained():
+            has_any = self._profiler.close()
+            if self._asked is not None:
+                self._answer("done" if has_any else "failed", "the run ended before its window")
+
+    @contextlib.contextmanager
+    def _contained(self) -> Any:
+        """What goes wrong with a window that somebody else asked for is their trouble, not the run's."""
+        try:
+            yield
+        except Exception as error:
+            if self._asked is None:
+                raise
+            self._answer("failed", error.message if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
+
+    def _take_request(self, step: int) -> None:
+        """Begin with what the file asks for, and remove it."""
+        self._asked = ""
+        with self._contained():
+            text = self._request.read_text()
+            self._request.unlink()
+            asked = _checked(text)
+            self._asked = asked["id"]
+            window = self.begin(Window(**LIVE, active=asked["active"]), asked["levels"], step)
+            self._say(f"step {step:,}: a profile was asked for: {window}")
+
+    def _answer(self, outcome: str, words: str) -> None:
+        """Tell who asked; then the next request may come."""
+        self._clock.listener = None
+        answer, draft = (
+            {"version": 1, "id": self._asked, "outcome": outcome, "words": words},
+            self._folder / f".{ANSWER_FILE}.draft",
+        )
+        with contextlib.suppress(OSError):
+            draft.write_text(json.dumps(answer))
+            draft.replace(self._folder / ANSWER_FILE)
+        self._say(f"the profile is {outcome}: {words}")
+        if self._profiler is not None and not self._profiler.is_done:
+            with contextlib.suppress(Exception):
+                self._profiler.close()
+        self._asked = self._profiler = None
+
+
+def _checked(text: str) -> Mapping[str, Any]:
+    """What a request asks for. Raises InputError for one of another form."""
+    with contextlib.suppress(ValueError, RecursionError):
+        asked = json.loads(text)
+        if isinstance(asked, dict) and all(
+            isinstance(asked.get(key), kind) for key, kind in (("id", str), ("active", int), ("levels", list))
+        ):
+            return asked
+    raise InputError(f"{REQUEST_FILE} is damaged", hint="ask again: surefoot profile RUN")

@@ -1,0 +1,123 @@
+"""Windows of the profiler from outside: of a spec, of a run that is over, of one that goes on in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from surefoot.components.profiler.tracing import Window
+from surefoot.contract import events, runlock
+from surefoot.contract.events import Started
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, RunFolderError
+from surefoot.core.units import Duration
+from surefoot.train.record.profiling import ANSWER_FILE, FOLDER, REQUEST_FILE
+from surefoot.train.resume.start import Start, newest_sound, spec_of
+from surefoot.train.run import Run
+
+POLL_S = 0.1
+Tell = Callable[[str], None]
+
+
+def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False) -> Path:
+    """Take an attempt through a window and no further; gives the folder of its profile."""
+    with attempt:
+        fitted = attempt.profiling.begin(window, levels, attempt.step, nvtx=nvtx)
+        if fitted != window:
+            tell(f"the run has too few steps for {window}: recording {fitted}")
+        for _ in attempt.steps():
+            if attempt.profiling.is_done:
+                attempt.stop("its window was recorded")
+    if attempt.outcome == "interrupted":
+        raise KeyboardInterrupt
+    return attempt.folder / FOLDER
+
+
+def record_again(run: Path, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False) -> Path:
+    """Repeat a run from its newest whole commit for as long as the window lasts, beside it: of its folder only `profile/` changes.
+
+    Raises RunFolderError for a run without a commit, InputError for one whose task was built in a script.
+    """
+    spec = spec_of(run)
+    if spec.task.use is None:
+        raise InputError(
+            f"the task of {run} was built in a script, so only that script can repeat it",
+            hint="there: surefoot.components.profiler.tracing.Profiler around its loop, or ask while it runs: surefoot profile RUN",
+        )
+    step, troubles = newest_sound(run)
+    for trouble in troubles:
+        tell(f"{trouble}; the commit before it is taken")
+    try:
+        (run / FOLDER).mkdir(exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=".repeated-", dir=run / FOLDER))
+    except OSError as error:
+        raise RunFolderError(
+            f"{run / FOLDER} cannot be written: {error.strerror}", hint="copy the run, and profile that"
+        ) from None
+    try:
+        attempt = Run(_long_enough(run, spec, step, window), folder=place / "run", quiet=True, start=Start(run, step))
+        tell(f"repeating {run} after step {step:,}")
+        made = record(attempt, window, levels, tell, nvtx=nvtx)
+        for path in made.iterdir() if made.is_dir() else ():
+            os.replace(path, run / FOLDER / path.name)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return run / FOLDER
+
+
+def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
+    """The spec, longer where too few steps are left. A step of another learning rate takes the same time, so the schedule may go."""
+    tables = {
+        name: table for name, table in spec.as_tables().items() if name not in ("checkpoint", "observe")
+    }  # its store is the run's
+    tables["observe"] = {"tensorboard": False}
+    beside = RunSpec(**tables)
+    started = [each for each in events.read(run) if isinstance(each, Started)]
+    total = started[-1].total_steps if started else None
+    if Duration.parse(spec.train.length).unit == "s" or (total is not None and total - step >= window.num_steps):
+        return beside
+    return beside.replace(train={"length": f"{step + window.num_steps} steps"}, schedule={"name": "constant"})
+
+
+def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
+    """Ask the process that writes `run` for a window, and wait for it. Raises InputError where none came."""
+    name, folder = uuid.uuid4().hex, run / FOLDER
+    request, answer = folder / REQUEST_FILE, folder / ANSWER_FILE
+    draft = folder / f".{REQUEST_FILE}.{name}"
+    try:
+        folder.mkdir(exist_ok=True)
+        draft.write_text(json.dumps({"version": 1, "id": name, "active": window.active, "levels": list(levels)}))
+        draft.replace(request)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}", hint="free some space") from None
+    tell(f"{run} is running: asked it for {window.active} steps, which begin with its next ones")
+    try:
+        while True:
+            is_over = not runlock.is_held(run)
+            found = _read(answer)
+            if found.get("id") == name:
+                break
+            if is_over:
+                raise InputError(f"{run} ended before its window", hint=f"repeat its last steps: surefoot profile {run}")
+            time.sleep(POLL_S)
+    finally:
+        if _read(request).get("id") == name:
+            request.unlink(missing_ok=True)
+    if found.get("outcome") != "done":
+        raise InputError(f"{run} could not record it: {found.get('words')}", hint="with fewer levels: --with ''")
+    answer.unlink(missing_ok=True)
+    return folder
+
+
+def _read(path: Path) -> dict[str, object]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        row = json.loads(path.read_text())
+        return row if isinstance(row, dict) else {}
+    return {}
