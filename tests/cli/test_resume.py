@@ -400,7 +400,7 @@ EDITS = {
     "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
     "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
     "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
-    "fault.forget": (("optimizer",), "fork"),
+    "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"),
 }  # fmt: skip
 
 

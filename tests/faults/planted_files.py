@@ -16,7 +16,7 @@ from surefoot.contract import commits, ledger, manifest
 from surefoot.contract.manifest import Entry
 from surefoot.core.errors import StorageError
 from surefoot.prove.campaigns import server
-from surefoot.train.run import Run
+from surefoot.train.record.telling import Telling
 
 load, save, tensors = (importlib.import_module(f"surefoot.components.checkpoint.{name}") for name in ("load", "save", "tensors"))
 SERVER = (sys.executable, "-m", "tests.faults.planted_files")
@@ -104,16 +104,16 @@ def make_room_first(run: Path, content: Any, stamp: Any, **more: Any) -> Any:
 real_commit = save.commit
 
 
-def end_at_once(self: Run, what: str, error: StorageError, step: int | None = None) -> None:
+def end_at_once(self: Telling, what: str, error: StorageError, step: int) -> None:
     raise error
 
 
-def told_twice(self: Run, what: str, error: StorageError, step: int | None = None) -> None:
+def told_twice(self: Telling, what: str, error: StorageError, step: int) -> None:
     for _ in range(2):
         real_give_up(self, what, error, step)
 
 
-real_give_up = Run._give_up
+real_give_up = Telling.give_up
 
 
 def never_waits(self: Saver, *, wait: bool) -> Any:
@@ -133,9 +133,9 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "fsync may fail": put(os, "fsync", carry_on),
     "the ledger is synced again": put(ledger.Appended, "sync", sync_again),
     "room is made before the save": put(checkpoint, "commit", make_room_first),
-    "a failed save ends the run": put(Run, "_give_up", end_at_once),
-    "a failed save is not told": put(Run, "_tell_fault", lambda self, fault: None),
-    "a failed save is told twice": put(Run, "_give_up", told_twice),
+    "a failed save ends the run": put(Telling, "give_up", end_at_once),
+    "a failed save is not told": put(Telling, "fault", lambda self, fault: None),
+    "a failed save is told twice": put(Telling, "give_up", told_twice),
     "a save does not wait for the one before": put(Saver, "finish", never_waits),
 }
 

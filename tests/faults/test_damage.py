@@ -18,7 +18,7 @@ from surefoot.prove.campaigns.probe import VARIANTS
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Campaign, Outcome, carry_out
 from surefoot.train.resume.keeper import Keeper
-from surefoot.train.run import Run
+from surefoot.train.record.telling import Telling
 
 FLIP, FILE, ANOTHER = damage.CAMPAIGNS
 
@@ -83,7 +83,7 @@ PLANTED = {
     "a manifest that is gone is no damage": (FILE, manifest, "named_steps", manifest.steps),
     "neither size nor kind is looked at": (FILE, commits, "opened", without_size_or_kind),
     "what is damaged is deleted": (FLIP, commits, "set_aside", commits.remove),
-    "what is damaged is not told": (FLIP, Run, "_tell_fault", lambda self, fault: None),
+    "what is damaged is not told": (FLIP, Telling, "fault", lambda self, fault: None),
     "the wrong commit is named": (FLIP, Guard, "damaged_commit", lambda self, step, detail: self.storage_fault(step, "?", "one")),
     "the commit of another run is as good": (ANOTHER, Keeper, "_check_own", any_own),
     "a commit is loaded before it is verified": (FLIP, "surefoot.components.checkpoint", "newest_loadable", load_before_it_is_verified),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 
 from surefoot.contract import manifest, spec_file
 from surefoot.core.errors import EXIT_VERDICT_FAILS
+from surefoot.core.place import child_environment
 from surefoot.prove.attempts import Interpreters, Kill
 from surefoot.prove.verify import plan_kills
 from tests.train.small import call, spec, write_task
@@ -165,6 +170,53 @@ def test_a_state_folder_that_is_there_already_is_left_alone(
     assert code == 2
     assert "is there already" in said
     assert (tmp_path / "out" / "mine").read_text() == "years of work"
+
+
+PLAIN = """
+import os, shutil, sys, time
+from pathlib import Path
+out = Path("out"); out.mkdir(exist_ok=True)
+file = out / "step.txt"
+for step in range(int(file.read_text()) if file.exists() else 0, 30):
+    (out / "step.draft").write_text(str(step + 1)); (out / "step.draft").replace(file)
+    sys.stderr.write("x" * 8192 + "\\n")  # more than a pipe holds
+    (out / f"dir{step}" / "below").mkdir(parents=True); shutil.rmtree(out / f"dir{step}")
+    time.sleep(0.02 if len(sys.argv) < 2 else 0.5)
+"""
+
+
+def test_a_script_that_talks_much_and_whose_folders_come_and_go_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} plain.py", "--state", "out", "--kills", "2")
+    assert (code, row["holds"]) == (0, True), (said, row)
+
+
+def test_a_command_with_an_open_quote_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, said = verify(monkeypatch, capsys, "--command", "python 'x", "--state", "out")
+    assert code == 2
+    assert "--command cannot be read: No closing quotation" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_script_does_not_outlive_verify(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(
+        PLAIN.replace("import os", "import os\nprint(os.getpid(), file=open('pid.txt', 'w'), flush=True)\nimport os")
+    )
+    words = (sys.executable, "-m", "surefoot", "verify", "--command", f"{sys.executable} plain.py slowly", "--state", "out")
+    process = subprocess.Popen(words, cwd=tmp_path, env=child_environment(threads=1), stderr=subprocess.DEVNULL)
+    while not (tmp_path / "out" / "step.txt").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(60) == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid.txt").read_text()), 0)
 
 
 REMEMBERS = """return model(batch[0])

@@ -61,7 +61,7 @@ class LiveState:
             checkpoint.check_storable(name, tensor)
         moving[OPTIMIZER] = of_optimizer
         texts = {
-            "state.json": json.dumps(skeleton).encode(),
+            "state.json": json.dumps({"step": step, **skeleton}).encode(),
             "clock.json": json.dumps(clock).encode(),
             **self._texts(weights, moving),
         }
@@ -203,6 +203,11 @@ class LiveState:
         return forget
 
     def _check_fit(self, commit: Commit, skeleton: Any) -> None:
+        step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
+        if step != commit.manifest.step:
+            raise RunFolderError(
+                f"{commit.folder} holds the state after step {step}: it was renamed", hint="remove it, or name it by its step"
+            )
         stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
         own = {update.name for update in self._assembly.updates}
         is_averaged = bool(commit.names(LIVE))

@@ -289,6 +289,7 @@ HOSTILE: Mapping[str, Callable[[Commit], None]] = {
     "a state of another kind": _state(lambda tree: {**tree, "random": {"$": "os.system", "value": "touch canary"}}),
     "random states of none": _state(lambda tree: {**tree, "random": {"torch": 1, "cuda": 2, "numpy": 3, "python": 4}}),
     "a state of a dtype": _state(lambda tree: {**tree, "plateau": {"$": "dtype", "value": "__import__('os')"}}),
+    "a state of another step": _state(lambda tree: {**tree, "step": 1}),
     "counters of no number": _state(lambda tree: {**tree, "num_samples": "many", "guard": None}),
     "a clock that is a list": _clock(b"[]"), "a clock of another kind": _clock(b'{"training_s": "soon"}'),
     "a clock of nothing": _clock(b""),
