@@ -17,8 +17,8 @@ from surefoot.prove.campaigns.files import damage
 from surefoot.prove.campaigns.probe import VARIANTS
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Campaign, Outcome, carry_out
-from surefoot.train.resume.keeper import Keeper
 from surefoot.train.record.telling import Telling
+from surefoot.train.resume.keeper import Keeper
 
 FLIP, FILE, ANOTHER = damage.CAMPAIGNS
 
