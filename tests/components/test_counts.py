@@ -191,12 +191,13 @@ def test_a_fused_update_reads_and_writes_parameters_and_moments_and_reads_gradie
 def test_a_pointwise_operator_counts_its_results_and_a_broadcast_tensor_has_the_bytes_it_has() -> None:
     with Counter(nn.Identity()) as counter:
         made = torch.randn(B, 16) + torch.randn(16).expand(B, 16)
-        _ = made > 0
+        _ = (made > 0).sum()
         made.mul_(2.0)
         made.zero_()
         made.view(-1)
     assert (one(counter, "add").flops, one(counter, "add").num_bytes) == (B * 16, FLOAT * (B * 16 + 16 + B * 16))
     assert one(counter, "gt").flops == 0  # its results are no numbers
+    assert one(counter, "sum").flops == 0  # and neither is counting them
     assert one(counter, "mul_").num_bytes == FLOAT * 2 * B * 16
     assert one(counter, "zero_").num_bytes == FLOAT * B * 16  # nothing is read
     assert (one(counter, "view").flops, one(counter, "view").num_bytes) == (0, 0)
@@ -243,6 +244,24 @@ def test_layers_that_share_an_input_are_told_apart_in_the_backward_pass_too() ->
     assert found["1"] == found["1.layers"] == sum(shared.values())
     assert (found["0"], found["2"]) == (2 * 2 * B * INS * INS, 3 * 2 * B * 15 * 2)  # the data need no gradient
     assert found.get("1.idle", 0) == 0
+
+
+class Before(nn.Module):
+    """A product of its own, and then a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(INS, OUTS)), nn.Linear(OUTS, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x @ self.weight)
+        return out
+
+
+def test_a_layer_has_no_part_of_what_came_before_it() -> None:
+    counter = counted(Before(), torch.randn(B, INS, requires_grad=True))
+    assert flops(counter, "layer", "product") == 3 * 2 * B * OUTS * 2
+    assert flops(counter, ".", "product") == 3 * 2 * B * OUTS * (2 + INS)
 
 
 def test_an_optimisers_products_are_no_part_of_the_models_own() -> None:

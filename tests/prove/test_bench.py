@@ -77,9 +77,11 @@ def test_each_mode_does_what_it_says_and_no_more(spec: Path, monkeypatch: pytest
         assert moved()
 
 
-def test_a_spec_that_is_shorter_than_the_measurement_is_made_longer(spec: Path, surefoot: Command) -> None:
-    (row,) = bench(surefoot, "--mode", "step", "--set", "train.length='1 step'")
-    assert row["failure"] is None
+def test_a_spec_that_is_shorter_than_the_measurement_is_made_longer(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(spec.parent)
+    for stated, steps, wanted in (("2 steps", 9, 9), ("12 steps", 9, 12)):
+        with Rehearsal(RunSpec(task={"use": "mine.py:Mine"}, train={"batch": 8, "length": stated}), steps=steps) as rehearsal:
+            assert rehearsal.assembly.course.total_steps == wanted
 
 
 def test_a_task_that_fails_has_its_row_and_ends_the_verb_with_its_own_words(spec: Path, surefoot: Command) -> None:

@@ -60,15 +60,17 @@ class Whereabouts:
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         """Everything between what came in and what comes out, and is nobody's yet, is this module's."""
-        name, before = self._running.pop()
+        name, seen = self._running.pop()
         waiting = list(_nodes(out))
         while waiting:
             node = waiting.pop()
-            if node is None or node in before or node in self._owned:
+            if node is None or node in seen:
                 continue
-            self._owned.add(node)
-            self._handles += [node.register_prehook(self._begin_of(name)), node.register_hook(self._end)]
+            seen.add(node)
             waiting += [following for following, _ in node.next_functions]
+            if node not in self._owned:
+                self._owned.add(node)
+                self._handles += [node.register_prehook(self._begin_of(name)), node.register_hook(self._end)]
 
     def _begin_of(self, name: str) -> Callable[[Any], None]:
         def begin(gradients: Any) -> None:
