@@ -60,12 +60,14 @@ def write_ladder(folder: Path, *, name: str = "fused update") -> Path:
             **_rung("skips a slice", 0.5, kept=False, reason=f"{name}: the gradients differ"),
             "parity": {"verdict": "fails", "words": name},
         },
-        {"name": "on a GPU", "kind": "rounding", "kept": None, "reason": "skipped: no GPU here"},
+        {"name": "on a GPU", "kind": "rounding", "standing": "skipped", "kept": False, "reason": "no GPU here"},
     ]
-    device = {"processor": "a processor", "cores": 2}
     _write(
         folder / "ladder.json",
-        {"spec": name, "device": device, "conditions": {"pairs": 3, "threads": 1}, "baseline": name, "rungs": rungs, "best": "best.toml"},
+        {
+            "spec": name, "device": "cpu", "conditions": {"processor": name, "threads": "1"}, "num_samples": 2048, "num_runs": 60,
+            "baseline": {"spec_id": "0123", "plain": {"optim.fused": False}}, "rungs": rungs, "best": "best.toml",
+        },
     )  # fmt: skip
     return folder
 
@@ -73,9 +75,11 @@ def write_ladder(folder: Path, *, name: str = "fused update") -> Path:
 def _rung(name: str, estimate: float, *, kept: bool, reason: str) -> dict[str, Any]:
     ratio = {"estimate": estimate, "low": estimate - 0.03, "high": estimate + 0.03, "n": 5}
     return {
-        "name": name, "kind": "nothing", "kept": kept, "reason": reason, "change": {"optim.fused": True}, "purpose": "time",
+        "name": name, "kind": "nothing", "kept": kept, "reason": reason, "standing": "kept" if kept else "rejected",
+        "change": {"optim.fused": True}, "purpose": "time",
         "time_ratio": ratio, "memory_ratio": {**ratio, "estimate": 1.0}, "throughput_ratio": ratio, "startup_ratio": None,
-        "total_time_ratio": ratio, "total_memory_ratio": ratio, "score": {"accuracy": 0.994}, "expected": 0.9,
+        "total_time_ratio": ratio, "total_memory_ratio": ratio, "expected": {"time": 0.9},
+        "score": {"name": "accuracy", "unit": "%", "value": 0.994, "start": 0.992, "better": "higher"},
         "parity": {"verdict": "holds", "worst": 1e-7, "words": "within the noise of two equal runs"},
     }  # fmt: skip
 

@@ -127,7 +127,8 @@ def test_a_run_is_one_page_with_every_part(surefoot: Command) -> None:
     for part in (
         "digits: finished, digits 99.4 %", "1.28 k samples/s",
         "norm before clipping", "best 99.4 at step 40", "backward 1 s 40 %", "33 400 ms digits", "productive", "REJECTED",
-        "0.8 (0.77 to 0.83)", "skipped: no GPU here", "fp32 90 GFLOP/s", "model FLOPs of a sample x", "aten::relu", "30 MiB",
+        "0.8 (0.77 to 0.83)", "skipped n/a n/a n/a n/a no GPU here", "accuracy 99.4 % (start 99.2 %)", "optim.fused=true",
+        "fp32 90 GFLOP/s", "model FLOPs of a sample x", "aten::relu", "30 MiB",
         "52.63 %", "To zoom, open", "3 MiB", "a processor, 2 cores, 16 GiB", "surefoot train runs/a/spec.toml", "what was done",
     ):  # fmt: skip
         assert page.says(part), part

@@ -14,14 +14,14 @@ from surefoot.contract.manifest import NO_LINK
 from surefoot.control.report.figure import Whole
 from surefoot.control.report.rows import Flame, Ladder, Memory, Operator, Place, Profile, Ratio, Roofline, Rung
 from surefoot.core.errors import InputError, RunFolderError
-from surefoot.core.units import format_bytes, format_number
+from surefoot.core.units import format_bytes, format_number, format_percent
 
 VERSION = 1
 MAX_BYTES = 16 << 20
 MAX_FLAME_BYTES = 4 << 20  # it stands in the page as a picture
 MAX_ROWS, MAX_RUNGS, MAX_TIMES = 5000, 200, 100_000
 LADDER_FILE = "ladder.json"
-FLAMES = (("By Python stack", "flame_stack.svg"), ("By module", "flame_module.svg"))
+FLAMES = (("By Python stack", "flame_stack.svg"), ("By module", "flame_module.svg"), ("On the device", "flame_device.svg"))
 
 Made = TypeVar("Made")
 
@@ -47,7 +47,8 @@ def read_ladder(folder: Path) -> Ladder:
     row = _read(path)
     return Ladder(
         folder=str(path.parent), spec=_text(row.get("spec")), device=_text(row.get("device")),
-        conditions=_text(row.get("conditions")), baseline=_text(row.get("baseline")), best=_text(row.get("best")),
+        conditions=_text(row.get("conditions")), baseline=_settings(_mapping(row.get("baseline")).get("plain")),
+        best=_text(row.get("best")), num_runs=_whole_number(row.get("num_runs")), num_samples=_whole_number(row.get("num_samples")),
         rungs=[_rung(each) for each in _rows(row, "rungs")[:MAX_RUNGS]],
     )  # fmt: skip
 
@@ -147,10 +148,9 @@ def _rung(row: Mapping[str, Any]) -> Rung:
         name: _ratio(row.get(f"{name}_ratio"))
         for name in ("time", "memory", "throughput", "startup", "total_time", "total_memory")
     }
-    kept = row.get("kept")
     return Rung(
-        name=_text(row.get("name")), kind=_text(row.get("kind")), kept=kept if isinstance(kept, bool) else None,
-        reason=_text(row.get("reason")), change=_text(row.get("change")), score=_score(row.get("score")),
+        name=_text(row.get("name")), kind=_text(row.get("kind")), standing=_text(row.get("standing")),
+        reason=_text(row.get("reason")), change=_settings(row.get("change")), score=_score(row.get("score")),
         parity=", ".join(part for part in (_text(parity.get("verdict")), _text(parity.get("words"))) if part),
         expected=_text(row.get("expected")), **ratios,
     )  # fmt: skip
@@ -164,9 +164,16 @@ def _ratio(value: Any) -> Ratio:
 
 
 def _score(value: Any) -> str:
-    """`accuracy 0.994` of whatever form a score has."""
+    """`accuracy 99.4 % (start 99.2 %)`."""
     row = _mapping(value)
-    return ", ".join(f"{_text(name)} {_text(part)}" for name, part in row.items() if part is not None)
+    show = format_percent if row.get("unit") == "%" else format_number
+    found, start = _number(row.get("value")), _number(row.get("start"))
+    return "" if found is None else f"{_text(row.get('name'))} {show(found)} (start {show(start)})"
+
+
+def _settings(value: Any) -> str:
+    """`optim.fused=true, train.threads=2`, as `--set` takes them."""
+    return ", ".join(f"{name}={_text(part)}" for name, part in list(_mapping(value).items())[:20] if part is not None)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -197,7 +204,7 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return str(value).lower()
     if isinstance(value, int | float):
         return format_number(number) if (number := _number(value)) is not None else str(value)[:40]
     if isinstance(value, dict):

@@ -105,11 +105,14 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """A step of the ladder: what was changed, what it brought against the rung below and against the start, and whether it stays."""
+    """A step of the ladder: what was changed, what it brought against the rung below and against the start, and its standing.
+
+    That is `kept`, `rejected` or `skipped`.
+    """
 
     name: str
     kind: str
-    kept: bool | None
+    standing: str
     reason: str
     change: str
     time: Ratio
@@ -134,6 +137,8 @@ class Ladder:
     baseline: str
     rungs: Sequence[Rung]
     best: str
+    num_runs: int | None = None
+    num_samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

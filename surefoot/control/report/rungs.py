@@ -9,13 +9,13 @@ from surefoot.control.report.rows import Ladder, Ratio, Rung, Table
 from surefoot.core.axis import LARGEST, Axis, find_axis
 from surefoot.core.units import UNKNOWN, format_number
 
-KEPT, REJECTED = "kept", "REJECTED"
+KEPT, REJECTED = "kept", "rejected"
 ROW, WIDTH, LEFT, RIGHT = 26, 460, 150, 74
 
 
 def verdict(rung: Rung) -> str:
-    """Kept, REJECTED, or n/a for one that was not measured."""
-    return UNKNOWN if rung.kept is None else KEPT if rung.kept else REJECTED
+    """Kept, REJECTED, or whatever else became of it."""
+    return rung.standing.upper() if rung.standing == REJECTED else rung.standing or UNKNOWN
 
 
 def format_ratio(ratio: Ratio) -> str:
@@ -78,7 +78,12 @@ def draw_rungs(ladder: Ladder) -> Figure | None:
         low, high = (frame.across(min(max(v, x.low), x.high)) if v is not None else place for v in (ratio.low, ratio.high))
         boxes.append(Box(x=low, y=middle - 2, width=max(high - low, 1.0), height=4, style="interval", told=format_ratio(ratio)))
         marks.append(
-            Mark(x=place, y=middle, shape=0 if rung.kept else 1, told=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}")
+            Mark(
+                x=place,
+                y=middle,
+                shape=0 if rung.standing == KEPT else 1,
+                told=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}",
+            )
         )
     return Figure(
         title="Time of each rung against the one below", width=WIDTH, height=height, paths=paths, boxes=boxes, marks=marks,
@@ -97,9 +102,10 @@ def _ticks(frame: Frame, values: Sequence[float]) -> Iterator[Words]:
 
 def tell_ladder(ladder: Ladder) -> list[tuple[str, str]]:
     """What it was measured on."""
-    kept = sum(rung.kept is True for rung in ladder.rungs)
+    standings = [rung.standing for rung in ladder.rungs]
     return [
-        ("rungs", f"{len(ladder.rungs)}, {kept} kept, {sum(rung.kept is False for rung in ladder.rungs)} rejected"),
+        ("rungs", f"{len(standings)}, {standings.count(KEPT)} kept, {standings.count(REJECTED)} rejected"),
+        ("runs", f"{ladder.num_runs:,} of {ladder.num_samples:,} samples" if ladder.num_runs and ladder.num_samples else ""),
         ("spec", ladder.spec), ("device", ladder.device), ("conditions", ladder.conditions), ("start", ladder.baseline),
         ("best", ladder.best),
     ]  # fmt: skip
