@@ -89,8 +89,16 @@ def _start(said: Path) -> subprocess.Popen[str]:
 
 
 def _last_words(said: Path) -> str:
-    """The error at the end of a traceback, without the traceback."""
-    lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines() if said.exists() else []
+    return last_words(said.read_text(encoding="utf-8", errors="replace")) if said.exists() else ""
+
+
+def last_words(text: str) -> str:
+    """The error at the end of what a process said, without the traceback before it.
+
+    >>> last_words("Traceback (most recent call last):\\n  File\\nsurefoot.core.errors.TaskError: no such task\\nhint: name it")
+    'no such task\\nhint: name it'
+    """
+    lines = text.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if ERROR.match(line)]
     words = "\n".join(lines[starts[-1] :] if starts else lines[-TOLD_LINES:])
     return ERROR.sub("", words, count=1)

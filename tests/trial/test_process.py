@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError, SpecError
-from surefoot.trial import Arm, read_report, run_arm, spec_arm, write_report
+from surefoot.trial import Arm, child, read_report, run_arm, spec_arm, write_report
+from tests.train.small import spec as small_spec
+from tests.train.small import write_task
 from tests.trial.arms import code_arm, telling_arm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,3 +169,20 @@ def test_a_report_holds_finite_numbers_only(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match="not finite"):
         read_report(tmp_path / "r.json")
     assert not [path for path in os.listdir(tmp_path) if path != "r.json"]
+
+
+def test_a_spec_s_window_begins_after_its_warm_up_and_its_start_up_stands_apart(tmp_path: Path) -> None:
+    """The first two steps, of which a compiler would take much longer, wait half a second each."""
+    use = write_task(tmp_path, change=("# FORWARD", "import time; time.sleep(0.5 if STEP <= 2 else 0)"))
+    (tmp_path / "spec.toml").write_text(spec_file.write(small_spec(60, task={"use": use})))
+    began_s = time.perf_counter()
+    words = ["--warmup", "3", "--steps", "5", "--started", repr(began_s)]
+    child.main([str(tmp_path / "spec.toml"), "--report", str(tmp_path / "report.json"), "--run", str(tmp_path / "run"), *words])
+    elapsed_s = time.perf_counter() - began_s
+    measures = read_report(tmp_path / "report.json").measures
+    assert measures["num_samples"] == 5 * 4
+    assert (measures["items_per_sample"], measures["applied_share"]) == (1.0, 1.0)
+    assert measures["startup_s"] >= 0.5
+    window_s = measures["wall_s_per_sample"] * measures["num_samples"]
+    assert window_s == pytest.approx(measures["wall_s_per_step"] * 5)
+    assert window_s <= elapsed_s - measures["startup_s"] - 0.5

@@ -1,0 +1,118 @@
+"""`surefoot ladder`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.core.errors import EXIT_OK, InputError, StorageError
+
+if TYPE_CHECKING:
+    from surefoot.prove.ladder import Ladder
+
+RUNG_HELP = 'one of your own: "name (kind): table.key=value"; repeatable'
+OUT = "a new one below ladders/"
+
+
+def ladder(
+    spec: SpecArgument,
+    rungs: Annotated[str | None, typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all")] = None,
+    rung: Annotated[list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT)] = None,
+    pairs: Annotated[int, typer.Option("--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain")] = 15,
+    samples: Annotated[int | None, typer.Option("--samples", metavar="N", help="of each run", show_default="a second's")] = None,
+    leave_one_out: Annotated[bool, typer.Option("--leave-one-out", help="then measure the best without each of its rungs")] = False,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Measure what each optimisation brings here, from the plain loop up.
+
+    One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its interval excludes no gain and its
+    numbers are those of the start; what is thrown out stays in the table, with the reason. Writes a table, JSON, a picture and best.toml.
+    """
+    from surefoot.contract import spec_file
+    from surefoot.core.errors import SpecError
+    from surefoot.prove.ladder import Settings, as_row, climb_ladder, parse_rung
+
+    origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
+    if origin.spec.task.use is None:
+        raise SpecError("the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "file.py:Task"')
+    given = [parse_rung(text) for text in rung or []]
+    names = None if rungs is None else [name.strip() for name in rungs.split(",")]
+    settings = Settings(pairs=pairs, samples=samples)
+    folder = _folder(out, origin.spec.task.use)
+    talks = not (quiet or json)
+    found = climb_ladder(
+        spec, origin.spec, settings, folder, given=given, names=names, leave_one_out=leave_one_out,
+        tell=_tell if talks else lambda text: None, decided=lambda ladder: _decided(ladder, folder, aloud=not json and not quiet),
+    )  # fmt: skip
+    if json:
+        options.print_json(as_row(found))
+    else:
+        _print(found, folder, few=not settings.can_decide)
+    return EXIT_OK
+
+
+def _folder(out: Path | None, use: str) -> Path:
+    """Where the results go: DIR, which must be new or empty, or `ladders/<task>-<n>`."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"--out {out} is not an empty folder", hint="name a new one")
+        return out
+    stem = Path(use.rpartition(":")[0]).stem or use
+    return next(path for number in itertools.count(1) if not (path := Path("ladders") / f"{stem}-{number}").exists())
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"ladder: {text}", file=sys.stderr, flush=True)
+
+
+def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
+    """Write the ladder as far as it is, so that one that is broken off is not lost, and tell the newest rung."""
+    import json as as_text
+
+    from surefoot.prove.ladder import BEST, as_markdown, as_row, as_svg, as_toml
+
+    texts = {
+        "ladder.json": as_text.dumps(as_row(ladder), indent=1) + "\n", "ladder.md": as_markdown(ladder), "ladder.svg": as_svg(ladder),
+        BEST: as_toml(ladder),
+    }  # fmt: skip
+    try:
+        for name, text in texts.items():
+            draft = folder / f".{name}.draft"
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(folder / name)
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror}", hint="free some space, or name another: --out"
+        ) from None
+    if aloud and ladder.left_out is None:
+        last = ladder.results[-1]
+        _tell(f"{last.rung.name}: {last.standing.upper()}: {last.reason}")
+
+
+def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import UNKNOWN
+    from surefoot.prove.ladder import BEST, HEADER, cells
+
+    print_table(HEADER, [cells(each) for each in ladder.results])
+    print()
+    for each in ladder.results:
+        if not each.kept:
+            print(f"{each.rung.name}: {each.reason}")
+    for name, interval in (ladder.left_out or {}).items():
+        print(f"leaving out {name}: with it all the others take {interval} of the time")
+    if few:
+        print("so few pairs show no gain, whatever it is: give --pairs 7 or more")
+    last = ladder.kept[-1].total["time"] if ladder.kept else None
+    gain = f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
+    print(f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs")

@@ -1,0 +1,126 @@
+"""What a process that checks a rung runs: the tensors of a few steps, or the scores of short runs, for several seeds.
+
+`python -m surefoot.prove.ladder.child tensors|scores SPEC --steps N --report FILE --run DIR --seed N ...`
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.train.run import Run
+from surefoot.trial import capture, write_report
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Do what `words` (the command line's) ask for, and report it."""
+    asked = _parser().parse_args(words)
+    spec = spec_file.read(str(asked.spec)).spec
+    if asked.what == "scores":
+        _report_scores(spec, asked)
+        return
+    arrays: dict[str, np.ndarray] = {}
+    for number, seed in enumerate(asked.seed):
+        seeded = spec.replace(train={"seed": seed})
+        arrays |= tensors(
+            seeded, asked.run / str(number), steps=asked.steps if number == 0 else 1, number=number, unit=asked.unit
+        )
+    write_report(asked.report, {}, arrays=arrays)
+
+
+def _report_scores(spec: RunSpec, asked: argparse.Namespace) -> None:
+    measures: dict[str, float] = {}
+    facts: dict[str, str] = {}
+    for number, seed in enumerate(asked.seed):
+        with Run(spec.replace(train={"seed": seed}), folder=asked.run / str(number), quiet=True) as run:
+            for _ in islice(run.steps(), asked.steps):
+                pass
+            found = run.evaluate()
+        facts = {"score": found.score, "better": found.better, "unit": found.units.get(found.score, "")}
+        if found.value is not None and math.isfinite(found.value):
+            measures[f"score_{number}"] = found.value
+    write_report(asked.report, measures, facts=facts)
+
+
+def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float | None) -> dict[str, np.ndarray]:
+    """Loss, gradients and weights after the first and the last of `steps` steps; of a further seed (`number` > 0) its first gradients.
+
+    With `unit` every weight, and whatever a module gives on and back, is off by up to so large a share: rounding to a format whose
+    unit it is does no more.
+    """
+    found: dict[str, np.ndarray] = {}
+    with Run(spec, folder=folder, quiet=True) as run:
+        if unit is not None:
+            blur(run.model, unit, spec.train.seed)
+        for report in islice(run.steps(), steps):
+            taken = capture(run.model, report.loss or 0.0, report.step)
+            if report.step == 1:
+                found |= {
+                    f"batch/{number}{name.removeprefix('gradient/1')}": each for name, each in taken.items() if "gradient" in name
+                }
+            if number == 0 and report.step in (1, steps):
+                found |= taken
+    return found
+
+
+def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
+    """Move every weight now, and the output of every innermost module and its gradient from now on, by a random share up to `unit`."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def blurred(tensor: Tensor) -> Tensor:
+        if tensor.device not in generators:
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+        draws = torch.rand(tensor.shape, generator=generators[tensor.device], device=tensor.device)
+        return tensor * (1.0 + unit * (2.0 * draws - 1.0)).to(tensor.dtype)
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            return _Blurred.apply(output, blurred)  # type: ignore[no-untyped-call]
+        return output
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(blurred(parameter))
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(hook)
+
+
+class _Blurred(torch.autograd.Function):
+    """A tensor blurred on its way forward, and its gradient on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, blurred: Any) -> Tensor:
+        ctx.blurred = blurred
+        result: Tensor = blurred(tensor)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.blurred(gradient), None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="surefoot.prove.ladder.child")
+    parser.add_argument("what", choices=("tensors", "scores"))
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--seed", type=int, action="append", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--unit", type=float)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

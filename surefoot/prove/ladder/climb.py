@@ -1,0 +1,263 @@
+"""The climb: from the plain loop up, one rung at a time; each is checked, measured, and kept or thrown out in public.
+
+A rung first has its numbers checked, in a process of its own. Then it runs interleaved with the rung below it and with the start,
+each in fresh processes, until its interval is clear. What gains is last held against the start by its score.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from surefoot.contract import signature
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, TaskError
+from surefoot.core.statistics import FIRST_LOOK, Interval, looks, median
+from surefoot.core.units import format_number, format_seconds
+from surefoot.prove.attempts import last_words
+from surefoot.prove.ladder import gate, rungs
+from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
+from surefoot.prove.ladder.rungs import Rung
+from surefoot.prove.ladder.workbench import BELOW, START, WARMUP_STEPS, Measure, Settings, Tell, Workbench
+from surefoot.trial import Trial, find_conditions
+
+SAME_WORK = (
+    0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
+)
+MEASURES: tuple[Measure, ...] = ("time", "wall", "memory", "startup")
+PURPOSES: Mapping[str, Measure] = {"time": "time", "wall time": "wall", "memory": "memory"}
+Standing = Literal["kept", "rejected", "skipped"]
+Ratios = Mapping[Measure, Interval | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a rung: `step` are its ratios to the rung below, `total` to the start; None where it was not measured."""
+
+    rung: Rung
+    standing: Standing
+    reason: str
+    parity: Verdict
+    step: Ratios
+    total: Ratios
+    score: Score | None = None
+    num_runs: int = 0
+
+    @property
+    def kept(self) -> bool:
+        return self.standing == "kept"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """A climb as far as it is. `left_out` holds, for each kept rung, the time of the best to that of the best without it."""
+
+    spec: str
+    start: RunSpec
+    best: RunSpec
+    device: str
+    conditions: Mapping[str, str]
+    num_samples: int
+    results: tuple[Result, ...] = ()
+    left_out: Mapping[str, Interval] | None = None
+    num_runs: int = 0
+
+    @property
+    def kept(self) -> list[Result]:
+        return [each for each in self.results if each.kept]
+
+
+class Climb:
+    """Decides about one rung after the other, each on top of those that were kept."""
+
+    def __init__(self, start: RunSpec, bench: Workbench, tell: Tell) -> None:
+        self.start = self.below = start
+        self._bench, self._tell = bench, tell
+        self._kept: list[Rung] = []
+        self._tensors: Arrays | None = None
+        self._blurred: dict[float, Arrays] = {}
+        self._scores: Scores | None = None
+
+    def climb(self, rung: Rung) -> Result:
+        """Check and measure a rung; from now on the others stand on it, if it is kept."""
+        before = self._bench.num_runs
+        if not rung.is_here:
+            return _unmeasured(rung, "skipped", f"needs {rung.needs}, which is not here")
+        try:
+            spec = rung.on(self.below)
+        except InputError as error:
+            return _unmeasured(rung, "rejected", error.message)
+        self._tell(f"{rung.name}: checking its numbers")
+        parity = self._check(rung, spec)
+        if parity.verdict == "not measured":
+            return _unmeasured(rung, "rejected", parity.words, self._bench.num_runs - before)
+        trial = self._bench.measure(
+            rung.name, spec, self.below, lambda trial: self._is_over(trial, rung), decides=parity.verdict != "fails"
+        )
+        step = {measure: self._bench.ratio(trial, rung.name, BELOW, measure) for measure in MEASURES}
+        total = {measure: self._bench.ratio(trial, rung.name, START, measure) for measure in MEASURES}
+        reason, score = self._reason_against(rung, spec, trial, parity, step)
+        if reason is None:
+            self._kept.append(rung)
+        result = Result(
+            rung=rung, standing="kept" if reason is None else "rejected", reason=reason or self._words(rung, step), parity=parity,
+            step=step, total=step if self.below == self.start else total, score=score, num_runs=self._bench.num_runs - before,
+        )  # fmt: skip
+        if reason is None:
+            self.below = spec
+        return result
+
+    def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
+        """The gate's verdict on gradients and weights; a rung that crashes is not measured."""
+        if rung.kind == "algorithm":
+            return gate.judge(rung.kind, {}, {}, {})
+        unit = gate.UNITS[spec.precision.compute if rung.kind == "rounding" else "fp32"]
+        if self._tensors is None:
+            self._tensors = self._bench.tensors(START, self.start)
+        if unit not in self._blurred:
+            self._blurred[unit] = self._bench.tensors(f"{START} blurred", self.start, unit=unit)
+        try:
+            found = self._bench.tensors(rung.name, spec)
+        except TaskError as error:
+            return Verdict(verdict="not measured", words=f"it {error.message}")
+        return gate.judge(rung.kind, self._tensors, self._blurred[unit], found)
+
+    def _is_over(self, trial: Trial, rung: Rung) -> bool:
+        """Whether it crashed, or its interval is clear, or too many pairs went against it for any interval to show a gain."""
+        if trial.failure(rung.name) is not None:
+            return True
+        mine, theirs = trial.pairs(rung.name, BELOW, self._bench.key(PURPOSES[rung.purpose]))
+        ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
+        if not ratios:
+            return False
+        self._tell(f"{rung.name}: pair {len(ratios)} of at most {trial.rounds}, {format_number(median(ratios))} times so far")
+        return is_settled(ratios, trial.rounds)
+
+    def _reason_against(
+        self, rung: Rung, spec: RunSpec, trial: Trial, parity: Verdict, step: Ratios
+    ) -> tuple[str | None, Score | None]:
+        """Why a rung may not stay, if it may not; its score is taken only where nothing else speaks against it."""
+        failure = trial.failure(rung.name)
+        if failure is not None:
+            ended, _, error = failure.partition(": ")
+            return f"it {ended}: {last_words(error)}", None
+        if parity.verdict == "fails":
+            return f"its numbers are not those of the start: {parity.words}", None
+        skipped = find_skipped_work(trial, rung.name)
+        if skipped is not None:
+            return skipped, None
+        interval = step[PURPOSES[rung.purpose]]
+        if interval is None or interval.verdict != "lower":
+            return self._no_gain(rung, interval), None
+        self._tell(f"{rung.name}: its score after {self._bench.num_samples:,} samples")
+        self._scores = self._scores or self._bench.scores(START, self.start)
+        score = gate.compare_scores(self._scores, self._bench.scores(rung.name, spec))
+        if score is None:
+            return "it, or the start, has no score", None
+        return (f"its {score.words}" if score.is_worse else None), score
+
+    def _words(self, rung: Rung, step: Ratios) -> str:
+        return f"it takes {step[PURPOSES[rung.purpose]]} of the {self._named(rung)} of the rung below"
+
+    def _no_gain(self, rung: Rung, interval: Interval | None) -> str:
+        if interval is None:
+            return "no pair of runs was measured"
+        said = {
+            "too few": f"{interval.count} pairs are too few to show a gain, which takes {FIRST_LOOK}",
+            "higher": "it is larger" if rung.purpose == "memory" else "it is slower",
+        }.get(interval.verdict, "no gain is shown")
+        return f"{said}: it takes {interval} of the {self._named(rung)} of the rung below"
+
+    def _named(self, rung: Rung) -> str:
+        key = self._bench.key(PURPOSES[rung.purpose])
+        return {"cpu_s_per_sample": "CPU time", "wall_s_per_sample": "time"}.get(key, "peak memory")
+
+    def leave_one_out(self) -> dict[str, Interval]:
+        """For each kept rung the time of all of them to that of all the others: what it brings beside them."""
+        if len(self._kept) < 2:
+            return {}
+        specs = {"best": self.below}
+        for rung in self._kept:
+            specs[rung.name] = self.start
+            for other in self._kept:
+                if other is not rung:
+                    specs[rung.name] = rungs.change(specs[rung.name], other.change)
+        self._tell(f"leaving one out: {len(specs)} specs, {FIRST_LOOK} rounds")
+        trial = self._bench.measure_all("leaving one out", specs, FIRST_LOOK)
+        found = {rung.name: self._bench.ratio(trial, "best", rung.name, "time") for rung in self._kept}
+        return {name: interval for name, interval in found.items() if interval is not None}
+
+
+def is_settled(ratios: Sequence[float], most: int) -> bool:
+    """Whether so many pairs of at most `most` settle a rung: a look at which its interval is clear, or a gain can no longer be shown.
+
+    >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15), is_settled([0.9] * 5 + [1.1] * 2, 15)
+    (True, False, True, False)
+    """
+    ranks = looks(most)
+    if len(ratios) not in ranks:
+        return False
+    against, favourable = sum(ratio >= 1 for ratio in ratios), sum(ratio <= 1 for ratio in ratios)
+    return min(against, favourable) <= ranks[len(ratios)] or against > max(ranks.values())
+
+
+def find_skipped_work(trial: Trial, name: str) -> str | None:
+    """What of the work on a sample was left out, as the run's own counts say: items of the loss, updates."""
+    for measure, what, least in (
+        ("items_per_sample", "items that its losses count", SAME_WORK),
+        ("applied_share", "updates", 1.0),
+    ):
+        mine, theirs = trial.pairs(name, BELOW, measure)
+        if mine and median(mine) < least * median(theirs):
+            return f"it skips work: {format_number(median(mine) / median(theirs))} times the {what}, for the same samples"
+    return None
+
+
+def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0) -> Result:
+    nothing: Ratios = dict.fromkeys(MEASURES)
+    none = Verdict(verdict="not measured", words=reason)
+    return Result(rung=rung, standing=standing, reason=reason, parity=none, step=nothing, total=nothing, num_runs=num_runs)
+
+
+def climb_ladder(
+    name: str, spec: RunSpec, settings: Settings, folder: Path, *, given: Sequence[Rung] = (), names: Sequence[str] | None = None,
+    leave_one_out: bool = False, tell: Tell, decided: Callable[[Ladder], None],
+) -> Ladder:  # fmt: skip
+    """Climb the rungs called `names` (None: every one), then those `given`; given alone, only those. `decided` hears of each rung.
+
+    Raises InputError for a rung that no spec can have, TaskError for a start that does not run; nothing has been measured by then.
+    """
+    start, cores = rungs.plain(spec), int(find_conditions(())["cores"])
+    if names is not None:
+        rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores))
+    rungs.check_names(given)
+    for rung in given:
+        changed = rung.on(start)
+        signature.check(changed.task.use or "", changed.task.parameters, {})
+    bench = Workbench(start, settings, folder)
+    tell(f"the start: {', '.join(f'{key}={value}' for key, value in rungs.PLAIN.items() if value is not None)}")
+    step_s = bench.begin()
+    tell(f"{format_seconds(step_s)} a step on {bench.device}; each run is measured over {bench.num_samples:,} samples")
+    known = rungs.find_rungs(start, device=bench.device, cores=cores)
+    chosen = rungs.choose(names, known) if names is not None else () if given else known
+    rungs.check_names([*chosen, *given])
+    conditions = {
+        **find_conditions(threads=1), "device": bench.device, "time": "CPU seconds" if bench.device == "cpu" else "wall seconds",
+        "samples of a run": f"{bench.num_samples:,}", "warm-up": f"{WARMUP_STEPS} steps", "pairs at most": str(settings.pairs),
+        "load when begun": f"{os.getloadavg()[0]:.2f}",
+    }  # fmt: skip
+    ladder = Ladder(
+        spec=name, start=start, best=start, device=bench.device, conditions=conditions, num_samples=bench.num_samples
+    )  # fmt: skip
+    climb = Climb(start, bench, tell)
+    for rung in (*chosen, *given):
+        result = climb.climb(rung)
+        ladder = replace(ladder, results=(*ladder.results, result), best=climb.below, num_runs=bench.num_runs)
+        decided(ladder)
+    if leave_one_out:
+        ladder = replace(ladder, left_out=climb.leave_one_out(), num_runs=bench.num_runs)
+        decided(ladder)
+    return ladder

@@ -1,0 +1,224 @@
+"""The parity gate: may this rung's numbers pass for those of the start? Arrays of both in, a verdict with the worst tensor out.
+
+What rounding comes to is measured and not guessed: a third run of the start has its weights, the output of every module and every
+gradient on its way back moved by random shares of the format's unit (`blur` in `child`). That is the floor of
+
+- *nothing*: loss, gradients and weights after a step, gradients of further batches, and all of it after K steps are equal to 1e-5,
+  or off by no more than three floors of 32-bit rounding;
+- *rounding*: the same floor for the format that the rung computes in. No gradient is off by more than three floors (2-norm, so its
+  direction is bounded too), no slice of one is off to the same side in all batches by more than three, nor is the way of K steps.
+
+A slice is what belongs to one output of a layer. Over all batches its part along the true gradient is (sum of <g, g'>) / (sum of
+<g, g>): 1 where only rounding differs, 0 where it was zeroed, whatever the loss says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from surefoot.core.statistics import Interval, mean_difference, standard_deviation
+from surefoot.core.units import format_number, format_percent
+from surefoot.prove.ladder.rungs import Kind
+from surefoot.trial import compare_arrays
+from surefoot.trial.parity import NOISE_FACTOR, TOLERANCE
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+Numbers = npt.NDArray[np.float64]
+UNITS = {
+    "fp32": 2.0**-23,
+    "tf32": 2.0**-11,
+    "fp16": 2.0**-11,
+    "bf16": 2.0**-8,
+}  # of the last place of 1.0, as rounding may be off
+SMALL_SLICE = 0.25  # of the mean slice: below that a slice is measured against it, since what cancels is all rounding
+SPREADS = 2.0  # by so many standard deviations of the start's own runs a score may be worse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the gate says; `worst` is how many times what is allowed the worst of all is off."""
+
+    verdict: Literal["passes", "fails", "does not apply", "not measured"]
+    words: str
+    worst: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    """One thing that is off by `off` and may be by `allowed`."""
+
+    what: str
+    off: float
+    allowed: float
+
+    @property
+    def share(self) -> float:
+        return self.off / self.allowed if self.allowed else (0.0 if self.off == 0 else float("inf"))
+
+
+def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
+    """The verdict on the tensors of a rung of kind *nothing* or *rounding*; `blurred` is the start under simulated rounding."""
+    if kind == "algorithm":
+        return Verdict(verdict="does not apply", words="another algorithm has other gradients: its score decides")
+    unlike = sorted(start.keys() ^ rung.keys())
+    if unlike:
+        return Verdict(verdict="fails", words=f"{unlike[0]} is missing in one of the two", worst=float("inf"))
+    shapes = [name for name in start if start[name].shape != rung[name].shape]
+    if shapes:
+        words = f"{shapes[0]} has the shape {rung[shapes[0]].shape}, the start's {start[shapes[0]].shape}"
+        return Verdict(verdict="fails", words=words, worst=float("inf"))
+    claims = [
+        *_slices(start, blurred, rung),
+        *(_equal(start, blurred, rung) if kind == "nothing" else _near(start, blurred, rung)),
+    ]
+    worst = max(claims, key=lambda claim: claim.share)
+    fails = worst.share > 1
+    words = f"{worst.what} is off by {format_number(worst.off)}, {format_number(worst.allowed)} is allowed"
+    if not fails:
+        words = f"{len(claims)} comparisons hold; the nearest to its bound: {words}"
+    return Verdict(verdict="fails" if fails else "passes", words=words, worst=worst.share)
+
+
+def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
+    for gap in compare_arrays(start, blurred, rung):
+        allowed = max(gap.tolerance, NOISE_FACTOR * (gap.floor or 0.0))
+        off = float("inf") if gap.distance is None else gap.distance
+        yield _Claim(what=_named(gap.name), off=off, allowed=allowed)
+
+
+def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
+    """Each gradient as a whole, and the way that the weights went in the steps after the first."""
+    for number, name in _gradients(start):
+        key = f"batch/{number}/{name}"
+        scale = max(_norm(start[key]), 1e-3 * _typical(start, number) * float(np.sqrt(start[key].size)))
+        if scale:
+            off, floor = (_norm(_wide(other[key]) - _wide(start[key])) / scale for other in (rung, blurred))
+            yield _Claim(
+                what=f"the gradient of {name} in batch {number + 1}", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE)
+            )
+    way = _way(start)
+    length = _norm(way)
+    if length:
+        off, floor = (_norm(_way(other) - way) / length for other in (rung, blurred))
+        yield _Claim(what="the way of the weights after the first step", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE))
+
+
+def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
+    """Each gradient's worst slice over all batches together: off to the same side each time."""
+    names = dict.fromkeys(name for _, name in _gradients(start))
+    floors = {name: float(np.abs(_lean(start, blurred, name)).max()) for name in names}
+    usual = float(np.median(list(floors.values()))) if floors else 0.0
+    for name in names:
+        lean = np.abs(_lean(start, rung, name))
+        worst = int(lean.argmax())
+        allowed = max(NOISE_FACTOR * max(floors[name], usual), TOLERANCE)
+        yield _Claim(what=f"slice {worst} of the gradient of {name}, over all batches,", off=float(lean[worst]), allowed=allowed)
+
+
+def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
+    """By how much each slice of a gradient is longer along the true one, as a share of it, over all batches."""
+    above, below, least = 0.0, 0.0, 0.0
+    numbers = [number for number, each in _gradients(start) if each == name]
+    for number in numbers:
+        key = f"batch/{number}/{name}"
+        true, mine = (
+            _wide(arrays[key]).reshape(arrays[key].shape[0] if arrays[key].ndim else 1, -1) for arrays in (start, other)
+        )
+        above = above + ((mine - true) * true).sum(axis=1)
+        below = below + (true * true).sum(axis=1)
+        least += (1e-3 * _typical(start, number)) ** 2 * true.shape[1]
+    scale = np.maximum(below, max(SMALL_SLICE**2 * float(np.mean(below)), least))
+    lean: Numbers = np.where(scale > 0, above / np.where(scale > 0, scale, 1.0), 0.0)
+    return np.where(np.isfinite(lean), lean, np.inf)
+
+
+def _gradients(arrays: Arrays) -> list[tuple[int, str]]:
+    """(number of the batch, parameter) of each gradient that was taken after a first step."""
+    parts = [key.split("/", 2) for key in arrays if key.startswith("batch/")]
+    return [(int(number), name) for _, number, name in parts]
+
+
+def _typical(arrays: Arrays, number: int) -> float:
+    """The root mean square of the largest gradient of a batch: far below it all is rounding."""
+    found = [_norm(each) / np.sqrt(each.size) for key, each in arrays.items() if key.startswith(f"batch/{number}/") and each.size]
+    return float(max(found, default=0.0))
+
+
+def _way(arrays: Arrays) -> Numbers:
+    """All trained weights after the last step minus those after the first."""
+    names = dict.fromkeys(name for _, name in _gradients(arrays))
+    last = max(int(key.split("/")[1]) for key in arrays if key.startswith("weight/"))
+    ways = [_wide(arrays[f"weight/{last}/{name}"]) - _wide(arrays[f"weight/1/{name}"]) for name in names]
+    return np.concatenate([way.ravel() for way in ways])
+
+
+def _wide(array: npt.NDArray[np.generic]) -> Numbers:
+    return array.astype(np.float64)
+
+
+def _norm(array: npt.NDArray[np.generic]) -> float:
+    return float(np.linalg.norm(_wide(array).ravel()))
+
+
+def _named(key: str) -> str:
+    """`gradient/8/0.weight` in words."""
+    what, _, rest = key.partition("/")
+    number, _, name = rest.partition("/")
+    if what == "batch":
+        return f"the gradient of {name} in batch {int(number) + 1}"
+    return f"the {what}{f' of {name}' if name else ''} after step {number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Scores of a rung against those of the start, seed by seed; `spread` is the standard deviation of the start's own."""
+
+    name: str
+    better: str
+    unit: str
+    start: float
+    value: float
+    difference: Interval
+    spread: float | None
+
+    @property
+    def words(self) -> str:
+        """What the scores say, in a sentence."""
+        show = format_percent if self.unit == "%" else format_number
+        both = f"{self.name} after the same samples is {show(self.value)}, the start's {show(self.start)}"
+        return f"{both}, whose own runs scatter by {show(self.spread)}"
+
+    @property
+    def is_worse(self) -> bool:
+        """Worse in every run as far as the interval says, or by more than twice the spread of the start's own runs."""
+        sign = 1.0 if self.better == "higher" else -1.0
+        if self.difference.verdict == ("lower" if sign > 0 else "higher"):
+            return True
+        return self.spread is not None and self.spread > 0 and -sign * self.difference.estimate > SPREADS * self.spread
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of runs by the number of their seed, and what they are scores of."""
+
+    values: Mapping[int, float]
+    name: str
+    better: str
+    unit: str
+
+
+def compare_scores(start: Scores | None, rung: Scores | None) -> Score | None:
+    """The scores of the seeds that both have; None where they share none."""
+    shared = sorted(start.values.keys() & rung.values.keys()) if start is not None and rung is not None else []
+    if start is None or rung is None or not shared:
+        return None
+    mine, theirs = [rung.values[seed] for seed in shared], [start.values[seed] for seed in shared]
+    return Score(
+        name=start.name, better=start.better, unit=start.unit, start=float(np.mean(theirs)), value=float(np.mean(mine)),
+        difference=mean_difference(mine, theirs, paired=True), spread=standard_deviation(theirs),
+    )  # fmt: skip

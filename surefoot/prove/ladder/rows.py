@@ -1,0 +1,182 @@
+"""A ladder as rows: JSON for machines, Markdown, a picture, and the winning spec with its evidence. It draws what it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from surefoot.contract import spec_file
+from surefoot.core.statistics import Interval
+from surefoot.core.units import UNKNOWN, format_number, format_percent
+from surefoot.prove.ladder.climb import Ladder, Result
+from surefoot.prove.ladder.gate import Score
+from surefoot.prove.ladder.rungs import PLAIN
+from surefoot.trial import markdown
+
+VERSION = 1
+BEST = "best.toml"
+HEADER = ("rung", "verdict", "time", "time from the start", "memory", "samples/s", "start-up", "score", "numbers", "expected")
+FEW = "too few pairs to show a gain: nothing can be kept"
+
+
+def as_row(ladder: Ladder) -> dict[str, Any]:
+    """The whole ladder as one object; what was not measured is null."""
+    return {
+        "version": VERSION, "spec": ladder.spec, "device": ladder.device, "conditions": dict(ladder.conditions),
+        "baseline": {"spec_id": ladder.start.id, "plain": dict(PLAIN)}, "num_samples": ladder.num_samples, "num_runs": ladder.num_runs,
+        "rungs": [_rung_row(each) for each in ladder.results],
+        "leave_one_out": None if ladder.left_out is None else
+        [{"name": name, "time_ratio": _interval_row(each)} for name, each in ladder.left_out.items()],
+        "best": BEST,
+    }  # fmt: skip
+
+
+def _rung_row(result: Result) -> dict[str, Any]:
+    rung, step, total, parity = result.rung, result.step, result.total, result.parity
+    worst = parity.worst if parity.worst is not None and math.isfinite(parity.worst) else None
+    return {
+        "name": rung.name, "kind": rung.kind, "standing": result.standing, "kept": result.kept, "reason": result.reason,
+        "change": dict(rung.change), "purpose": rung.purpose, "needs": rung.needs,
+        "time_ratio": _interval_row(step["time"]), "wall_ratio": _interval_row(step["wall"]),
+        "memory_ratio": _interval_row(step["memory"]), "throughput_ratio": _interval_row(inverse(step["wall"])),
+        "startup_ratio": _interval_row(step["startup"]), "total_time_ratio": _interval_row(total["time"]),
+        "total_wall_ratio": _interval_row(total["wall"]), "total_memory_ratio": _interval_row(total["memory"]),
+        "total_throughput_ratio": _interval_row(inverse(total["wall"])),
+        "score": _score_row(result.score), "parity": {"verdict": parity.verdict, "worst": worst, "words": parity.words},
+        "expected": dict(rung.expected), "num_runs": result.num_runs,
+    }  # fmt: skip
+
+
+def _interval_row(interval: Interval | None) -> dict[str, Any] | None:
+    if interval is None:
+        return None
+    return {"estimate": interval.estimate, "low": interval.low, "high": interval.high, "n": interval.count}
+
+
+def _score_row(score: Score | None) -> dict[str, Any] | None:
+    if score is None:
+        return None
+    return {
+        "name": score.name, "better": score.better, "unit": score.unit, "start": score.start, "value": score.value,
+        "difference": _interval_row(score.difference), "spread": score.spread,
+    }  # fmt: skip
+
+
+def inverse(interval: Interval | None) -> Interval | None:
+    """The interval of one over what it is of: the throughput of a time.
+
+    >>> inverse(Interval(estimate=0.5, low=0.4, high=0.8, count=7, neutral=1.0))
+    Interval(estimate=2.0, low=1.25, high=2.5, count=7, neutral=1.0)
+    """
+    if interval is None:
+        return None
+    low, high = (None if bound is None else 1 / bound for bound in (interval.high, interval.low))
+    return Interval(estimate=1 / interval.estimate, low=low, high=high, count=interval.count, neutral=1.0)
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """One rung's row of the table, as texts, below HEADER."""
+    step = result.step
+    return (
+        result.rung.name, result.standing if result.standing != "rejected" else "REJECTED", _shown(step["time"]),
+        _shown(result.total["time"]), _shown(step["memory"]), _shown(inverse(step["wall"])), _shown(step["startup"]),
+        _score(result.score), result.parity.verdict, _expected(result.rung.expected),
+    )  # fmt: skip
+
+
+def _shown(interval: Interval | None) -> str:
+    if interval is None:
+        return UNKNOWN
+    if interval.low is None or interval.high is None:
+        return f"{interval.estimate:.3g}x"
+    return f"{interval.estimate:.3g}x ({interval.low:.3g} to {interval.high:.3g})"
+
+
+def _score(score: Score | None) -> str:
+    if score is None:
+        return UNKNOWN
+    show = format_percent if score.unit == "%" else format_number
+    return f"{show(score.value)} (start {show(score.start)})"
+
+
+def _expected(expected: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_number(factor)}x" for name, factor in expected.items()) or "-"
+
+
+def as_markdown(ladder: Ladder) -> str:
+    """The ladder as a document: the table, the reason of each verdict, what leaving one out shows, the conditions."""
+    parts = [f"# The ladder of {ladder.spec}\n", markdown(HEADER, map(cells, ladder.results)), "## Why\n"]
+    parts.append(markdown(("rung", "change", "reason"), ((r.rung.name, f"`{r.rung.words}`", r.reason) for r in ladder.results)))
+    if ladder.left_out:
+        rows = ((name, _shown(each), _shown(_step_of(ladder, name))) for name, each in ladder.left_out.items())
+        parts += ["## Leaving one out\n", markdown(("rung", "time of all to all but it", "time when it was added"), rows)]
+    parts += ["## Conditions\n", markdown(("condition", "value"), ladder.conditions.items())]
+    return "\n".join(parts)
+
+
+def _step_of(ladder: Ladder, name: str) -> Interval | None:
+    return next((each.step["time"] for each in ladder.results if each.rung.name == name), None)
+
+
+def as_toml(ladder: Ladder) -> str:
+    """The winning spec, its evidence above it."""
+    last = ladder.kept[-1] if ladder.kept else None
+    lines = [f"the best of the ladder of {ladder.spec} on {ladder.conditions.get('processor', ladder.device)}"]
+    if last is None:
+        lines.append("no rung was kept: this is the start")
+    else:
+        lines += [f"time {_shown(last.total['time'])}, memory {_shown(last.total['memory'])} of the start's for the same samples"]
+        lines += [f"{each.rung.name}: {each.rung.words}: time {_shown(each.step['time'])}" for each in ladder.kept]
+    lines += [f"not kept: {each.rung.name}: {each.reason}" for each in ladder.results if not each.kept]
+    comment = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    return f"{comment}\n{spec_file.write(ladder.best)}"
+
+
+WIDE, LINE, LEFT, RIGHT = 720, 30, 150, 130  # pixels: the picture, a row of it, the names, the verdicts
+
+
+def as_svg(ladder: Ladder) -> str:
+    """Each rung's time from the start, with its interval, on a logarithmic axis; a picture without scripts or remote parts."""
+    shown = [(each, each.total["time"]) for each in ladder.results]
+    bounds = [bound for _, ratio in shown if ratio for bound in (ratio.estimate, ratio.low, ratio.high) if bound]
+    low, high = min([0.5, *bounds]) * 0.95, max([1.25, *bounds]) * 1.05
+
+    def x(value: float) -> float:
+        return LEFT + (WIDE - LEFT - RIGHT) * math.log(value / low) / math.log(high / low)
+
+    height = LINE * (len(shown) + 2)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" font-family="sans-serif" font-size="12"'
+    title = "time for the same samples, as a share of the start"
+    parts = [f'{head} fill="currentColor" stroke="none"><title>{title}</title>']
+    for tick in _ticks(low, high):
+        across = f'x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{LINE}" y2="{height - LINE}"'
+        parts.append(f'<line {across} stroke="currentColor" stroke-opacity="{0.5 if tick == 1 else 0.15}"/>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle">{tick:g}x</text>')
+    for number, (result, ratio) in enumerate(shown, start=1):
+        y = LINE * number + LINE / 2
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{escape(result.rung.name)}</text>')
+        parts.append(f'<text x="{WIDE - RIGHT + 8}" y="{y + 4}">{escape(cells(result)[1])}</text>')
+        parts += _mark(ratio, x, y, result.kept)
+    return "".join(parts) + "</svg>\n"
+
+
+def _ticks(low: float, high: float) -> Iterable[float]:
+    return [tick for tick in (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20) if low <= tick <= high]
+
+
+def _mark(ratio: Interval | None, x: Any, y: float, kept: bool) -> list[str]:
+    """A full dot for what was kept, a ring for what was not; its interval as a line."""
+    if ratio is None:
+        return []
+    parts = []
+    if ratio.low is not None and ratio.high is not None:
+        parts.append(
+            f'<line x1="{x(ratio.low):.1f}" x2="{x(ratio.high):.1f}" y1="{y}" y2="{y}" stroke="currentColor" stroke-width="2"/>'
+        )
+    fill = "currentColor" if kept else "none"
+    return [
+        *parts,
+        f'<circle cx="{x(ratio.estimate):.1f}" cy="{y}" r="5" fill="{fill}" stroke="currentColor" stroke-width="1.5"/>',
+    ]

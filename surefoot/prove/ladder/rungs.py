@@ -1,0 +1,157 @@
+"""The rungs: what can be switched on, one at a time. To add one, add a line to `find_rungs` and what it starts from to `PLAIN`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, SpecError
+
+Kind = Literal["nothing", "rounding", "algorithm"]
+Purpose = Literal["time", "wall time", "memory"]
+
+# where every ladder starts: one thread, 32 bits, the whole batch at once, and nothing that surefoot does to be fast
+PLAIN: Mapping[str, Any] = {
+    "optim.fused": False,
+    "precision.compute": "fp32",
+    "train.keep_freed_memory": False,
+    "train.microbatch": None,
+    "train.threads": 1,
+}
+RESERVED = ("start", "below", "best")
+_GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One change of the spec. `kind` is what it may change of the numbers, `purpose` what it must gain to stay.
+
+    `expected` is the rule of thumb, as factors of the rung below; `needs` says what it cannot do without, `is_here` whether that is here.
+    """
+
+    name: str
+    kind: Kind
+    change: Mapping[str, Any]
+    purpose: Purpose = "time"
+    expected: Mapping[str, float] = field(default_factory=dict)
+    needs: str | None = None
+    is_here: bool = True
+
+    def on(self, spec: RunSpec) -> RunSpec:
+        """The spec with this rung. Raises SpecError for a key or value that no spec has, InputError where nothing changes."""
+        changed = change(spec, self.change)
+        if _meaning(changed) == _meaning(spec):
+            raise InputError(
+                f"the rung {self.name!r} changes nothing: {self.words} is what the spec below it has", hint="leave it out"
+            )
+        return changed
+
+    @property
+    def words(self) -> str:
+        """The change as `--set` takes it."""
+        return ", ".join(f"{key}={value}" for key, value in self.change.items())
+
+
+def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
+    """Every rung whose room is built, from the bottom up: what changes no number first, so that the others stand on firm ground."""
+    gpu = device == "cuda"
+    part = find_part(spec.train.batch)
+    return (
+        Rung(name="allocator", kind="nothing", change={"train.keep_freed_memory": True}, expected={"time": 0.9},
+             needs="training on a CPU", is_here=not gpu),
+        Rung(name="fused", kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}),
+        Rung(name="kernels", kind="nothing", change={"train.deterministic": False}, expected={"time": 0.95},
+             needs="a GPU", is_here=gpu),
+        Rung(name="bf16", kind="rounding", change={"precision.compute": "bf16"}, expected={"time": 0.5, "memory": 0.5}),
+        Rung(name="threads", kind="nothing", change={"train.threads": cores}, purpose="wall time", expected={"wall": 1 / cores},
+             needs="a CPU with two cores or more", is_here=cores > 1 and not gpu),
+        Rung(name="microbatch", kind="nothing", change={"train.microbatch": part}, purpose="memory",
+             expected={"memory": 1.0 if part is None else part / spec.train.batch},
+             needs="a batch that can be divided", is_here=part is not None),
+    )  # fmt: skip
+
+
+def find_part(batch: int) -> int | None:
+    """A quarter of the batch, or the largest part below that divides it; None for one that has none.
+
+    >>> find_part(64), find_part(50), find_part(7), find_part(1)
+    (16, 10, 1, None)
+    """
+    return next((size for size in range(max(1, batch // 4), 0, -1) if batch % size == 0), None) if batch > 1 else None
+
+
+def plain(spec: RunSpec) -> RunSpec:
+    """The plain loop that the ladder starts from."""
+    return change(spec, PLAIN)
+
+
+def change(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
+    """The spec with `table.key` set to each value; another `task.use` leaves the task's parameters behind. None takes a key out."""
+    tables: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in spec.as_tables().items()}
+    for key, value in changes.items():
+        table, _, inner = key.partition(".")
+        if key == "task.use":
+            tables["task"] = {}
+        into = tables.setdefault(table, {})
+        *path, last = inner.split(".")
+        for part in path:
+            into[part] = dict(into.get(part, {}))
+            into = into[part]
+        into.pop(last, None)
+        if value is not None:
+            into[last] = value
+    return RunSpec.model_validate(tables)
+
+
+def _meaning(spec: RunSpec) -> Any:
+    return spec.model_dump(mode="python"), spec.task.parameters
+
+
+def parse_rung(text: str) -> Rung:
+    """A rung of the command line: `name: table.key=value`, `name (rounding): a.b=1, c.d=2`. Raises SpecError for anything else."""
+    found = _GIVEN.fullmatch(text)
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    hint = f'for example --rung "half the batch (algorithm): train.batch=32"; the kinds are {", ".join(kinds)}'
+    if found is None:
+        raise SpecError(f"--rung {text!r} is not name: table.key=value", hint=hint)
+    name, kind, stated = found.groups()
+    if kind is not None and kind not in kinds:
+        raise SpecError(f"--rung {text!r}: {kind!r} is no kind of rung", hint=hint)
+    try:
+        changes = [spec_file.parse_set(each.strip()) for each in _split(stated)]
+    except SpecError as error:
+        raise SpecError(f"--rung {text!r}: {error.message.partition(' ')[2]}", hint=hint) from None
+    return Rung(name=name, kind=kinds.get(kind or "", "nothing"), change={key: value for key, value, _ in changes})
+
+
+def _split(text: str) -> list[str]:
+    """At commas that a new `table.key=` follows: a list's own commas stay."""
+    return re.split(r",\s*(?=\w+\.[\w.]+\s*=)", text)
+
+
+def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
+    """The rungs of these names, in the order given. Raises InputError for a name that none has, or that stands there twice."""
+    named = {rung.name: rung for rung in rungs}
+    for name in given:
+        if name not in named:
+            near = difflib.get_close_matches(name, named, n=1)
+            raise InputError(
+                f"there is no rung {name!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(named)}"
+            )
+    check_names([named[name] for name in given])
+    return tuple(named[name] for name in given)
+
+
+def check_names(rungs: Sequence[Rung]) -> None:
+    """Raise InputError for two rungs of one name, and for one that means something else here."""
+    taken = next((rung.name for rung in rungs if rung.name in RESERVED), None)
+    if taken is not None:
+        raise InputError(f"no rung can be named {taken!r}", hint="it is what the ladder calls a spec of its own")
+    twice = next((rung.name for number, rung in enumerate(rungs) if rung.name in {each.name for each in rungs[:number]}), None)
+    if twice is not None:
+        raise InputError(f"two rungs are named {twice!r}", hint="give each a name of its own")

@@ -1,0 +1,198 @@
+"""What a ladder is measured with: the processes of the start, of a rung and of the rung below it, and what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import BadRecordError, InputError, StorageError, TaskError
+from surefoot.core.statistics import FIRST_LOOK, Interval, looks, sequential_ratio
+from surefoot.prove.attempts import last_words
+from surefoot.prove.ladder import rungs
+from surefoot.prove.ladder.gate import Arrays, Scores
+from surefoot.trial import Arm, Outcome, Trial, as_line, read_arrays, run_arm, run_rounds, spec_arm
+from surefoot.trial.arm import REPORT, WORK, absolute
+
+START, BELOW = "start", "below"
+OUTCOMES = "outcomes.jsonl"
+WARMUP_STEPS, LEAST_STEPS = 5, 8
+TARGET_S = 1.0  # how long the measured steps of the start take, where nobody says how many samples
+CHECKED_STEPS, CHECKED_SEEDS, SCORED_SEEDS = 8, 4, 3
+Measure = Literal["time", "wall", "memory", "startup"]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a ladder is measured: at most so many pairs of runs for a rung, samples of each run (None: what takes the start a second)."""
+
+    pairs: int = 15
+    samples: int | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1 or (self.samples is not None and self.samples < 1):
+            raise InputError(f"--pairs is {self.pairs} and --samples {self.samples}", hint="use 1 or more of each")
+
+    @property
+    def can_decide(self) -> bool:
+        """Whether so many pairs can show a gain at all."""
+        return bool(looks(self.pairs))
+
+
+class Workbench:
+    """Runs specs in fresh processes beside the `start`; `folder` gets every raw outcome, a line each."""
+
+    def __init__(self, start: RunSpec, settings: Settings, folder: Path) -> None:
+        self._start, self._settings, self._folder = start, settings, folder
+        self._seed = start.train.seed
+        self.num_runs = 0
+
+    def begin(self) -> float:
+        """Run the start once, to see what it runs on; gives the seconds of a step. Raises TaskError where it does not run."""
+        with _work() as work:
+            arm = spec_arm(START, _quiet(self._start), steps=LEAST_STEPS, warmup=WARMUP_STEPS, whole_length=True)
+            outcome = run_arm(arm, work)
+        if outcome.ended != "done" or "num_samples" not in outcome.measures:
+            raise TaskError(
+                f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its first measured step')}",
+                hint=f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: surefoot train SPEC",
+            )
+        self._keep(outcome)
+        self.device = outcome.facts["device"]
+        per_step = outcome.measures["num_samples"] / LEAST_STEPS
+        step_s = outcome.measures["wall_s_per_step"]
+        wanted = TARGET_S / step_s if self._settings.samples is None else self._settings.samples / per_step
+        self._steps = max(LEAST_STEPS, math.ceil(wanted))
+        self.num_samples = round(self._steps * per_step)
+        return step_s
+
+    def key(self, measure: Measure) -> str:
+        """The name that arms report a measure by. On a CPU time is that of all its cores, which other processes do not lengthen."""
+        on_cpu = self.device == "cpu"
+        return {
+            "time": "cpu_s_per_sample" if on_cpu else "wall_s_per_sample", "wall": "wall_s_per_sample",
+            "memory": "peak_bytes" if on_cpu else "device_peak_bytes", "startup": "startup_s",
+        }[measure]  # fmt: skip
+
+    def ratio(self, trial: Trial, arm: str, baseline: str, measure: Measure) -> Interval | None:
+        """The paired ratio of a measure, with the interval that holds at any look; None where no pair has both."""
+        mine, theirs = trial.pairs(arm, baseline, self.key(measure)) if baseline in trial.arms else ([], [])
+        return sequential_ratio(mine, theirs, most=trial.rounds) if mine and min(*mine, *theirs) > 0 else None
+
+    # ---- time
+
+    def measure(
+        self, name: str, spec: RunSpec, below: RunSpec, is_over: Callable[[Trial], bool], *, decides: bool = True
+    ) -> Trial:
+        """Interleaved rounds of a rung, the one below it and the start, until `is_over`, which is asked after each whole round, says so.
+
+        After the first look the start is left out: the cumulative factor is told with the pairs it has by then. Without `decides` it
+        ends there, since no number of pairs would change what becomes of the rung.
+        """
+        arms = [self._arm(BELOW, below), self._arm(name, spec)]
+        names = (BELOW, name, START)
+        more = [self._arm(START, self._start)] if below != self._start else []
+        most, outcomes = self._settings.pairs, list[Outcome]()
+        first = min(FIRST_LOOK, most)
+        trial = Trial(title=name, arms=names, rounds=most, seed=self._seed)
+        for offset, count, these in ((0, first, [*arms, *more]), (first, most - first, arms)):
+            if count < 1 or (offset and not decides):
+                break
+            for number, outcome in enumerate(run_rounds(these, rounds=count, warmup_rounds=0, seed=self._seed + offset), start=1):
+                self._keep(outcome)
+                outcomes.append(replace(outcome, round=outcome.round + offset))
+                trial = replace(trial, outcomes=tuple(outcomes))
+                if (number % len(these) == 0 or outcome.ended != "done") and is_over(trial):
+                    return trial
+        return trial
+
+    def measure_all(self, title: str, specs: Mapping[str, RunSpec], rounds: int) -> Trial:
+        """So many interleaved rounds of all of `specs`."""
+        outcomes: list[Outcome] = []
+        arms = [self._arm(name, spec) for name, spec in specs.items()]
+        for outcome in run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=self._seed):
+            self._keep(outcome)
+            outcomes.append(outcome)
+        return Trial(title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes))
+
+    def _arm(self, name: str, spec: RunSpec) -> Arm:
+        """Every arm trains the same number of samples, whatever its batch."""
+        return spec_arm(
+            name, _quiet(spec), steps=self._steps_of(spec, self._steps), warmup=self._steps_of(spec, WARMUP_STEPS),
+            timeout_s=self._settings.timeout_s, whole_length=True,
+        )  # fmt: skip
+
+    def _steps_of(self, spec: RunSpec, steps: int) -> int:
+        return max(1, round(steps * self._start.train.batch / spec.train.batch))
+
+    # ---- numbers
+
+    def tensors(self, name: str, spec: RunSpec, *, unit: float | None = None) -> Arrays:
+        """Gradients and weights of a few steps; with `unit` under simulated rounding. Raises TaskError where they cannot be had."""
+        words = () if unit is None else ("--unit", repr(unit))
+        arm = self._child("tensors", name, spec, steps=CHECKED_STEPS, num_seeds=CHECKED_SEEDS, words=words)
+        with _work() as work:
+            outcome = run_arm(arm, work)
+            self._keep(outcome)
+            if outcome.ended != "done":
+                raise TaskError(f"{outcome.ended}: {last_words(outcome.error or '')}")
+            try:
+                return read_arrays(work / "rank0" / "report.json")
+            except BadRecordError as error:
+                raise TaskError(f"gave no tensors: {error.message}") from error
+
+    def scores(self, name: str, spec: RunSpec) -> Scores | None:
+        """The scores after as many samples as are measured, for a few seeds; None where there are none."""
+        steps = self._steps_of(spec, self._steps + WARMUP_STEPS)
+        with _work() as work:
+            outcome = run_arm(self._child("scores", name, spec, steps=steps, num_seeds=SCORED_SEEDS), work)
+        self._keep(outcome)
+        found = {number: outcome.measures.get(f"score_{number}") for number in range(SCORED_SEEDS)}
+        known = {number: value for number, value in found.items() if value is not None}
+        facts = outcome.facts
+        return Scores(known, facts["score"], facts["better"], facts["unit"]) if known else None
+
+    def _child(self, what: str, name: str, spec: RunSpec, *, steps: int, num_seeds: int, words: Sequence[str] = ()) -> Arm:
+        seeds = [word for number in range(num_seeds) for word in ("--seed", str(self._seed + number))]
+        whole = _quiet(spec)
+        command = (
+            sys.executable, "-m", "surefoot.prove.ladder.child", what, f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
+            "--steps", str(steps), *seeds, *words,
+        )  # fmt: skip
+        return Arm(
+            name=name, command=command, files={"spec.toml": spec_file.write(whole.replace(**absolute(whole, Path())))},
+            threads=spec.train.threads or 1, timeout_s=self._settings.timeout_s * num_seeds,
+        )  # fmt: skip
+
+    def _keep(self, outcome: Outcome) -> None:
+        self.num_runs += 1
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / OUTCOMES).open("a", encoding="utf-8") as file:
+                file.write(as_line(outcome) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self._folder} cannot be written: {error.strerror}", hint="name another folder: --out") from None
+
+
+def _quiet(spec: RunSpec) -> RunSpec:
+    """The spec of a run that is measured: what it trains, without copies elsewhere."""
+    return rungs.change(spec, {"checkpoint.store": None, "observe.tensorboard": bool(spec.observe.tensorboard)})
+
+
+@contextlib.contextmanager
+def _work() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="surefoot-ladder-"))
+    try:
+        yield folder / "run"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,291 @@
+"""The ladder's rungs, its decisions out of paired outcomes, what it writes, and one climb over planted rungs."""
+
+from __future__ import annotations
+
+import json
+import random
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, SpecError
+from surefoot.core.statistics import looks, sequential_ratio
+from surefoot.prove.ladder import PLAIN, Rung, Settings, as_markdown, as_row, as_svg, as_toml, find_rungs, parse_rung, rungs
+from surefoot.prove.ladder.climb import MEASURES, Ladder, Result, find_skipped_work, is_settled
+from surefoot.prove.ladder.gate import Verdict
+from surefoot.trial import Outcome, Trial
+from tests.train.small import call
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = Path(__file__).with_name("planted.py")
+SPEC = RunSpec(task={"use": "digits"}, train={"batch": 64})  # type: ignore[arg-type]
+
+
+# ---- rungs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("cores", [1, 2, 16])
+def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(device: str, cores: int) -> None:
+    start = rungs.plain(SPEC)
+    found = find_rungs(start, device=device, cores=cores)
+    assert len({rung.name for rung in found}) == len(found)
+    for rung in found:
+        assert rung.is_here or rung.needs
+        if rung.is_here:
+            assert spec_file.write(rung.on(start)) != spec_file.write(start)
+    assert {rung.name: rung.is_here for rung in found}["kernels"] is (device == "cuda")
+    assert {rung.name: rung.is_here for rung in found}["threads"] is (device == "cpu" and cores > 1)
+
+
+def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:
+    start = rungs.plain(SPEC.replace(precision={"compute": "bf16"}, train={"microbatch": 8, "threads": 2}))
+    assert start == rungs.plain(SPEC)
+    assert (start.optim.fused, start.precision.compute, start.train.microbatch, start.train.threads) == (False, "fp32", None, 1)
+    assert all(rungs.change(start, {key: value}) == start for key, value in PLAIN.items())
+
+
+def test_a_rung_of_the_command_line_has_a_name_a_kind_and_changes() -> None:
+    one = parse_rung("half the batch (algorithm): train.batch=32, optim.lr=0.01")
+    assert (one.name, one.kind, one.change) == ("half the batch", "algorithm", {"train.batch": 32, "optim.lr": 0.01})
+    listed = parse_rung('other: optim.no_decay=["a.*", "b"], precision.compute=bf16')
+    assert listed.change == {"optim.no_decay": ["a.*", "b"], "precision.compute": "bf16"}
+    assert listed.kind == "nothing"  # what is not stated is the strictest
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a:", "a: b", "a: b=1", "a (loose): train.batch=1", ": train.batch=1", "a/b: train.batch=1"]
+)
+def test_what_is_no_rung_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_rung(text)
+    assert repr(text) in raised.value.message
+    assert "train.batch=32" in str(raised.value.hint)
+
+
+def test_a_rung_that_changes_nothing_and_one_with_an_unknown_key_are_told() -> None:
+    start = rungs.plain(SPEC)
+    with pytest.raises(InputError, match=r"'idle' changes nothing: train\.batch=64"):
+        parse_rung("idle: train.batch=64").on(start)
+    with pytest.raises(SpecError, match=r"'bacth' is no key in \[train\]"):
+        parse_rung("typo: train.bacth=32").on(start)
+    with pytest.raises(InputError, match="two rungs are named 'a'"):
+        rungs.check_names([parse_rung("a: train.batch=1"), parse_rung("a: train.batch=2")])
+    with pytest.raises(InputError, match="no rung can be named 'start'"):
+        rungs.check_names([parse_rung("start: train.batch=1")])
+
+
+# ---- decisions
+
+
+def test_a_rung_is_settled_when_its_interval_is_clear_or_can_no_longer_be() -> None:
+    gain, loss = 0.9, 1.1
+    assert not is_settled([gain] * 6, 15)
+    assert is_settled([gain] * 7, 15)
+    assert is_settled([loss] * 7, 15)
+    assert not is_settled([gain] * 5 + [loss] * 2, 15)
+    assert is_settled([gain] * 4 + [loss] * 3, 15)  # of 15 pairs at most two may go against it
+    assert is_settled([gain] * 5 + [loss] * 2, 7)
+    assert is_settled([loss, *[gain] * 10], 15)
+
+
+def test_of_rungs_that_change_nothing_at_most_one_in_twenty_is_called_a_gain_and_most_stop_early() -> None:
+    """Two thousand ladders' worth of equal arms on a machine whose speed drifts, each stopped as the ladder stops it."""
+    draw, gains, pairs, most = random.Random(3), 0, 0, 15
+    for _ in range(2000):
+        drift, mine, theirs = 1.0, list[float](), list[float]()
+        while len(mine) < most and not is_settled([a / b for a, b in zip(mine, theirs, strict=True)], most):
+            drift *= draw.lognormvariate(0, 0.03)
+            mine.append(drift * (1 + draw.expovariate(30)))
+            theirs.append(drift * (1 + draw.expovariate(30)))
+        gains += sequential_ratio(mine, theirs, most=most).verdict == "lower"
+        pairs += len(mine)
+    assert gains / 2000 <= 0.02
+    assert pairs / 2000 < 8.5
+    assert looks(most)
+
+
+def trial_of(below: Sequence[dict[str, float]], mine: Sequence[dict[str, float]]) -> Trial:
+    outcomes = [
+        Outcome(arm=arm, round=number, ended="done", measures=measures)
+        for arm, rows in (("below", below), ("rung", mine))
+        for number, measures in enumerate(rows)
+    ]
+    return Trial(title="t", arms=("below", "rung", "start"), rounds=7, seed=0, outcomes=tuple(outcomes))
+
+
+def test_work_that_is_left_out_shows_in_the_run_s_own_counts() -> None:
+    whole = {"items_per_sample": 256.0, "applied_share": 1.0}
+    assert find_skipped_work(trial_of([whole] * 3, [whole] * 3), "rung") is None
+    halved = find_skipped_work(trial_of([whole] * 3, [{**whole, "items_per_sample": 128.0}] * 3), "rung")
+    assert halved == "it skips work: 0.5 times the items that its losses count, for the same samples"
+    lazy = find_skipped_work(trial_of([whole] * 3, [{**whole, "applied_share": 0.75}] * 3), "rung")
+    assert lazy == "it skips work: 0.75 times the updates, for the same samples"
+
+
+# ---- what is written
+
+
+def a_ladder(name: str = "fused") -> Ladder:
+    start = rungs.plain(SPEC)
+    ratio = sequential_ratio([0.9, 0.91, 0.92, 0.93, 0.9, 0.91, 0.94], [1.0] * 7, most=15)
+    passed = Verdict(verdict="passes", words="all of it", worst=0.1)
+    kept = Result(
+        rung=Rung(name=name, kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}), standing="kept", reason="it gains",
+        parity=passed, step=dict.fromkeys(MEASURES, ratio), total=dict.fromkeys(MEASURES, ratio),
+    )  # fmt: skip
+    wrong = replace(
+        kept, rung=replace(kept.rung, name="wrong"), standing="rejected", reason="its numbers | differ",
+        parity=Verdict(verdict="fails", words="a gradient", worst=float("inf")),
+    )  # fmt: skip
+    gone = replace(
+        wrong, rung=replace(kept.rung, name="gone"), standing="skipped", step=dict.fromkeys(MEASURES), total=dict.fromkeys(MEASURES)
+    )  # fmt: skip
+    return Ladder(
+        spec="digits", start=start, best=kept.rung.on(start), device="cpu", conditions={"cores": "2", "time": "CPU seconds"},
+        num_samples=640, results=(kept, wrong, gone), left_out={name: ratio}, num_runs=40,
+    )  # fmt: skip
+
+
+def test_a_ladder_as_json_holds_every_rung_with_its_ratios_and_null_for_what_was_not_measured() -> None:
+    row = json.loads(json.dumps(as_row(a_ladder()), allow_nan=False))
+    kept, wrong, gone = row["rungs"]
+    assert kept["time_ratio"] == {"estimate": 0.91, "low": 0.9, "high": 0.94, "n": 7}
+    assert kept["throughput_ratio"]["low"] == pytest.approx(1 / 0.94)
+    assert (wrong["kept"], wrong["parity"]["verdict"], wrong["parity"]["worst"]) == (False, "fails", None)
+    assert (gone["standing"], gone["time_ratio"], gone["total_memory_ratio"]) == ("skipped", None, None)
+    assert row["baseline"]["plain"] == PLAIN
+    assert row["leave_one_out"][0]["name"] == "fused"
+    assert row["best"] == "best.toml"
+
+
+def test_the_document_and_the_picture_show_kept_and_rejected_rungs_and_run_nothing_that_a_name_says() -> None:
+    text = as_markdown(a_ladder())
+    assert "| fused | kept | 0.91x (0.9 to 0.94) |" in text
+    assert "| wrong | REJECTED |" in text
+    assert "its numbers \\| differ" in text
+    picture = as_svg(a_ladder("<script>alert(1)</script>"))
+    root = ET.fromstring(picture)
+    assert not [each for each in root.iter() if each.tag.endswith("script")]
+    assert len([each for each in root.iter() if each.tag.endswith("circle")]) == 2  # the skipped one has no mark
+
+
+def test_the_best_is_a_spec_that_reads_with_its_evidence_above_it(tmp_path: Path) -> None:
+    ladder = a_ladder()
+    hostile = replace(ladder.results[1], reason="two\nlines")
+    path = tmp_path / "best.toml"
+    path.write_text(as_toml(replace(ladder, results=(ladder.results[0], hostile))))
+    assert spec_file.read(str(path)).spec == ladder.best
+    assert "# fused: optim.fused=True: time 0.91x (0.9 to 0.94)" in path.read_text()
+    assert "# not kept: wrong: two lines" in path.read_text()
+
+
+# ---- the command
+
+
+def start_spec(folder: Path, task: str = "Honest") -> Path:
+    path = folder / "start.toml"
+    path.write_text(
+        f'[task]\nuse = "{PLANTED}:{task}"\n[train]\nbatch = 64\nlength = "40 epochs"\n[observe]\ntensorboard = false\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--rungs", "fusd"), "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, fused, kernels, bf16"),
+        (("--rung", "a: train.bacth=3"), "'bacth' is no key in [train]"),
+        (("--rung", "a: train.batch=64"), "the rung 'a' changes nothing"),
+        (("--rung", "a: task.wast=3"), "wast"),
+        (("--rung", "train.batch=32"), "is not name: table.key=value"),
+        (("--rung", "a: train.batch=1", "--rung", "a: train.batch=2"), "two rungs are named 'a'"),
+        (("--pairs", "0"), "--pairs is 0"),
+        (("--out", "."), "is not an empty folder"),
+    ],
+)
+def test_a_ladder_that_cannot_be_is_refused_before_anything_runs(
+    words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = start_spec(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "ladder", str(spec), *words) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert said.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["start.toml"]
+
+
+def climb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: Path, *words: str) -> tuple[int, Any, str]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(spec.parent)
+    code = call(monkeypatch, "ladder", str(spec), "--out", "out", "--json", *words)
+    said = capsys.readouterr()
+    return code, json.loads(said.out) if said.out else None, said.err
+
+
+def test_a_start_that_does_not_run_ends_the_ladder_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path, "Crashes"), "--rungs", "fused")
+    assert (code, row) == (2, None)
+    assert said.startswith("error: the start of the ladder does not run: step 3: ")
+    assert "planted" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_climb_records_a_crash_and_a_wrong_gradient_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One pair a rung, so that nothing can be kept: what is thrown out for other reasons is."""
+    given = {"crash": "Crashes", "wrong": "WrongGradient", "skips (algorithm)": "HalfBatch"}
+    words = [word for name, task in given.items() for word in ("--rung", f"{name}: task.use={PLANTED}:{task}")]
+    code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), "--pairs", "1", "--samples", "512", *words)
+    assert (code, said) == (0, "")
+    crash, wrong, skips = row["rungs"]
+    assert crash["reason"].startswith("it crashed: step 3: ")
+    assert "planted" in crash["reason"]
+    assert "Traceback" not in crash["reason"]
+    assert crash["time_ratio"] is None
+    assert "the gradient of 2.weight" in wrong["reason"]
+    assert wrong["time_ratio"]["n"] == 1
+    assert skips["reason"].startswith("it skips work: 0.5 times the items")
+    assert not any(rung["kept"] for rung in row["rungs"])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "best.toml", "ladder.json", "ladder.md", "ladder.svg", "outcomes.jsonl",
+    ]  # fmt: skip
+    assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == row["num_runs"]
+    best = spec_file.read(str(tmp_path / "out" / "best.toml")).spec
+    assert best.task.use == f"{PLANTED}:Honest"
+
+
+@pytest.mark.slow
+def test_of_planted_rungs_the_honest_gain_alone_is_kept_and_its_spec_repeats_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "idle: task.spare=1", "slower: task.waste=3", f"wrong: task.use={PLANTED}:WrongGradient", f"crash: task.use={PLANTED}:Crashes",
+        f"skips (algorithm): task.use={PLANTED}:HalfBatch", f"hidden: task.use={PLANTED}:HalfBatch, task.admits=false",
+        "honest: task.waste=0",
+    )  # fmt: skip
+    flags = [word for text in words for word in ("--rung", text)]
+    code, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), "--samples", "6400", *flags)
+    assert code == 0
+    found = {rung["name"]: rung for rung in row["rungs"]}
+    assert [name for name, rung in found.items() if rung["kept"]] == ["honest"]
+    assert found["slower"]["reason"].startswith("it is slower")
+    assert found["idle"]["reason"].startswith("no gain is shown")
+    assert found["wrong"]["time_ratio"]["high"] < 1  # fast, and thrown out
+    assert found["hidden"]["parity"]["verdict"] == "fails"
+    assert found["honest"]["score"]["difference"]["estimate"] == 0
+    settings = Settings(pairs=7, samples=6400)
+    assert settings.can_decide
+    best = spec_file.read(str(tmp_path / "out" / "best.toml")).spec
+    assert best.task.parameters["waste"] == 0
