@@ -113,7 +113,8 @@ class Stepper:
         inputs = [each for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
         for position, batch in enumerate(batches):
-            switch(FORWARD)
+            if position:
+                switch(FORWARD)
             self._seed_draws(number, position, index)
             with self._compute():
                 loss = update.loss(self._model, batch)

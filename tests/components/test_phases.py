@@ -27,6 +27,7 @@ from surefoot.components.profiler.phases.compiled import count_compiled
 from surefoot.components.profiler.phases.device_line import DeviceLine
 from surefoot.components.profiler.phases.tally import MOST_SAMPLED, MOST_STEPS, Tally
 from surefoot.contract.events import PHASES
+from surefoot.contract.state import Timing
 
 MS = 1_000_000
 CPU = torch.device("cpu")
@@ -70,7 +71,10 @@ class Steps:
             self.tally.spent_ns[PHASES.index(name)] += round(spent * MS)
             self.now_ns += round(spent * MS)
         self.number += 1
-        self.tally.end_step(self.number, self.now_ns, self.collecting_ns, self.num_compiled)
+        self.tally.end_step(self.number, self.now_ns, self.collecting_ns)
+
+    def take(self) -> Timing:
+        return self.tally.take(self.num_compiled)
 
     def usual(self, count: int = 10) -> None:
         for _ in range(count):
@@ -78,7 +82,7 @@ class Steps:
 
 
 def cause_of(steps: Steps) -> list[tuple[int, str]]:
-    return [(row["step"], row["cause"]) for row in steps.tally.take().outliers]
+    return [(row["step"], row["cause"]) for row in steps.take().outliers]
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "checkpoint", "evaluation", "logging", "other"])
@@ -95,21 +99,25 @@ def test_a_slow_step_is_told_with_the_phase_that_grew(phase: str) -> None:
 def test_a_slow_step_in_which_garbage_was_collected_or_something_compiled_is_told_so() -> None:
     steps = Steps()
     steps.usual()
-    steps.tally.take()
+    steps.take()
     steps.collecting_ns += 30 * MS
     steps.do(forward=50)
     steps.collecting_ns += 5 * MS  # not what made it slow
     steps.do(forward=50)
+    assert cause_of(steps) == [(11, "garbage collection"), (12, "forward")]
     steps.num_compiled += 1
     steps.do(forward=50)
-    assert cause_of(steps) == [(11, "garbage collection"), (12, "forward"), (13, "compile")]
+    steps.do(data=50)
+    assert cause_of(steps) == [(13, "compile"), (14, "data")]
+    steps.do(forward=50)
+    assert cause_of(steps) == [(15, "forward")]
 
 
 def test_a_step_that_is_longer_by_less_than_a_millisecond_is_noise() -> None:
     steps = Steps()
     for _ in range(10):
         steps.do(forward=0.1)
-    steps.tally.take()
+    steps.take()
     steps.do(forward=1)
     steps.do(forward=1.2)
     assert cause_of(steps) == [(12, "forward")]
@@ -128,11 +136,11 @@ def test_of_a_long_window_and_of_a_long_run_so_many_steps_are_kept_and_evenly() 
     steps = Steps()
     for _ in range(3 * MOST_STEPS):
         steps.do(forward=1)
-    assert len(steps.tally.take().step_s) == MOST_STEPS
+    assert len(steps.take().step_s) == MOST_STEPS
     for number in range(MOST_SAMPLED * 3):
         steps.do(forward=1 + number % 7)
         if number % 10 == 9:
-            steps.tally.take()
+            steps.take()
     kept = steps.tally.total().step_s
     assert MOST_SAMPLED / 2 < len(kept) <= MOST_SAMPLED
     for length in range(1, 8):
@@ -218,7 +226,7 @@ class Line:
         self.switch(OPTIMISER, host=0.1, device=optimiser)
         self.switch(OTHER)
         self.number += 1
-        self.line.end_step(self.number, 0, 0)
+        self.line.end_step(self.number, 0)
 
     def read(self) -> dict[str, float]:
         self.switch(self.phase)
@@ -246,7 +254,7 @@ def test_reading_data_counts_only_as_far_as_the_device_stood_still_for_it() -> N
     spent = line.read()
     assert spent["data"] == pytest.approx(3 + 50 - 29.7)
     assert spent["forward"] == pytest.approx(20)
-    timing = line.tally.take()
+    timing = line.tally.take(0)
     assert timing.step_s == pytest.approx((0.033, 0.0503))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,169 +12,28 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import surefoot
 from surefoot.cli.look import past, story
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean
-from surefoot.components.observe import Journal
 from surefoot.contract import events
-from surefoot.contract.events import PHASES, Ended, Event, Started, Step
-from surefoot.contract.task import Guarantee, Loss, Update
+from surefoot.contract.events import PHASES, Ended, Started, Step
+from surefoot.contract.task import Loss, Update
 from surefoot.core.errors import InputError
 from surefoot.train.run import Run
+from tests.train.delays import NUM_STEPS, PLACES, SIZES_S, tell_planted, wait
 from tests.train.small import Small, records, spec
-
-SIZES_S = (0.002, 0.005, 0.01, 0.02, 0.05)
-EACH = 4  # times that each size is planted: the least of them is what a phase takes without the noise of the machine
-NUM_STEPS = 2 * EACH * len(SIZES_S)
-PLACES = {
-    "data": "data", "augmentation": "data", "forward": "forward", "loss": "forward", "backward": "backward", "optimiser": "optimiser",
-    "evaluation": "evaluation", "checkpoint": "checkpoint", "logging": "logging", "other": "other",
-}  # fmt: skip
-AFTER_THE_STEP = ("evaluation", "checkpoint", "logging", "other")  # these stand in the record of the next step
-
-
-def wait(seconds: float) -> float:
-    """Be busy for so long; gives how long it really was."""
-    began_s = time.perf_counter()
-    while time.perf_counter() - began_s < seconds:
-        pass
-    return time.perf_counter() - began_s
-
-
-class Plant:
-    """A busy wait in every second step, of each size in turn; `spent_s` is what it really took, by step."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.spent_s: dict[int, float] = {}
-
-    def size_of(self, step: int) -> float:
-        return SIZES_S[step // 2 % len(SIZES_S)]
-
-    def wait(self) -> None:
-        if self.step % 2 and self.step <= NUM_STEPS:
-            assert self.step not in self.spent_s
-            self.spent_s[self.step] = wait(self.size_of(self.step))
-
-
-class Waiting:
-    """A source that calls before it reads."""
-
-    guarantee: Guarantee = "proven"
-
-    def __init__(self, source: Arrays, call: Callable[[], None]) -> None:
-        self.source, self.call, self.digest = source, call, source.digest
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, ids: np.ndarray) -> Any:
-        self.call()
-        return self.source.read(ids)
-
-    def describe(self) -> str:
-        return self.source.describe()
-
-
-class Slow(torch.optim.SGD):
-    call: Callable[[], None]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.call()
-        super().step()
-
-
-class Planted(Small):
-    """Waits where `where` says."""
-
-    def __init__(self, where: str, plant: Plant) -> None:
-        super().__init__()
-        self.where, self.plant = where, plant
-
-    def at(self, where: str) -> None:
-        if where == self.where:
-            self.plant.wait()
-
-    def data(self, split: str) -> Any:
-        source = super().data(split)
-        return Waiting(source, lambda: self.at("data")) if split == "train" else source
-
-    def augment(self, batch: Any, keys: Any) -> Any:
-        self.at("augmentation")
-        return super().augment(batch, keys)
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        if model.training:
-            self.at("forward")
-        output = super().forward(model, batch)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self.at("backward"))
-        return output
-
-    def loss(self, output: Tensor, batch: Any) -> Loss:
-        if output.requires_grad:
-            self.at("loss")
-        return super().loss(output, batch)
-
-    def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = Slow(groups, lr=0.01)
-        made.call = lambda: self.at("optimiser")
-        return made
-
-    def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
-        self.at("evaluation")
-        return super().metrics(output, batch)
-
-    def state(self) -> Mapping[str, Tensor]:
-        self.at("checkpoint")
-        return {"nothing": torch.zeros(1)}
-
-
-def drive_planted(where: str, plant: Plant, folder: Path) -> dict[int, Step]:
-    """The records of a run with one for each step, that evaluates or saves after each where that is what waits."""
-    observed = spec(NUM_STEPS + 1, observe={"every": "1 step"}, evaluate={"batch": 24})
-    with Run(observed, Planted(where, plant), folder=folder, quiet=True) as run:
-        plant.step = 1
-        for report in run.steps():
-            if where in ("evaluation", "checkpoint"):
-                run.evaluate() if where == "evaluation" else run.save()
-            elif where == "other":
-                plant.wait()
-            plant.step = report.step + 1
-        plant.step = 0
-    return {event.step: event for event in records(folder) if isinstance(event, Step)}
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, name = Plant(), PLACES[where]
-    write = Journal.write
-
-    def slow(journal: Journal, event: Event) -> str | None:
-        if where == "logging" and isinstance(event, Step):
-            plant.wait()
-        return write(journal, event)
-
-    monkeypatch.setattr(Journal, "write", slow)
-    by_step = drive_planted(where, plant, tmp_path)
-    shift = int(where in AFTER_THE_STEP)
-    rows = {step: by_step[step + shift].phases for step in range(1, NUM_STEPS + 1)}
-    own = {step: row.get(name, 0.0) - plant.spent_s.get(step, 0.0) for step, row in rows.items()}
-    others = {step: sum(row.values()) - row.get(name, 0.0) for step, row in rows.items()}
-    assert len(plant.spent_s) == NUM_STEPS // 2
-    assert min(own.values()) >= 0  # all of the delay is in its phase
+def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path) -> None:
+    told = tell_planted(where, tmp_path)
+    assert len(told.plant.spent_s) == NUM_STEPS // 2
+    assert min(told.own_s.values()) >= 0  # all of the delay is in its phase
     for size_s in SIZES_S:
-        planted = [step for step in plant.spent_s if plant.size_of(step) == size_s]
-        without = [step for step in rows if step not in plant.spent_s]
-        for told in (own, others):
-            grown_s = min(told[step] for step in planted) - min(told[step] for step in without)
-            usual_s = float(
-                np.median([told[step] for step in without])
-            )  # caches are cold after a wait: up to twice what it took before
-            assert abs(grown_s) <= 0.05 * size_s + usual_s, (size_s, told is own)
+        for grown_s, row in zip(told.grown_s(size_s), (told.own_s, told.others_s), strict=True):
+            usual_s = float(np.median([row[step] for step in told.without]))  # caches are cold after a wait: up to twice that
+            assert abs(grown_s) <= 0.05 * size_s + usual_s, size_s
 
 
 def wall_of(folder: Path) -> float:

@@ -77,14 +77,14 @@ class PhaseClock:
         """The step `number` is done: it lasted from the end of the one before, and so holds what came between, too."""
         now_ns = self.switch(OTHER)
         if self._line is None:
-            self._tally.end_step(number, now_ns, self._collecting_ns, count_compiled())
-        elif self._line.end_step(number, self._collecting_ns, count_compiled()):
+            self._tally.end_step(number, now_ns, self._collecting_ns)
+        elif self._line.end_step(number, self._collecting_ns):
             self._read_up_to_now(OTHER)
 
     def take(self) -> Timing:
         """What passed since the last call, up to now. Waits for the device."""
         self._read_up_to_now(self._phase)
-        return self._tally.take()
+        return self._tally.take(count_compiled())
 
     def _read_up_to_now(self, phase: int) -> int:
         now_ns = self.switch(phase)

@@ -30,7 +30,7 @@ class DeviceLine:
         self._events: list[Any] = []  # used again in every window
         self._line: list[
             tuple[Any, ...]
-        ] = []  # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, its number, two counts)
+        ] = []  # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, its number, ns of collections)
         self._inside: int | None = None  # which of `timed` went on when the window began
 
     def start(self, now_ns: int) -> None:
@@ -54,9 +54,9 @@ class DeviceLine:
         if old != new and (old in self._timed or new in self._timed):
             self._line.append((MARK, self._record(), new))
 
-    def end_step(self, number: int, collecting_ns: int, num_compiled: int) -> bool:
+    def end_step(self, number: int, collecting_ns: int) -> bool:
         """A step ended here; gives whether it is time to read the marks."""
-        self._line.append((STEP, number, collecting_ns, num_compiled))
+        self._line.append((STEP, number, collecting_ns))
         return self._used > MOST_MARKS
 
     def wait(self) -> None:
@@ -76,7 +76,7 @@ class DeviceLine:
                 waited, last, done_ns = [], row[0], done_ns + passed_ns
                 inside = row[1] if row[1] in self._timed else None
             else:
-                tally.end_step(row[0], done_ns, row[1], row[2])
+                tally.end_step(row[0], done_ns, row[1])
         left_ns = now_ns - done_ns
         _add(tally, [(inside, left_ns)] if inside is not None else _last(waited, left_ns))
         self._inside = inside

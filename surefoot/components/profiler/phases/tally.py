@@ -18,12 +18,13 @@ FEWEST = 8  # steps that tell what is usual
 
 @final
 class Tally:
-    """`spent_ns` is added to from outside, by the number of the phase."""
+    """`spent_ns` is added to from outside, by the number of the phase; steps are noted as they end, and judged when a window does."""
 
     def __init__(self, num_phases: int) -> None:
         self.spent_ns = [0] * num_phases
         self._window = [0] * num_phases  # as `spent_ns` stood when the window began
         self._before = [0] * num_phases  # and when the step did
+        self._noted: list[tuple[int, int, int, list[int]]] = []
         self._steps: list[int] = []
         self._recent: list[int] = []
         self._outliers: list[dict[str, Any]] = []
@@ -37,37 +38,42 @@ class Tally:
     def begin_steps(self, now_ns: int) -> None:
         """The next step begins now."""
         self._ended_ns = now_ns
-        self._before[:] = self.spent_ns
+        self._before = self.spent_ns[:]
 
-    def end_step(self, number: int, now_ns: int, collecting_ns: int, num_compiled: int) -> None:
-        """A step ended, when so many nanoseconds of garbage collection were counted and so many graphs were compiled, in all."""
-        elapsed_ns = now_ns - self._ended_ns
-        self._ended_ns = now_ns
-        self._num_steps += 1
-        if len(self._steps) < MOST_STEPS:
-            self._steps.append(elapsed_ns)
-        if self._num_steps == 1:  # judged once it is known what is usual
-            cause = "compile" if num_compiled > self._compiled else self._largest()
-            self._first = elapsed_ns, _outlier(number, elapsed_ns, cause if cause in CAUSES else "first step")
-        elif self._limit_ns and elapsed_ns > self._limit_ns and len(self._outliers) < MOST_OUTLIERS:
-            cause = self._cause(elapsed_ns, collecting_ns - self._collecting_ns, num_compiled > self._compiled)
-            self._outliers.append(_outlier(number, elapsed_ns, cause))
-        self._collecting_ns, self._compiled = collecting_ns, num_compiled
-        self._before[:] = self.spent_ns
+    def end_step(self, number: int, now_ns: int, collecting_ns: int) -> None:
+        """A step ended, when so many nanoseconds of garbage collection were counted in all. Only noted: that touches little memory."""
+        self._noted.append((number, now_ns, collecting_ns, self.spent_ns[:]))
+        if len(self._noted) > MOST_STEPS:
+            self._judge_noted(self._compiled)
 
-    def _cause(self, elapsed_ns: int, collecting_ns: int, has_compiled: bool) -> str:
-        if has_compiled:
-            return "compile"
-        return "garbage collection" if 2 * collecting_ns > elapsed_ns - self._usual_ns else self._largest()
+    def _judge_noted(self, num_compiled: int) -> None:
+        noted, self._noted = self._noted, []
+        has_compiled, self._compiled = num_compiled > self._compiled, num_compiled
+        for number, now_ns, collecting_ns, spent in noted:
+            elapsed_ns = now_ns - self._ended_ns
+            self._num_steps += 1
+            if len(self._steps) < MOST_STEPS:
+                self._steps.append(elapsed_ns)
+            if self._num_steps == 1:  # whether it stands out is known once it is known what is usual
+                cause = self._cause(elapsed_ns, 0, spent, has_compiled)
+                self._first = elapsed_ns, _outlier(number, elapsed_ns, cause if cause in CAUSES else "first step")
+            elif self._limit_ns and elapsed_ns > self._limit_ns and len(self._outliers) < MOST_OUTLIERS:
+                cause = self._cause(elapsed_ns, collecting_ns - self._collecting_ns, spent, has_compiled)
+                self._outliers.append(_outlier(number, elapsed_ns, cause))
+            self._ended_ns, self._collecting_ns, self._before = now_ns, collecting_ns, spent
 
-    def _largest(self) -> str:
-        """The phase that grew most above what it took in the steps before."""
+    def _cause(self, elapsed_ns: int, collecting_ns: int, spent: Sequence[int], has_compiled: bool) -> str:
+        """What made a step slow; of the steps of a window that compiled those that computed for longer than usual did it."""
+        if 2 * collecting_ns > elapsed_ns - self._usual_ns:
+            return "garbage collection"
         count = max(1, self._num_steps - 1)
-        grown = [now - then - then // count for now, then in zip(self.spent_ns, self._before, strict=True)]
-        return PHASES[grown.index(max(grown))]
+        grown = [now - then - then // count for now, then in zip(spent, self._before, strict=True)]
+        largest = PHASES[grown.index(max(grown))]  # that grew most above what it took in the steps before
+        return "compile" if has_compiled and largest in COMPILED else largest
 
-    def take(self) -> Timing:
-        """What came since the last call."""
+    def take(self, num_compiled: int) -> Timing:
+        """What came since the last call, when so many graphs were compiled in all."""
+        self._judge_noted(num_compiled)
         spent = [now - then for now, then in zip(self.spent_ns, self._window, strict=True)]
         self._window[:] = self.spent_ns
         steps, self._steps = self._steps, []
@@ -98,6 +104,7 @@ class Tally:
         return Timing(phases=_seconds(self.spent_ns), step_s=_rounded(self._sample), outliers=tuple(self._slowest))
 
 
+COMPILED = ("forward", "backward", "optimiser")  # the phases of compiled code
 CAUSES = ("compile", "checkpoint", "evaluation")  # what says more of a first step than that it was the first
 
 
@@ -110,4 +117,4 @@ def _seconds(spent_ns: Sequence[int]) -> dict[str, float]:
 
 
 def _rounded(steps_ns: Sequence[int]) -> tuple[float, ...]:
-    return tuple([round(each * 1e-9, 7) for each in steps_ns])
+    return tuple([(each + 50) // 100 / 1e7 for each in steps_ns])  # to 0.1 us: a shorter line of the log
