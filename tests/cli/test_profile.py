@@ -38,6 +38,7 @@ def test_a_spec_is_trained_up_to_its_window_and_all_is_drawn(surefoot: Command, 
     assert {path.name for path in (tmp_path / "here" / "profile").iterdir()} == FILES
     assert row["num_steps"] == 5
     assert row["first_step"] == 21
+    assert row["slowdown"] == pytest.approx(row["step_s"]["inside"] / row["step_s"]["before"])
     assert len(trace.read(tmp_path / "here" / "profile" / "trace.json.gz").steps) == 5
     assert {"calls", "self_s", "total_s", "self_bytes", "flops", "bytes"} <= row["rows"][0].keys()
     assert row["memory_peak"]["categories"]["parameters"] == 4 * (4 * 4 + 4 + 4 * 3 + 3)

@@ -96,7 +96,8 @@ def draw(root: Frame, title: str) -> str:
     height = TOP + ROW * (1 + max(box.row for box in drawn)) + 8
     label = f"{title}: {format_seconds(whole_ns / 1e9)}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="{_text(label)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" preserveAspectRatio="xMidYMin"',
+        f' role="img" aria-label="{_text(label)}">',
         f"<style>{_STYLE}</style>",
         f'<text class="t" x="{SIDE}" y="18">{_text(label)}</text>',
         f'<text class="s" x="{SIDE}" y="36">click a frame to zoom in; frames under {format_percent(LEAST_SHARE)} are not drawn</text>',

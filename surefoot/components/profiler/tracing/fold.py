@@ -49,9 +49,13 @@ class _Open:
 
 
 def by_stack(trace: Trace) -> Frame:
-    """Python functions and the operators that they call, on the thread of the steps."""
+    """Python functions and the operators that they call, on the thread of the steps; what calls all of them is left out."""
     kept = (each for each in _of_main_thread(trace) if each.category in (PYTHON, OPERATOR))
-    return fold(kept, trace.window, "the window")
+    root = fold(kept, trace.window, "the window")
+    while not root.self_ns and len(root.children) == 1:
+        (caller,) = root.children.values()
+        root = Frame(root.name, caller.self_ns, caller.children)
+    return root
 
 
 def by_module(trace: Trace) -> Frame:

@@ -159,7 +159,7 @@ def _is_activation(block: Block, passes: Sequence[tuple[int, int]]) -> bool:
 
 
 def _sample(blocks: Sequence[Block], window: tuple[int, int]) -> Timeline:
-    """The sums at every change, thinned out: of each stretch the moment with the most is kept."""
+    """The sums at every change, thinned out: a stretch shows the most that it held, from its beginning on."""
     moments: list[tuple[int, str, int]] = []
     for block in blocks:
         began_ns = window[0] if block.began_ns is None else max(window[0], block.began_ns)
@@ -177,11 +177,11 @@ def _sample(blocks: Sequence[Block], window: tuple[int, int]) -> Timeline:
         points.append((time_ns, tuple(now.values())))
     points.append((window[1], points[-1][1]))
     stride = -(-len(points) // MOST_POINTS)
-    kept = [max(points[at : at + stride], key=lambda point: sum(point[1])) for at in range(0, len(points), stride)]
-    columns = list(zip(*(values for _, values in kept), strict=True))
+    most = [max((values for _, values in points[at : at + stride]), key=sum) for at in range(0, len(points), stride)]
+    columns = list(zip(*most, strict=True))
     unknown = sum(block.began_ns is None and block.category == TEMPORARIES for block in blocks)
     return Timeline(
-        [(time_ns - window[0]) / 1e9 for time_ns, _ in kept],
+        [(time_ns - window[0]) / 1e9 for time_ns, _ in points[::stride]],
         {name: list(columns[i]) for i, name in enumerate(CATEGORIES)},
         unknown,
     )

@@ -27,7 +27,8 @@ def draw_memory(found: Timeline) -> str:
         return f"{LEFT + wide * time_s / last_s:.1f},{TOP + high * (1 - num_bytes / peak):.1f}"
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" role="img" aria-label="memory by category">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" preserveAspectRatio="xMidYMin"',
+        ' role="img" aria-label="memory by category">',
         f"<style>{_STYLE}</style>",
         f'<text class="t" x="8" y="20">memory by category: peak {format_bytes(peak)} after {format_seconds(peak_s)}</text>',
     ]
