@@ -167,6 +167,31 @@ def test_later_kinds_and_fields_are_left_aside(surefoot: Command) -> None:
     assert surefoot("show", run, "--json").row["curve"][-1]["step"] == 50
 
 
+def test_folders_of_runs_are_compared_side_against_side_with_intervals(surefoot: Command) -> None:
+    for side, scores in {"a": (0.990, 0.994, 0.992), "b": (0.950, 0.954, 0.949), "c": (0.991, 0.993)}.items():
+        for number, score in enumerate(scores):
+            past.write_finished(Path(side) / str(number), accuracy=score)
+    row = surefoot("compare", "a", "b", "c", "--json").row
+    assert [(side["side"], len(side["runs"])) for side in row["sides"]] == [("a", 3), ("b", 3), ("c", 2)]
+    found = {(each["measure"], each["side"]): each for each in row["effects"]}
+    assert (found["score", "b"]["verdict"], found["score", "c"]["verdict"]) == ("lower", "no effect")
+    assert found["score", "b"]["difference"]["high"] < 0
+    assert found["score", "c"]["difference"]["n"] == 2
+    assert found["peak_bytes", "b"]["verdict"] == "no effect"  # the same in every run
+    out = surefoot("compare", "a", "b").out
+    assert "Runs on each side: a: 3, b: 3" in out
+    assert next(line for line in out.splitlines() if line.startswith("score")).split()[-1] == "lower"
+
+
+def test_one_run_against_a_folder_of_runs_has_a_difference_and_no_verdict(surefoot: Command) -> None:
+    past.write_finished(Path("one"))
+    for number in range(3):
+        past.write_finished(Path("many") / str(number))
+    effects = surefoot("compare", "one", "many", "--json").row["effects"]
+    assert {each["verdict"] for each in effects} == {"too few"}
+    assert surefoot("compare", "many", "nowhere").code == 2
+
+
 NO_RUNS = {
     "an empty folder": lambda path: path.mkdir(),
     "nothing": lambda path: None,

@@ -161,6 +161,11 @@ def find(root: Path) -> Iterator[Path]:
             inside[:] = sorted((name for name in inside if not name.startswith(".")), key=_by_number)
 
 
+def holds_runs(folder: Path) -> bool:
+    """Whether `folder` is no run itself and has runs below it."""
+    return not (folder / events.FILE).exists() and next(find(folder), None) is not None
+
+
 def _by_number(name: str) -> tuple[str, int]:
     """`digits-10` after `digits-9`."""
     stem = name.rstrip("0123456789")

@@ -1,0 +1,143 @@
+"""The ladder against an exhaustive search over five rungs, and ladders of a rung that changes nothing.
+
+python benchmarks/ladder/run.py [--data DIR] [--only digits|cifar10_quick|equal]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measured import ROOT, show
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.core.units import format_number
+from surefoot.prove.ladder import Ladder, Rung, Settings, as_row, climb_ladder, parse_rung, rungs
+from surefoot.prove.ladder.workbench import Workbench
+from surefoot.trial import find_conditions, markdown
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results" / "ladder.json"
+BUILT = ("allocator", "fused", "bf16")
+GIVEN = ('records: observe.every="100 steps"', "loose: train.deterministic=false")
+EQUAL = "equal: checkpoint.keep=4"  # a run of a second makes one commit, so it keeps as many
+EXHAUSTIVE_ROUNDS, FINAL_ROUNDS, LADDERS = 10, 15, 20
+SETTINGS = {"digits": Settings(samples=6400), "cifar10_quick": Settings(samples=400)}
+SETS = {"digits": (), "cifar10_quick": ("train.batch=50",)}
+MOST_APART, MOST_RUNS, MOST_FALSE = 1.03, 1 / 3, 1
+
+
+def tell(text: str) -> None:
+    print(f"ladder: {text}", file=sys.stderr, flush=True)
+
+
+def told(ladder: Ladder) -> None:
+    last = ladder.results[-1]
+    tell(f"{ladder.spec}: {last.rung.name}: {last.standing}: {last.reason}")
+
+
+def search(name: str, spec: RunSpec, folder: Path) -> dict[str, Any]:
+    """A ladder over five rungs, then every subset of those that pass the gate, then the best of both side by side."""
+    settings = SETTINGS[name]
+    given = [parse_rung(text) for text in GIVEN]
+    ladder = climb_ladder(name, spec, settings, folder / "ladder", given=given, names=BUILT, tell=tell, decided=told)
+    sound = [each.rung for each in ladder.results if each.parity.verdict != "fails"]
+    bench = Workbench(ladder.start, settings, folder / "exhaustive")
+    bench.begin()
+    specs = {
+        "start": ladder.start,
+        **{" ".join(each.name for each in subset): _with(ladder.start, subset) for subset in _subsets(sound)},
+    }
+    tell(f"{name}: {len(specs)} specs, {EXHAUSTIVE_ROUNDS} rounds")
+    trial = bench.measure_all("exhaustive", specs, EXHAUSTIVE_ROUNDS)
+    times = {each: found.estimate for each in specs if (found := bench.ratio(trial, each, "start", "time")) is not None}
+    best = min(times, key=times.__getitem__)
+    searched = bench.num_runs
+    final = bench.measure_all("final", {"ladder": ladder.best, "exhaustive": specs[best]}, FINAL_ROUNDS)
+    apart = bench.ratio(final, "ladder", "exhaustive", "time")
+    return {
+        "name": name, "ladder": as_row(ladder), "specs": len(specs), "times": times, "best": best, "num_runs": ladder.num_runs,
+        "searched_runs": searched, "kept": [each.rung.name for each in ladder.kept],
+        "apart": None if apart is None else {"estimate": apart.estimate, "low": apart.low, "high": apart.high, "n": apart.count},
+    }  # fmt: skip
+
+
+def _subsets(sound: list[Rung]) -> list[tuple[Rung, ...]]:
+    return [subset for size in range(1, len(sound) + 1) for subset in itertools.combinations(sound, size)]
+
+
+def _with(spec: RunSpec, subset: tuple[Rung, ...]) -> RunSpec:
+    for rung in subset:
+        spec = rungs.change(spec, rung.change)
+    return spec
+
+
+def equal_ladders(folder: Path) -> dict[str, Any]:
+    """Ladders of one rung that changes nothing, each with a seed of its own; how often it was kept."""
+    rows = []
+    for number in range(LADDERS):
+        spec = spec_file.read("digits", [("train.seed", number, "here")]).spec
+        settings = replace(SETTINGS["digits"], samples=3200)
+        ladder = climb_ladder(
+            "digits", spec, settings, folder / str(number), given=[parse_rung(EQUAL)], tell=tell, decided=told
+        )  # fmt: skip
+        rows.append(as_row(ladder)["rungs"][0])
+    return {"ladders": rows, "kept": sum(row["kept"] for row in rows)}
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The bars, each with what was measured."""
+    rows = []
+    for each in found["searches"]:
+        apart, share = each["apart"], each["num_runs"] / each["searched_runs"]
+        shown = f"{apart['estimate']:.3f} ({apart['low']:.3f} to {apart['high']:.3f})" if apart else "n/a"
+        holds = "holds" if apart and apart["estimate"] <= MOST_APART else "fails"
+        rows.append(
+            (
+                f"{each['name']}: time of the ladder's best to that of the best of {each['specs']}",
+                shown,
+                f"<= {MOST_APART}",
+                holds,
+            )
+        )
+        runs = f"{each['num_runs']} of {each['searched_runs']}: {format_number(share)}"
+        rows.append((f"{each['name']}: its runs", runs, "<= 1/3", "holds" if share <= MOST_RUNS else "fails"))
+    if found["equal"] is not None:
+        kept = found["equal"]["kept"]
+        share = f"{kept} of {len(found['equal']['ladders'])}"
+        rows.append(("a rung that changes nothing, kept", share, "<= 1 of 20", "holds" if kept <= MOST_FALSE else "fails"))
+    return markdown(("bar", "measured", "must", "standing"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=(ROOT / os.environ.get("DATA", "../shared/data")).resolve())
+    parser.add_argument("--only", choices=[*SETS, "equal"], help="this alone, and nothing written")
+    asked = parser.parse_args()
+    found: dict[str, Any] = {"conditions": find_conditions(("torch", "surefoot")), "searches": [], "equal": None}
+    with tempfile.TemporaryDirectory(prefix="surefoot-ladders-") as folder:
+        for name, sets in SETS.items():
+            if asked.only in (None, name):
+                stated = [spec_file.parse_set(text) for text in sets]
+                if name != "digits":
+                    stated.append(("data.folder", str(asked.data), "--data"))
+                found["searches"].append(search(name, spec_file.read(name, stated).spec, Path(folder) / name))
+        if asked.only in (None, "equal"):
+            found["equal"] = equal_ladders(Path(folder) / "equal")
+    if asked.only is None:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    parts = {"bars": render(found), "conditions": markdown(("condition", "value"), list(found["conditions"].items()))}
+    show(parts, FOLDER / "README.md" if asked.only is None else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Several runs on each side: what `surefoot compare` says of two folders of runs, with intervals; no effect where one holds none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.cli.look import past
+from surefoot.cli.look.past import Past, finite, value_of
+from surefoot.cli.table import print_table
+from surefoot.core.errors import RunFolderError
+from surefoot.core.statistics import Interval, mean, mean_difference
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
+
+
+@dataclass(frozen=True)
+class Side:
+    """One folder and the runs in it."""
+
+    folder: Path
+    runs: tuple[Past, ...]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measure of a side against the first side: means, and the difference of means with its interval; None: too few have it."""
+
+    measure: str
+    side: Side
+    mine: float | None
+    theirs: float | None
+    difference: Interval | None
+
+    @property
+    def verdict(self) -> str:
+        return "not measured" if self.difference is None else self.difference.verdict
+
+
+MEASURES: Mapping[str, Callable[[Past], float | None]] = {
+    "score": lambda run: value_of(run.last),
+    "training loss": lambda run: finite(run.steps[-1].loss) if run.steps else None,
+    "samples_per_s": lambda run: run.samples_per_s,
+    "elapsed_s": lambda run: run.elapsed_s,
+    "peak_bytes": lambda run: run.peak_bytes,
+}
+
+
+def read(folder: Path) -> Side:
+    """The runs in `folder`, or the run that it is. Raises RunFolderError where there is none, or one is damaged."""
+    found = tuple(past.read(path) for path in past.find(folder))
+    if not found:
+        raise RunFolderError(f"{folder} holds no runs", hint="name a run, or a folder with runs in it")
+    return Side(folder, found)
+
+
+def compare(sides: Sequence[Side]) -> list[Compared]:
+    """Every measure of each further side against the first, by the difference of means (Welch)."""
+    return [_compare(name, of, side, sides[0]) for name, of in MEASURES.items() for side in sides[1:]]
+
+
+def _compare(name: str, of: Callable[[Past], float | None], side: Side, first: Side) -> Compared:
+    mine, theirs = ([value for run in each.runs if (value := of(run)) is not None] for each in (side, first))
+    if not mine or not theirs:
+        return Compared(name, side, None, None, None)
+    return Compared(name, side, mean(mine), mean(theirs), mean_difference(mine, theirs))
+
+
+def tell(sides: Sequence[Side]) -> None:
+    """Print the comparison."""
+    counts = ", ".join(f"{each.folder}: {len(each.runs)}" for each in sides)
+    print(f"Runs on each side: {counts}; differences are to {sides[0].folder}, with 95 % intervals")
+    rows = []
+    for each in compare(sides):
+        show = _format(each.measure, sides)
+        rows.append(
+            (each.measure, str(each.side.folder), show(each.theirs), show(each.mine), _shown(each.difference, show), each.verdict)
+        )
+    print_table(("measure", "side", "first", "this", "difference", "verdict"), rows)
+    print(
+        "\nruns that were not made in turns also differ by what the machine did meanwhile: speed is compared by surefoot ladder"
+    )
+
+
+def _format(measure: str, sides: Sequence[Side]) -> Callable[[float | None], str]:
+    last = sides[0].runs[0].last
+    in_percent = last is not None and last.units.get(last.score) == "%"
+    score = format_percent if in_percent else format_number
+    shows: dict[str, Callable[[float | None], str]] = {
+        "score": score, "samples_per_s": lambda value: format_rate(value, "samples"), "elapsed_s": _signed(format_seconds),
+        "peak_bytes": _signed(format_bytes),
+    }  # fmt: skip
+    return shows.get(measure, format_number)
+
+
+def _signed(show: Callable[[float | None], str]) -> Callable[[float | None], str]:
+    return lambda value: f"-{show(-value)}" if value is not None and value < 0 else show(value)
+
+
+def _shown(difference: Interval | None, show: Callable[[float | None], str]) -> str:
+    if difference is None:
+        return UNKNOWN
+    if difference.low is None or difference.high is None:
+        return show(difference.estimate)
+    return f"{show(difference.estimate)} ({show(difference.low)} to {show(difference.high)})"
+
+
+def as_row(sides: Sequence[Side]) -> dict[str, Any]:
+    """The comparison as one object."""
+    return {
+        "sides": [{"side": str(side.folder), "runs": [run.as_row() for run in side.runs]} for side in sides],
+        "effects": [
+            {
+                "measure": each.measure, "side": str(each.side.folder), "baseline": str(sides[0].folder), "mean": each.mine,
+                "baseline_mean": each.theirs, "verdict": each.verdict,
+                "difference": None if each.difference is None else
+                {"estimate": each.difference.estimate, "low": each.difference.low, "high": each.difference.high,
+                 "n": each.difference.count},
+            }
+            for each in compare(sides)
+        ],
+    }  # fmt: skip
