@@ -1,0 +1,97 @@
+"""What the timers cost a step, what the phases of four tasks add up to, and where delays of known size are found.
+
+python benchmarks/phases/run.py [--rounds 9]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from surefoot.contract.events import PHASES
+from surefoot.core.statistics import median, median_interval
+from surefoot.core.units import format_number, format_seconds
+from surefoot.trial import Arm, Trial, markdown, read_trial
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+COSTS = {"the calls alone": ("calls", "cpu_s_per_step"), "in a run": ("steps", "added_cpu_s_per_step")}
+TASKS = ("digits", "cifar10", "pycorpus", "wikitext2")
+PLACES = ("data", "augmentation", "forward", "loss", "backward", "optimiser", "evaluation", "checkpoint", "logging", "other")
+SIZES = ("2 ms", "5 ms", "10 ms", "20 ms", "50 ms")
+MOST_ADDED_S, MOST_OFF, MOST_OTHER = 10e-6, 0.01, 0.05
+
+
+def arm(name: str, what: str) -> Arm:
+    return Arm(name=name, command=(sys.executable, "-m", "benchmarks.phases.arms", what, "{report}", "{work}/run"), folder=ROOT)
+
+
+def render_cost(trial: Trial) -> str:
+    rows = []
+    for name, (what, measured) in COSTS.items():
+        interval = median_interval(list(trial.by_round(what, measured).values()))
+        low, middle, high = map(format_seconds, (interval.low, interval.estimate, interval.high))
+        highest = interval.estimate if interval.high is None else interval.high
+        rows.append((name, f"{middle} ({low} to {high})", "<= 10 us", "holds" if highest <= MOST_ADDED_S else "undecided"))
+    return markdown(("CPU time of a step", "median (95 %)", "bar", "verdict"), rows)
+
+
+def render_wall(trial: Trial) -> str:
+    rows = []
+    for task in TASKS:
+        for how in ("plain", "saved and evaluated"):
+            found = {key: _middle(trial, f"{task} {how}", key) for key in ("coverage", *(f"{name}_share" for name in PHASES))}
+            coverage, other = found.pop("coverage"), found["other_share"]
+            if coverage is None or other is None:
+                rows.append((f"{task}, {how}", "n/a", *("n/a" for _ in PHASES), "not measured"))
+                continue
+            holds = abs(coverage - 1) <= MOST_OFF and other <= MOST_OTHER
+            shares = (f"{100 * (share or 0.0):.1f}" for share in found.values())
+            rows.append((f"{task}, {how}", f"{100 * coverage:.3f} %", *shares, "holds" if holds else "fails"))
+    return markdown(("run", "phases by wall time", *(f"{name} %" for name in PHASES), "bar"), rows)
+
+
+def render_delays(trial: Trial) -> str:
+    rows = []
+    for where in PLACES:
+        cells = [f"{_percent(trial, where, f'{size}/own')} / {_percent(trial, where, f'{size}/others')}" for size in SIZES]
+        rows.append((where, format_seconds(_middle(trial, where, "usual_s")), *cells))
+    return markdown(("delay put into", "without it", *SIZES), rows)
+
+
+def _middle(trial: Trial, name: str, measured: str) -> float | None:
+    values: Iterable[float] = trial.by_round(name, measured).values()
+    return median(list(values)) if values else None
+
+
+def _percent(trial: Trial, name: str, measured: str) -> str:
+    value = _middle(trial, name, measured)
+    return "n/a" if value is None else f"{format_number(round(100 * value, 2))} %"
+
+
+def main() -> None:
+    parser = make_parser(__doc__, RESULTS)
+    parser.set_defaults(rounds=9)
+    asked = parser.parse_args()
+    costs = [arm(what, what) for what, _ in COSTS.values()]
+    runs = {"plain": "plain", "saved and evaluated": "busy"}
+    walls = [arm(f"{task} {how}", f"wall:{task}:{word}") for task in TASKS for how, word in runs.items()]
+    delays = [arm(where, f"delay:{where}") for where in PLACES]
+    if not asked.show:
+        packages = ("torch", "numpy", "surefoot")
+        measure(
+            "what the timers cost", costs, rounds=asked.rounds, packages=packages, out=asked.out / "cost.json", warmup_rounds=0
+        )
+        measure("phases and wall time", walls, rounds=1, packages=packages, out=asked.out / "wall.json", warmup_rounds=0)
+        measure("planted delays", delays, rounds=1, packages=packages, out=asked.out / "delays.json", warmup_rounds=0)
+    cost, wall, planted = (read_trial(asked.out / f"{name}.json") for name in ("cost", "wall", "delays"))
+    parts = {
+        "cost": render_cost(cost), "wall": render_wall(wall), "delays": render_delays(planted), "conditions": render_conditions(cost),
+    }  # fmt: skip
+    show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
+
+
+if __name__ == "__main__":
+    main()
