@@ -12,8 +12,9 @@ from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_numb
 
 MAX_ROWS = 15
 NUM_NAMED = 5  # places whose names stand in the drawing
-DECADES = 9
+DECADES = 6
 MIB, GIGA = 1 << 20, 1e9
+LETTER = 6.5  # pixels of one, about
 KINDS = ("module", "operator")
 
 
@@ -34,7 +35,9 @@ def draw_roofline(found: Roofline) -> Figure | None:
     if x is None or y is None or not x.log or not y.log:
         return None
     frame = Frame(x=x, y=y, width=460, height=320, left=58)
-    named = sorted(places, key=lambda each: -(each[0].elapsed_s or 0.0))[:NUM_NAMED]
+    places, num_below = [each for each in places if each[2] >= y.low], sum(each[2] < y.low for each in places)
+    operators = [each for each in places if each[0].kind == "operator"] or places
+    named = sorted(operators, key=lambda each: -(each[0].elapsed_s or 0.0))[:NUM_NAMED]
     return Figure(
         title=f"Roofline of {cut(found.device, 60)}", width=frame.width, height=frame.height,
         paths=[*frame.grid(), *(path for index, peak in enumerate(peaks.values()) for path in _roof(frame, index, peak, width))],
@@ -42,9 +45,10 @@ def draw_roofline(found: Roofline) -> Figure | None:
             Mark(x=frame.across(x), y=frame.up(y), shape=KINDS.index(place.kind) if place.kind in KINDS else 2, told=_tell(place))
             for place, x, y in places
         ],
-        words=[*_powers(frame), *_named(frame, named), *_roof_names(frame, peaks)],
-        legend=[Key(style=index, label=f"roof of {name}") for index, name in enumerate(peaks)]
+        words=[*_powers(frame), *_named(frame, named)],
+        legend=[Key(style=index % NUM_STYLES, label=f"{name}, {_giga(peak)} GFLOP/s") for index, (name, peak) in enumerate(peaks.items())]
         + [Key(style=index, label=kind, kind="mark") for index, kind in enumerate(KINDS)],
+        note=f"left out: {num_below} below {_giga(y.low)} GFLOP/s" if num_below else "",
     )  # fmt: skip
 
 
@@ -66,23 +70,17 @@ def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterato
     yield Path(d=d, style=f"line s{index % NUM_STYLES}")
 
 
-def _roof_names(frame: Frame, peaks: dict[str, float]) -> Iterator[Words]:
-    for name, peak in peaks.items():
-        text = f"{cut(name, 12)} {_giga(peak)} GFLOP/s"
-        yield Words(x=frame.across(frame.x.high) - 2, y=frame.up(peak) - 5, text=text, anchor="end", style="title")
-
-
 def _named(frame: Frame, places: Sequence[tuple[Place, float, float]]) -> Iterator[Words]:
     """Names beside their signs; one that would lie on another is left to the table."""
-    taken: list[tuple[float, float]] = []
+    taken: list[tuple[float, float, float]] = []
     for place, x, y in places:
         across, up = frame.across(x), frame.up(y)
-        if all(abs(across - other) > 130 or abs(up - height) > 13 for other, height in taken):
-            taken.append((across, up))
-            is_right = across > frame.width * 0.6
-            yield Words(
-                x=across + (-8 if is_right else 8), y=up + 4, text=cut(place.name, 18), anchor="end" if is_right else "start"
-            )
+        text, is_right = cut(place.name, 22), across > frame.width * 0.6
+        first = across - 8 - LETTER * len(text) if is_right else across + 8
+        last = first + LETTER * len(text)
+        if all(last < start or first > end or abs(up - height) > 13 for start, end, height in taken):
+            taken.append((first, last, up))
+            yield Words(x=last if is_right else first, y=up + 4, text=text, anchor="end" if is_right else "start", style="named")
 
 
 def _powers(frame: Frame) -> Iterator[Words]:
@@ -177,7 +175,7 @@ def draw_memory(memory: Memory) -> tuple[Figure, Table] | None:
     below = [0.0] * count
     for index, (name, values) in enumerate(layers.items()):
         above = [low + value for low, value in zip(below, values, strict=True)]
-        paths.append(Path(d=_area(frame, memory.times_s, below, above), style=f"part f{index % NUM_STYLES}"))
+        paths.append(Path(d=_area(frame, memory.times_s, below, above), style=f"f{index % NUM_STYLES}"))
         thickest = max(range(count), key=lambda at: values[at])
         if values[thickest] / top * frame.height > 20:
             middle = (below[thickest] + above[thickest]) / 2 / MIB
