@@ -31,7 +31,7 @@ from surefoot.contract import events, loop_ledger
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
-from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
 from surefoot.train import blame, environment, folder
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.loop import LoopKeeper, name_objects
@@ -57,8 +57,9 @@ def attach(
     there: `first_pass` is how many passes were whole, and the first `batches()` begins in the middle of its pass.
 
     `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
-    the loop, which also names the exception that left it, or else when the process ends. Raises DataError for data that cannot be
-    iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that is something else.
+    the loop, which also names the exception that left it, or else when the process ends: then it was left, not finished. Raises
+    DataError for data that cannot be iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that
+    is something else.
     """
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     bad = [each for each in optimizers if not hasattr(each, "param_groups")]
@@ -79,7 +80,7 @@ class Attached:
 
     def __init__(self, record: _Record) -> None:
         self._record = record
-        self._left = weakref.finalize(self, record.end)
+        self._left = weakref.finalize(self, record.end, "stopped")
         self._left.atexit = False  # then the record asks first whether an exception ended the process
         atexit.register(record.end_with_process)
 
@@ -178,7 +179,9 @@ class _Record:
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
         digest = folder.code_digest(_script(), model)
-        choice = functools.partial(folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True)
+        choice = functools.partial(
+            folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True, closed_by=("finished",)
+        )
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
             self._keeper = LoopKeeper(self.folder, self._lock, objects, self._watched.data, save)
@@ -352,21 +355,22 @@ class _Record:
             self.end("interrupted", f"interrupted by Ctrl-C after step {self.step}", EXIT_INTERRUPTED)
             return
         if not isinstance(error, Exception):
-            self.end("stopped", f"{type(error).__name__} after step {self.step}")
+            code = blame.find_exit_code(error) if isinstance(error, SystemExit) else EXIT_INTERNAL
+            self.end("failed" if code else "stopped", f"{blame.describe(error)} after step {self.step}", code)
             return
         made = blame.as_run_error(error, f"after step {self.step}:")
         self.end("failed", made.message, made.exit_code)
 
     def end_with_process(self) -> None:
-        """The process ends: by an exception that nobody caught, if there is a new one, else by itself."""
+        """The process ends: by an exception that nobody caught, if there is a new one, else by itself or `sys.exit`, who can tell."""
         error = getattr(sys, "last_value", None)
         if error is None or error is self._old_error:
-            self.end()
+            self.end("stopped")
         else:
             self.end_by(error)
 
     def end(self, outcome: str = "", cause: str = "", exit_code: int = EXIT_OK) -> None:
-        """Write Ended, once; without an outcome it is what the last pass over the data says."""
+        """Write Ended, once; without an outcome it is what the last pass over the data says. Only "finished" closes the folder."""
         if self._is_over or os.getpid() != self._process:
             return
         self._close_window()
@@ -374,7 +378,8 @@ class _Record:
             is_whole = self._num_passes > 0 and not self._is_inside
             outcome = "finished" if is_whole else "stopped"
             passes = "1 pass" if self._num_passes == 1 else f"{self._num_passes} passes"
-            cause = f"{passes} over the data" if is_whole else f"the loop was left after step {self.step}"
+            cause = f"{passes} over the data" if is_whole else ""
+        cause = cause or f"the loop was left after step {self.step}"
         if not self._is_over and not self._lock.is_lost():
             self._write(self._ended(outcome, cause, exit_code))
         if not self._is_over:

@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from surefoot.core.errors import BadRecordError, DataError, InputError, SurefootError, UserCodeError
+from surefoot.core.errors import EXIT_OK, BadRecordError, DataError, InputError, SurefootError, UserCodeError
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
@@ -39,6 +39,11 @@ def describe(error: BaseException) -> str:
     where = "" if frame is None else f" ({frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     first = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first[0]}{where}"
+
+
+def find_exit_code(leave: SystemExit) -> int:
+    """The code that Python ends the process with."""
+    return leave.code if isinstance(leave.code, int) else EXIT_OK if leave.code is None else 1
 
 
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,20 +51,25 @@ def code_digest(use: str | None, task: object) -> str:
     return hashlib.sha256(f"{type(task).__module__}.{type(task).__qualname__}".encode()).hexdigest()
 
 
-def choose(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
-    """Choose the folder; nothing is written.
+def choose(
+    wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool,
+    closed_by: Collection[str] = FINISHED,
+) -> Chosen:  # fmt: skip
+    """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` is not gone on with.
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
     try:
-        chosen = _chosen(wanted, spec_id, name, digest, fresh=fresh, accept_code_change=accept_code_change)
+        chosen = _chosen(wanted, spec_id, name, digest, fresh=fresh, accept_code_change=accept_code_change, closed_by=closed_by)
     except OSError as error:
         raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
     _check_writable(chosen.folder)
     return chosen
 
 
-def _chosen(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool) -> Chosen:
+def _chosen(
+    wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
+) -> Chosen:  # fmt: skip
     if wanted is None:
         return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
     if not wanted.exists():
@@ -85,7 +90,7 @@ def _chosen(wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh:
             hint="give another --run folder, or --fresh",
         )
     ended = past[-1] if past and isinstance(past[-1], Ended) else None
-    if ended is not None and ended.outcome in FINISHED:
+    if ended is not None and ended.outcome in closed_by:
         new = _next_free(wanted)
         return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",), is_numbered=True)
     if started and started[-1].code_digest != digest and not accept_code_change:

@@ -424,6 +424,7 @@ class Run:
             if error is None and self.step:
                 self._commit(last=True)
                 self._settle()
+                self._keeper.check_saved(self.step)
         except BaseException as problem:
             error = problem
             raise
@@ -467,7 +468,7 @@ class Run:
         if isinstance(error, SystemExit) and self._stop is not None and error.code == self._stop_code:
             return *self._stop, self._stop_code
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else 1  # as Python ends with it
+            code = blame.find_exit_code(error)
             return "failed" if code else "stopped", f"SystemExit: {error.code}, after step {self.step}", code
         if error is not None:
             return "failed", f"{type(error).__name__} after step {self.step}", EXIT_INTERNAL

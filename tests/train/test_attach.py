@@ -89,6 +89,15 @@ def test_a_loop_records_what_began_each_step_and_how_it_ended(tmp_path: Path) ->
     assert (last.outcome, last.cause, last.step, last.num_samples) == ("finished", "the loop was done after step 6", 6, 80)
 
 
+def test_a_loop_without_a_seed_is_read_back_whatever_torch_drew_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="spilled"), Loop(2**64 - 1).attach(tmp_path / "run"):
+        raise ValueError("spilled")
+    (started, _) = read(tmp_path / "run")
+    assert isinstance(started, Started)
+    assert started.seed == 2**64 - 1
+    assert Loop().attach(tmp_path / "run").folder == tmp_path / "run"
+
+
 def test_a_window_of_unequal_batches_is_the_mean_over_its_samples(tmp_path: Path) -> None:
     loop = Loop()
     sums = []
@@ -292,7 +301,11 @@ for run in runs:
             ENDING
 """
 ENDINGS = {
-    "break": {"whole": ("finished", "1 pass over the data", 0), "left": ("stopped", "the loop was left after step 2", 0)},
+    "break": {
+        "whole": ("stopped", "the loop was left after step 3", 0),
+        "left": ("stopped", "the loop was left after step 2", 0),
+    },
+    "raise SystemExit(143)": {"whole": ("stopped", "the loop was left after step 3", 0)},
     "raise ValueError('spilled')": {"left": ("failed", "after step 2: ValueError: spilled (", 3)},
 }
 
@@ -304,11 +317,12 @@ def test_the_end_of_the_process_ends_a_loop_that_nobody_closed(tmp_path: Path) -
         folder.mkdir()
         (folder / "mine.py").write_text(SCRIPT.replace("ENDING", ending))
         begun.append((folder, subprocess.Popen([sys.executable, "mine.py"], cwd=folder, stderr=subprocess.PIPE, env=environment)))
-    for (folder, process), ends in zip(begun, ENDINGS.values(), strict=True):
+    for (folder, process), (ending, ends) in zip(begun, ENDINGS.items(), strict=True):
         _, said = process.communicate(timeout=300)
         for name, (outcome, cause, code) in ends.items():
             end = ended(folder / name)
-            assert (end.outcome, end.exit_code, process.returncode) == (outcome, code, int(outcome == "failed")), said
+            status = 143 if "SystemExit" in ending else int(outcome == "failed")
+            assert (end.outcome, end.exit_code, process.returncode) == (outcome, code, status), said
             assert end.cause.startswith(cause)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import surefoot
 from surefoot.contract import manifest
 from surefoot.contract.events import Committed, Started, Step
 from surefoot.core.errors import TaskError
-from tests.train.small import records
+from surefoot.train.attach import Attached
+from tests.train.small import end_of, records
 
 PASSES, BATCHES = 4, 5
 
@@ -115,6 +118,35 @@ def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(kind: str, 
     assert starts == [1, (leave_at - 1) // 3 * 3 + 1]
     steps = {event.step: event.loss for event in records(tmp_path / "left") if isinstance(event, Step)}
     assert steps == {event.step: event.loss for event in records(tmp_path / "whole") if isinstance(event, Step)}
+
+
+@pytest.mark.parametrize(("way", "told"), [("exit", ("failed", 143)), ("dropped", ("stopped", 0)), ("break", ("stopped", 0))])
+def test_a_loop_that_was_left_in_its_own_process_goes_on_in_its_folder(way: str, told: tuple[str, int], tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+
+    def begin() -> Attached:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return surefoot.attach(model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", save="2 steps")
+
+    def leave(run: Attached) -> None:
+        for x, y in run.batches():
+            run.step_done(F.cross_entropy(model(x), y))
+            if run.step == 3 and way == "break":
+                break
+            if run.step == 3:
+                raise SystemExit(143)  # as a handler of SIGTERM does
+
+    if way == "dropped":
+        with contextlib.suppress(SystemExit):
+            leave(begin())
+        gc.collect()
+    else:
+        with contextlib.suppress(SystemExit), begin() as run:
+            leave(run)
+    end = end_of(tmp_path / "a")
+    assert (end.outcome, end.exit_code) == told
+    with begin() as again:
+        assert (again.folder, again.step) == (tmp_path / "a", 3 if way == "break" else 2)
 
 
 def test_commits_stand_between_steps_the_last_at_the_end(tmp_path: Path) -> None:

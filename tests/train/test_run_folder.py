@@ -286,6 +286,26 @@ def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_p
         surefoot.load(disk / "a")
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_run_whose_last_state_is_not_saved_has_failed_and_the_same_run_again_ends_whole(
+    interrupted: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a"
+    with (
+        pytest.raises(StorageError, match="the state after step 6 was not saved"),
+        Run(spec(6), Small(), folder=folder, quiet=True) as run,
+    ):
+        (folder / "checkpoints").write_text("a file where the folder should be")
+        for report in run.steps():
+            if report.step == 6 and interrupted:
+                signal.raise_signal(signal.SIGTERM)
+    end = end_of(folder)
+    assert (end.outcome, end.exit_code, run.exit_code) == ("failed", 5, 5)
+    (folder / "checkpoints").unlink()
+    assert train(folder).outcome == "finished"
+    assert manifest.steps(folder) == [6]
+
+
 def test_a_disk_that_is_full_under_the_log_ends_the_run_with_whole_lines_and_whole_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,14 @@ class Keeper:
             self.saved_step = saved.step
         return saved
 
+    def check_saved(self, step: int) -> None:
+        """Raise StorageError unless the state after `step`, where the run ends, is on disk: a lost save in the middle costs only itself."""
+        if step != self.saved_step:
+            raise StorageError(
+                f"the state after step {step:,} was not saved",
+                hint="mend the disk, and start the same command again: it goes on after the newest commit",
+            )
+
     def abandon(self) -> None:
         """Let a save in flight end, and say nothing of it."""
         self._saver.abandon()
