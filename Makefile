@@ -11,7 +11,7 @@ PY := .venv/bin/python
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo         train a model on real data and print its score'
+	@echo 'make demo         train a model on real data, climb a short ladder with it, write both as a page'
 	@echo 'make test         the tests (TESTS=... to choose, DATA=... for the data sets, WORKERS=2 at a time)'
 	@echo 'make lint         style and types'
 	@echo 'make test-faults  the large fault counts and the long runs'
@@ -20,7 +20,7 @@ help:
 # one thread: a small model is fastest so, and a busy machine slows many threads far more than one
 demo:
 	@.ci/setup demo
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m surefoot train digits
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m surefoot demo
 
 test:
 	@.ci/setup dev

@@ -13,7 +13,7 @@ from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
 from surefoot.cli.operate import checkpoint
 from surefoot.cli.prove import bench, ladder, promise, roofline, verify
-from surefoot.cli.train import evaluate, init, predict, resume, train
+from surefoot.cli.train import demo, evaluate, init, predict, resume, train
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError, SurefootError, UserCodeError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
+app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
 app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
 app.command(cls=Verb, rich_help_panel=TRAIN)(resume.resume)

@@ -15,7 +15,7 @@ from tests.cli.conftest import Command
 from tests.cli.reference import CLI, ROOT, sections
 
 VERBS = (
-    "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "report", "ledger", "profile", "verify",
+    "demo", "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "report", "ledger", "profile", "verify",
     "prove",
     "roofline", "bench step", "ladder",
     "spec show", "spec schema", "spec check",

@@ -58,7 +58,7 @@ def test_a_command_sets_up_in_a_path_with_spaces_and_goes_on(target: str, extra:
     done = machine.make(target)
     assert done.returncode == 0, done.stderr
     assert f"-c constraints.txt -e .[{extra}]" in machine.calls.read_text()
-    assert machine.called({"demo": "-m surefoot train digits", "test": "-m pytest -q", "lint": "-m ruff check ."}[target])
+    assert machine.called({"demo": "-m surefoot demo", "test": "-m pytest -q", "lint": "-m ruff check ."}[target])
 
 
 def test_a_second_time_installs_nothing(tmp_path: Path) -> None:
