@@ -283,6 +283,21 @@ def test_ranges_are_balanced_when_a_step_raises_and_nothing_stays_behind(tmp_pat
     assert trace.read(profile_again).steps
 
 
+def test_a_part_that_raises_ends_its_range_at_once(tmp_path: Path) -> None:
+    model, _ = small()
+    broken = Raises()
+    model.append(broken)
+    with Profiler(model, tmp_path, window=Window(wait=0, warmup=0, active=2), levels=()) as profiler:
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(1, WIDTH))
+        profiler.step_done()
+        model[:3](torch.ones(1, WIDTH))
+        profiler.step_done()
+    ranges = [each for each in trace.read(tmp_path / "trace.json.gz").slices if each.category == trace.RANGE]
+    second = next(each for each in ranges if each.name == "step 2")
+    assert not [each for each in ranges if each.name == "module 3" and each.end_ns > second.start_ns]
+
+
 def test_nothing_is_hooked_outside_of_the_window(tmp_path: Path) -> None:
     model, optimizer = small()
     with Profiler(model, tmp_path, window=Window(wait=2, warmup=1, active=1), levels=()) as profiler:
