@@ -36,7 +36,7 @@ CALLS = 200_000
 EVALUATED = 64  # samples
 WARMUP, BLOCKS, BLOCK, WINDOW = 200, 40, 100, 10
 TASKS = {  # steps, how often it is evaluated and saved, the data set that it wants
-    "digits": (300, 100, ""), "cifar10": (12, 6, "cifar10-webdataset"), "pycorpus": (24, 12, ""), "wikitext2": (24, 12, "wikitext-2"),
+    "digits": (300, 100, ""), "cifar10": (12, 6, "cifar10-webdataset"), "pycorpus": (16, 8, ""), "wikitext2": (12, 6, "wikitext-2"),
 }  # fmt: skip
 
 
