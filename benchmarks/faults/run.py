@@ -77,12 +77,15 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[each.case for each in CAMPAIGNS], help="this campaign; repeatable")
     parser.add_argument("--trials", type=int, help="of each campaign; by default its large count")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument(
+        "--in", dest="scratch", type=Path, help="the folder to work in; by default the system's for temporary files"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="where a JSON a campaign goes")
     parser.add_argument("--show", action="store_true", help="only make the tables from the results that are there")
     asked = parser.parse_args()
     chosen = [] if asked.show else [each for each in CAMPAIGNS if not asked.case or each.case in asked.case]
     asked.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="surefoot-faults-") as folder:
+    with tempfile.TemporaryDirectory(prefix="surefoot-faults-", dir=asked.scratch) as folder:
         for campaign in chosen:
             with Workshop(Path(folder) / campaign.case) as workshop:
                 outcome = carry_out(campaign, workshop, trials=asked.trials or campaign.many, seed=asked.seed, tell=_tell)
