@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from surefoot.cli.look import past as past_run
-from surefoot.cli.look.report import rows_of
+from surefoot.cli.look.report import rows_of, write_page
 from surefoot.contract import events
 from surefoot.contract.events import Committed
 from surefoot.control.report import Report, read_ladder, read_profile, render
 from surefoot.control.report.page import harmless
+from surefoot.core.errors import InputError
 from tests.cli import past_runs as past
 from tests.cli.browser import Browser, browsing, find_browser
 from tests.cli.conftest import Command
@@ -254,6 +255,9 @@ def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(suref
     answer = surefoot("report", run, "--out", "mine.html")
     assert (answer.code, Path("mine.html").read_text()) == (2, "mine")
     assert "mine.html exists already, and nothing is overwritten" in answer.err
+    with pytest.raises(InputError, match="cannot be written: File exists"):  # one that came after the look
+        write_page(Path("mine.html"), b"page", is_new=True)
+    assert Path("mine.html").read_text() == "mine"
     assert sorted(path.name for path in run.iterdir()) == ["events.jsonl", "report.html"]
 
 

@@ -50,7 +50,7 @@ def report(
         ladder=None if ladder is None else read_ladder(ladder), version=__version__,
     )  # fmt: skip
     text = render(rows).encode()
-    _write(file, text, is_new=out is not None)
+    write_page(file, text, is_new=out is not None)
     if json:
         options.print_json({"file": str(file), "num_bytes": len(text), "runs": [str(each) for each in runs]})
     else:
@@ -91,7 +91,7 @@ def _choose(runs: Sequence[Path], out: Path | None) -> Path:
     return out
 
 
-def _write(file: Path, text: bytes, *, is_new: bool) -> None:
+def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
     """Aside and renamed: a full disk leaves no half page, and the page of before stays until the new one is whole."""
     import os
 

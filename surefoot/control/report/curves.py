@@ -65,7 +65,7 @@ def draw(title: str, y_title: str, lines: Sequence[Curve]) -> Figure | None:
 
 def _within(points: Sequence[Point]) -> list[Point]:
     """A stranger's log may hold numbers that no axis does."""
-    return [(x, y if y is None or abs(y) < LARGEST else math.nan) for x, y in points if abs(x) < LARGEST]
+    return [(x, y if y is None or abs(y) < LARGEST else math.nan) for x, y in points]
 
 
 def _marks(frame: Frame, line: Curve) -> Iterator[Mark]:

@@ -98,7 +98,7 @@ def _spread(spread: Spread | None) -> list[str]:
 def draw_history(runs: Sequence[RunRows]) -> Figure | None:
     """Along the steps: where a run was saved, where it began again, where something went wrong; a row for each run."""
     steps = [step for run in runs for step in _steps(run)]
-    x = find_axis([0, *(float(step) for step in steps if abs(step) < LARGEST)])
+    x = find_axis([0, *map(float, steps)])
     if x is None or not any((run.commits, run.faults, len(run.goodput.attempts) > 1) for run in runs):
         return None
     height = len(runs) * ROW + 44
@@ -113,9 +113,7 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
         events += [(each.first_step - 1, BEGAN, f"attempt {each.generation} began") for each in run.goodput.attempts[1:]]
         events += [(each.step, FAULTED, f"{each.fault}: {each.detail}") for each in run.faults]
         marks += [
-            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}")
-            for step, shape, told in events
-            if abs(step) < LARGEST
+            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}") for step, shape, told in events
         ]
     ticks = [
         Words(x=frame.across(value), y=height - 22, text=f"{value:,.0f}", anchor=_anchor(frame, value)) for value in x.ticks(5)
