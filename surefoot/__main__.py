@@ -1,6 +1,6 @@
 """`python -m surefoot`."""
 
-from surefoot.cli.main import main
+from surefoot.cli.entry import main
 
 if __name__ == "__main__":
     main()

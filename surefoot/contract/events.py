@@ -62,6 +62,7 @@ class Started(Event):
     first_step: int = 1
     notes: tuple[str, ...] = ()
     unit: str = "samples"
+    parent: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from surefoot.core.errors import RunFolderError, StorageError
 
 FILE = "ledger.bin"
+BAD_FILE = f".bad-{FILE}"
 FORMAT = 1
 HEADER_BYTES = 256
 ROW = struct.Struct("<IIQ")
@@ -130,10 +131,14 @@ class Appended:
 
 
 class Ledger:
-    """Appends to a run's ledger. Raises StorageError when the disk refuses, RunFolderError when the file is of another plan."""
+    """Appends to a run's ledger; one whose header is damaged is set aside, and its rows count as lost.
+
+    Raises StorageError when the disk refuses, RunFolderError when the file is of another plan.
+    """
 
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
         self._folder, self._generation = folder, generation
+        _set_damaged_aside(folder)
         self._file = Appended(folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size)
         if (found := read_plan(folder)) != plan:
             raise RunFolderError(f"{folder / FILE} is of another plan: {found}, now {plan}", hint="give another --run folder")
@@ -199,20 +204,40 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
     path = folder / FILE
     try:
         with path.open("rb") as file:
-            row = json.loads(file.read(HEADER_BYTES))
-        if row.pop("surefoot ledger") != FORMAT:
-            raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
-        after = row.pop("after", 0)
-        plan = Plan(**row)
-        if min(plan.samples, plan.batch) < 1 or after < 0:
-            raise ValueError("it plans no samples")
-        return plan, after
+            found = _parse(file.read(HEADER_BYTES), path)
     except OSError as error:
         raise RunFolderError(
             f"{path} cannot be read: {error.strerror}", hint="surefoot runs lists the runs below a folder"
         ) from None
+    if isinstance(found, str):
+        raise RunFolderError(
+            f"{path} is no ledger: {found}", hint="an unfinished run sets it aside when it goes on: surefoot resume RUN"
+        )
+    return found
+
+
+def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
+    """What a header says, or what is wrong with it. Raises RunFolderError for another format."""
+    try:
+        row = json.loads(header)
+        if row.pop("surefoot ledger") != FORMAT:
+            raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
+        after = row.pop("after", 0)
+        plan = Plan(**row)
+        return (plan, after) if min(plan.samples, plan.batch) >= 1 and after >= 0 else "it plans no samples"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFolderError(f"{path} is no ledger: {error}") from None
+        return str(error)
+
+
+def _set_damaged_aside(folder: Path) -> None:
+    path = folder / FILE
+    header = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            header = file.read(HEADER_BYTES)
+    is_whole = len(header) == HEADER_BYTES  # a kill leaves a part of the first write
+    if is_whole and isinstance(_parse(header, path), str):
+        path.replace(folder / BAD_FILE)
 
 
 def read(folder: Path) -> Iterator[Row]:

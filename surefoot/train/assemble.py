@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,7 +75,14 @@ class Assembly:
         return self.course.feed
 
     def started(
-        self, generation: int, spec: RunSpec, code_digest: str, notes: tuple[str, ...], *, first_step: int
+        self,
+        generation: int,
+        spec: RunSpec,
+        code_digest: str,
+        notes: tuple[str, ...],
+        *,
+        first_step: int,
+        parent: Mapping[str, Any],
     ) -> events.Started:
         """The record that opens an attempt; `spec` is this one's with what the environment decided."""
         source = self.feed.source
@@ -84,6 +91,7 @@ class Assembly:
             data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
             total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, first_step=first_step,
+            parent=parent,
             **circumstances(str(self.engine.device)),
         )  # fmt: skip
 

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from surefoot.components import checkpoint
 from surefoot.contract import events, ledger, signature, spec_file
@@ -31,7 +32,7 @@ class Chosen:
     """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice.
 
     `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
-    of the newest attempt, `data_digest` says what it trained on.
+    of the newest attempt, `data_digest` says what it trained on, `parent` which commit of another run the first one began with.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Chosen:
     is_numbered: bool = False
     generation: int = 0
     data_digest: str | None = None
+    parent: Mapping[str, Any] = field(default_factory=dict)
 
 
 def code_digest(use: str | None, task: object) -> str:
@@ -101,7 +103,8 @@ def _chosen(
     note = f"{wanted} is unfinished: going on in it"
     if not started:
         return Chosen(wanted, True, (note,))
-    return Chosen(wanted, True, (note,), generation=started[-1].generation, data_digest=started[-1].data.get("digest"))
+    newest, parent = started[-1], started[0].parent
+    return Chosen(wanted, True, (note,), generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent)
 
 
 def _next_free(wanted: Path) -> Path:

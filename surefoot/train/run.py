@@ -40,7 +40,7 @@ from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import Keeper
-from surefoot.train.resume.start import Begun, Start, begin, check_same_data
+from surefoot.train.resume.start import Begun, Start, begin, check_can_begin_anew, check_same_data
 
 
 class Run:
@@ -143,7 +143,7 @@ class Run:
         self._clock.start(LOGGING)
         said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note())
         told = environment.as_run(self.spec), digest, (*said, *notes)
-        journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1))
+        journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
         self._opened.callback(console.close)
         self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation)
@@ -165,7 +165,9 @@ class Run:
         if chosen.is_again:
             check_same_data(chosen, self.assembly.feed.source.digest)
         saved, step, troubles = self._keeper.resume()
-        if saved is not None:
+        if saved is None:
+            check_can_begin_anew(chosen)
+        else:
             self._take(step, saved)
         return troubles
 
@@ -182,7 +184,8 @@ class Run:
         """Stand where the commit of another run did. Raises RunFolderError for a folder that holds a run, and for a commit that misfits."""
         if chosen.is_again:
             raise RunFolderError(
-                f"{self.folder} holds a run already, and is left as it is", hint="begin with a commit in a new folder"
+                f"{self.folder} holds a run already, and is left as it is",
+                hint=f"unfinished, it goes on without start=: surefoot resume {self.folder}; else begin in a new folder",
             )
         begun = begin(start, self.assembly)
         if begun.saved is not None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from surefoot.components.data import consumed
 from surefoot.contract import events, ledger, manifest, spec_file
-from surefoot.contract.events import Started, Step
+from surefoot.contract.events import Fault, Started, Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, UserCodeError
 from surefoot.train.resume import changes
@@ -114,6 +114,13 @@ def test_what_makes_it_another_run_is_refused_in_place_with_the_way_to_do_it(spe
     assert "optim.lr is 0.5, was 0.001" in answer.err
     assert "surefoot resume left --fork NEW" in answer.err
     assert snapshot("left") == before
+
+
+def test_a_change_that_no_fork_takes_either_is_refused_in_place_without_naming_a_fork(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("resume", "left", "--set", 'optim.freeze=["0.*"]')
+    assert answer.code == 2
+    assert "--weights-only begins anew" in answer.err
+    assert "with the same changes" not in answer.err
 
 
 def test_other_data_are_refused_in_place(tmp_path: Path, surefoot: Command) -> None:
@@ -248,6 +255,7 @@ def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Comm
         answer = surefoot("resume", "whole", "--fork", new, "--from", "6", "--quiet")
         assert answer.code == 2
         assert f"{new} holds a run already" in answer.err
+        assert f"surefoot resume {new} goes on with it where it is unfinished" in answer.err
     assert snapshot("left") == before
 
 
@@ -349,6 +357,33 @@ def test_a_new_run_that_was_killed_before_its_first_save_still_has_the_weights(s
     assert surefoot("resume", "killed", "--quiet").code == 0
     assert bits(Path("killed"), STEPS) == bits(Path("unbroken"), STEPS)
     assert started("killed")[1].first_step == 1
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_fork_that_lost_its_beginning_is_never_begun_anew(weights_only: bool, spec: Path, surefoot: Command) -> None:
+    train("killed", spec, leave_at=2 if weights_only else 7, start=Start(Path("whole"), 6, weights_only=weights_only))
+    for step in manifest.steps(Path("killed")):
+        path = manifest.step_folder(Path("killed"), step) / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    for _ in range(2):
+        answer = surefoot("resume", "killed", "--quiet")
+        assert answer.code == 2, answer.err
+        assert f"killed began with the state of {Path('whole').resolve()} after step 6" in answer.err
+        words = " --weights-only" if weights_only else ""
+        assert f"surefoot resume {Path('whole').resolve()} --from 6{words} --fork NEW" in answer.err
+    assert len(started("killed")) == 1
+
+
+def test_a_ledger_with_a_damaged_header_is_set_aside_and_the_run_goes_on(spec: Path, surefoot: Command) -> None:
+    path = Path("left") / ledger.FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100] + bytes([whole[100] ^ 0x80]) + whole[101:])
+    damaged = path.read_bytes()
+    assert surefoot("resume", "left", "--quiet").code == 0
+    assert bits(Path("left"), STEPS) == bits(Path("whole"), STEPS)
+    assert (Path("left") / ledger.BAD_FILE).read_bytes() == damaged
+    (fault,) = (event for event in events.read(Path("left")) if isinstance(event, Fault))
+    assert (fault.fault, fault.detail) == ("damaged-ledger", "ledger.bin lost the rows of 6 steps")
 
 
 def test_weights_none_of_which_fit_are_refused_with_both_sides(spec: Path, surefoot: Command) -> None:

@@ -155,6 +155,26 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
     assert f"going on after step {saved[0]}" in done.stderr
 
 
+EARLY = """
+import runpy, signal, sys
+class Early:
+    def find_spec(self, name, path=None, target=None):
+        if name == "surefoot.cli.main":
+            signal.raise_signal(signal.SIGNAL)
+sys.meta_path.insert(0, Early())
+sys.argv = ["surefoot", "spec", "--help"]
+runpy.run_module("surefoot", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGUSR1", 0)])
+def test_a_signal_while_the_program_is_imported_has_its_code_and_no_traceback(name: str, code: int) -> None:
+    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = [sys.executable, "-c", EARLY.replace("SIGNAL", name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 def test_a_run_driven_to_its_end_is_not_disturbed_by_listening(tmp_path: Path) -> None:
     with Run(spec(8), Small(), folder=tmp_path / "a", quiet=True) as run:
         drive(run)

@@ -107,4 +107,7 @@ def _check_new(fork: Path) -> None:
     from surefoot.core.errors import RunFolderError
 
     if (fork / events.FILE).is_file():
-        raise RunFolderError(f"{fork} holds a run already, and is left as it is", hint="give a new folder with --fork")
+        raise RunFolderError(
+            f"{fork} holds a run already, and is left as it is",
+            hint=f"surefoot resume {shlex.quote(str(fork))} goes on with it where it is unfinished; else give a new folder with --fork",
+        )

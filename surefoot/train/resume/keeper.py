@@ -23,7 +23,7 @@ class Keeper:
     """Saves one run into its folder, and loads it back."""
 
     def __init__(self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None) -> None:
-        self._folder, self._lock, self._assembly, self._parent = folder, lock, assembly, parent
+        self._folder, self._lock, self._assembly, self.parent = folder, lock, assembly, parent
         self._table = table = assembly.spec.checkpoint
         every = None if table.every is None else Duration.parse(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
@@ -75,7 +75,7 @@ class Keeper:
         self._asked, self._last_s = False, time.monotonic()
         self._stamp = Stamp(
             generation=self._lock.generation, spec_id=self._assembly.spec.id, environment=environment.versions(), score=score,
-            parent=self._parent,
+            parent=self.parent,
         )  # fmt: skip
         content, moving = self._state.take(step, more, clock)
         if self._table.background and not last and self._saver.begin(content, moving):
@@ -147,7 +147,7 @@ class Keeper:
         def load(commit: Commit) -> None:
             self._check_own(commit)
             found.update(self._state.restore(commit, adapt))
-            self._parent = commit.manifest.parent
+            self.parent = commit.manifest.parent
 
         step, troubles = checkpoint.newest_loadable(self._folder, load)
         self.saved_step = step or 0

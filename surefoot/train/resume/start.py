@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,17 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
         raise RunFolderError(
             f"the training data are not those that {chosen.folder} was begun with",
             hint="give the same data with --data, or begin another run: surefoot resume RUN --fork NEW",
+        )
+
+
+def check_can_begin_anew(chosen: Chosen) -> None:
+    """Raise RunFolderError where a run of which no commit is left began with another run's: its own start is not where it began."""
+    if chosen.parent:
+        source, step = chosen.parent.get("folder"), chosen.parent.get("step")
+        words = f"{shlex.quote(str(source))} --from {step}{' --weights-only' if chosen.parent.get('weights_only') else ''}"
+        raise RunFolderError(
+            f"{chosen.folder} began with the state of {source} after step {step}, and no commit of it is whole",
+            hint=f"make it again: surefoot resume {words} --fork NEW",
         )
 
 

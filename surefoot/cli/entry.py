@@ -1,0 +1,25 @@
+"""The command `surefoot`: signals are answered before the rest is imported."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from surefoot.core.errors import EXIT_INTERRUPTED
+
+
+def main() -> None:
+    """Run a verb."""
+    if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, _hear)  # it asks for a save, and would end the process until a run listens
+    try:
+        from surefoot.cli.main import main as run_a_verb
+
+        run_a_verb()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _hear(number: int, frame: FrameType | None) -> None:
+    """There is nothing to save yet. An ignored signal would stay ignored in what the process starts, and in the run."""
