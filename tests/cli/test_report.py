@@ -334,4 +334,6 @@ def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(kind: str, brows
     assert (
         browser.value("getComputedStyle(document.querySelector('.line')).fill") == "none"
     )  # the policy lets our own style through
+    browser.open(page, width=794, media="print")  # A4
+    assert browser.value("document.documentElement.scrollWidth <= innerWidth")
     assert browser.print_pages()[:5] == b"%PDF-"
