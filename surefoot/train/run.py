@@ -42,6 +42,8 @@ from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.resume.start import Begun, Start, begin, check_can_begin_anew, check_same_data
 
+WHOLE = ("finished", "the length of the run was reached")
+
 
 class Run:
     """One attempt at a run, as a context.
@@ -271,8 +273,7 @@ class Run:
             else:
                 self._keeper.settle(self._saved)
         self._close_window()
-        if self._stop is None:
-            self._stop = ("finished", "the length of the run was reached")
+        self._stop = self._stop or WHOLE
 
     def _is_over(self, total: int | None) -> bool:
         if total is not None:
@@ -475,9 +476,9 @@ class Run:
             return "failed" if code else "stopped", f"SystemExit: {error.code}, after step {self.step}", code
         if error is not None:
             return "failed", f"{type(error).__name__} after step {self.step}", EXIT_INTERNAL
-        if self._stop is None:
+        if self._stop is None and self.step != self.assembly.course.total_steps:
             return "stopped", f"the loop was left at step {self.step}", EXIT_OK
-        outcome, cause = self._stop
+        outcome, cause = self._stop or WHOLE
         return outcome, cause, self._stop_code if outcome == "interrupted" else EXIT_OK
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -140,10 +142,15 @@ def test_a_spec_arms_process_reports_what_the_steps_after_the_warm_up_cost(tmp_p
     spec = RunSpec(task={"use": "tiny.py:Tiny"}, train={"batch": 16, "threads": 1}, observe={"tensorboard": False})
     arm = spec_arm("a", spec, steps=20, warmup=5, folder=tmp_path)
     (tmp_path / "spec.toml").write_text(arm.files["spec.toml"])
-    words = [word.replace("{work}", str(tmp_path)).replace("{report}", str(tmp_path / "report.json")) for word in arm.command]
+    filled = {"{work}": str(tmp_path), "{report}": str(tmp_path / "report.json"), "{started_s}": repr(time.perf_counter())}
+    words = [reduce(lambda text, name: text.replace(name, filled[name]), filled, word) for word in arm.command]
     child.main(words[words.index("surefoot.trial.child") + 1 :])
     report = read_report(tmp_path / "report.json")
-    assert report.measures.keys() == {"cpu_s_per_step", "wall_s_per_step", "loss", "peak_bytes", "imported_bytes"}
+    costs = {f"{clock}_s_per_{unit}" for clock in ("cpu", "wall") for unit in ("step", "sample")} | {"startup_s"}
+    did = {"num_samples", "items_per_sample", "applied_share", "loss"}
+    assert report.measures.keys() == costs | did | {"peak_bytes", "imported_bytes"}
+    assert report.measures["num_samples"] == 20 * 16
+    assert 0 < report.measures["startup_s"] < 60
     assert report.facts["outcome"] == "finished"
     steps = [event.num_steps for event in events.read(tmp_path / "run") if isinstance(event, events.Step)]
     assert sum(steps) == 25
