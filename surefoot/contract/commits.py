@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ from surefoot.core.place import yield_to_others
 
 NUM_THREADS = 2
 NICE = 10
+DIGITS = re.compile(r"[0-9]{1,18}")  # str.isdigit also takes what int() refuses
+SHOWN = 40  # letters of a step that is none
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 BAD, GONE, DRAFT = ".bad-", ".gone-", ".draft-"
 
@@ -121,7 +124,7 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
 
 
 def find_step(run: Path, step: int | str) -> int:
-    """The step that `step` names: a number, "last", or "best" by the scores in the manifests. Raises RunFolderError."""
+    """The step that `step` names: a number or its digits, "last", or "best" by the scores in the manifests. Raises RunFolderError."""
     steps = manifest.steps(run)
     if not steps:
         raise RunFolderError(f"{run} holds no commit", hint="a run commits at evaluations, every checkpoint.every and at its end")
@@ -130,9 +133,12 @@ def find_step(run: Path, step: int | str) -> int:
     if step == "best":
         best = find_best(run, steps)
         return steps[-1] if best is None else best
-    if step in steps:
-        return int(step)
-    raise RunFolderError(f"{run} holds no step {step}", hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"')
+    number = int(step) if isinstance(step, int) or DIGITS.fullmatch(step) else None
+    if number is not None and number in steps:
+        return number
+    raise RunFolderError(
+        f"{run} holds no step {str(step)[:SHOWN]}", hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"'
+    )
 
 
 def find_best(run: Path, steps: list[int]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,9 +45,11 @@ def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
     """The seconds of training, over all attempts, that led to each of `steps`; one that cannot be read is left out."""
     times_s = {}
     for step in steps:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             text = (manifests.step_folder(run, step) / CLOCK_FILE).read_bytes()
-            times_s[step] = float(json.loads(text)["training_s"])
+            time_s = float(json.loads(text)["training_s"])
+            if 0 <= time_s < math.inf:
+                times_s[step] = time_s
     return times_s
 
 

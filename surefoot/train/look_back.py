@@ -65,7 +65,7 @@ def load_with_task(run: Path, step: int | str = "best", *, data: str | None = No
 def _find_step(run: Path, step: int | str) -> int:
     if not (run / SPEC_FILE).is_file():
         raise RunFolderError(f"{run} is no run: it holds no {SPEC_FILE}", hint="surefoot runs lists the runs below a folder")
-    return checkpoint.find_step(run, int(step) if isinstance(step, str) and step.isdigit() else step)
+    return checkpoint.find_step(run, step)
 
 
 def evaluate_run(
@@ -143,13 +143,17 @@ def _named(output: Any) -> dict[str, Tensor]:
 
 
 def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | None) -> tuple[export.Exported, int]:
-    """Write the model of a run for other programs; gives what came of it, and the step. Raises InputError for another format."""
+    """Write the model of a run for other programs; gives what came of it, and the step.
+
+    Raises InputError for another format, or a file that is there.
+    """
     chosen = kind or export.ENDINGS.get(to.suffix)
     if chosen not in export.ENDINGS.values():
         raise InputError(
             f"--format is {kind}" if kind else f"--to {to} ends in {to.suffix or 'nothing'}",
             hint=f"use --format {', '.join(export.ENDINGS.values())}, or one of the endings {', '.join(export.ENDINGS)}",
         )
+    export.check_new(to)
     model, task, spec, used = load_with_task(run, step, data=data)
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]

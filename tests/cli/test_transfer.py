@@ -75,6 +75,18 @@ def test_an_export_that_cannot_be_made_is_refused(words: tuple[str, ...], says: 
     assert says in answer.err
 
 
+def test_an_export_changes_no_file_that_is_there_and_nothing_inside_a_commit(run: Path, surefoot: Command) -> None:
+    inside = manifest.step_folder(run, 4)
+    before = {path: path.read_bytes() for path in (inside / "model.safetensors", run / "spec.toml")}
+    for to in (*before, inside / "mine.safetensors"):
+        answer = surefoot("checkpoint", "export", run, "--format", "safetensors", "--to", to)
+        assert (answer.code, answer.out) == (2, ""), to
+        assert ("lies inside a commit" if to.parent == inside else "is there already") in answer.err
+    assert {path: path.read_bytes() for path in before} == before
+    assert surefoot("checkpoint", "check", run).code == 0
+    assert not (inside / "mine.safetensors").exists()
+
+
 def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(run: Path, spec: Path, surefoot: Command) -> None:
     """What is built anew differs from what was trained in something that no state_dict holds."""
     task = spec.parent / "mine.py"

@@ -140,6 +140,15 @@ def test_the_best_is_by_score_the_last_by_step_and_a_number_is_itself(tmp_path: 
         checkpoint.find_step(tmp_path / "elsewhere", "last")
 
 
+@pytest.mark.parametrize("step", ["²", "٤", "-4", "4.0", "", "9" * 5000])
+def test_a_step_that_only_looks_like_a_number_is_told(step: str, tmp_path: Path) -> None:
+    commit(tmp_path, 4)
+    assert [checkpoint.find_step(tmp_path, which) for which in ("4", "0004")] == [4, 4]
+    with pytest.raises(RunFolderError, match="holds no step") as caught:
+        checkpoint.find_step(tmp_path, step)
+    assert len(caught.value.message) < len(str(tmp_path)) + 100
+
+
 def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(tmp_path: Path) -> None:
     for step in range(1, 7):
         commit(tmp_path, step, score={"name": "loss", "value": abs(step - 3.0), "better": "lower"})
@@ -160,8 +169,9 @@ def test_the_first_commit_after_each_so_much_training_stays_for_ever(tmp_path: P
     times = {step: step * 25.0 for step in range(1, 9)}
     assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [1, 2, 4, 6]  # 60 s: step 3, 120 s: step 5, 180 s: step 8
     assert retention.read_times(tmp_path, manifest.steps(tmp_path)) == {step: times[step] for step in (3, 5, 7, 8)}
-    trained(9, b"{}")
-    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [7]
+    for step, said in enumerate(("{}", "NaN", "1e999", "-1e999", "-75.0", "1" + "0" * 400), 9):
+        trained(step, said.encode() if said == "{}" else f'{{"training_s": {said}}}'.encode())
+    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [7, 9, 10, 11, 12]
 
 
 def test_a_commit_replaces_that_of_an_earlier_attempt(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def find_commit(named: str, step: str = "last") -> Path:
     if colon and not path.exists():
         path, step = Path(run), after
     check_folder(path)
-    return manifest.step_folder(path, commits.find_step(path, int(step) if step.isdigit() else step))
+    return manifest.step_folder(path, commits.find_step(path, step))
 
 
 def check_folder(run: Path) -> None:

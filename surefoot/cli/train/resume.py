@@ -74,7 +74,7 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
         for trouble in troubles:
             print(f"warning: {trouble}; the commit before it is taken", file=sys.stderr)
         return Start(run, step, weights_only)
-    step = commits.find_step(run, int(from_) if from_.isdigit() else from_)
+    step = commits.find_step(run, from_)
     newest = commits.find_step(run, "last")
     if not is_fork and step == newest:
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
+from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, needing
 
 TOLERANCE = 1e-5
@@ -195,9 +197,18 @@ def leaves(value: Any) -> Iterator[Tensor]:
             yield from leaves(part)
 
 
-def _draft(path: Path) -> Path:
+def check_new(path: Path) -> None:
+    """Raise InputError for a file that is there already, is to lie inside a commit, or has no folder."""
+    if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
+        raise InputError(f"--to {path} lies inside a commit, which is never changed", hint="give another --to")
+    if os.path.lexists(path):
+        raise InputError(f"{path} is there already, and is left as it is", hint="give a new file with --to")
     if not path.parent.is_dir():
         raise InputError(f"{path} cannot be written: {path.parent} is no folder", hint="make the folder first")
+
+
+def _draft(path: Path) -> Path:
+    check_new(path)
     return path.with_name(f".draft-{path.name}")
 
 
