@@ -124,3 +124,24 @@ def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(sur
     assert answer.code == 2
     assert "taken is there already" in answer.err
     assert [path.name for path in Path("taken").iterdir()] == ["x"]
+
+
+def test_half_a_model_is_refused_and_what_was_left_is_told_without_the_weights(surefoot: Command) -> None:
+    torch.save({"model": {"a": torch.ones(2)}, "epoch": 3}, "a.pt")
+    assert surefoot("checkpoint", "import", "a.pt", "--to", "back").err == "in the file stands also: epoch\n"
+    torch.save({"model": {"a": torch.ones(2), "f": torch.ones(2, dtype=torch.complex128)}}, "a.pt")
+    answer = surefoot("checkpoint", "import", "a.pt", "--to", "half")
+    assert (answer.code, answer.out) == (2, "")
+    assert "model/f (a tensor of torch.complex128" in answer.err
+    assert not Path("half").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_file_is_read(surefoot: Command) -> None:
+    Path("file").touch()
+    Path("link").symlink_to("gone")
+    before = sorted(Path().iterdir())
+    for to in ("file/x", "/proc/x", "a" * 300, "link"):
+        answer = surefoot("checkpoint", "import", "not-read.pt", "--to", to)
+        assert answer.code == 2
+        assert f"{to} cannot be made" in answer.err or f"{to} is there already" in answer.err
+    assert sorted(Path().iterdir()) == before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -192,7 +194,10 @@ def test_a_piece_that_is_missing_is_told_and_not_filled_with_zeros(tmp_path: Pat
             foreign_child.read(tmp_path)
     (tmp_path / ".metadata").write_bytes((TWO_RANKS / ".metadata").read_bytes())
     (tmp_path / "__1_0.distcp").unlink()
-    with pytest.raises(FileNotFoundError, match="__1_0"):
+    with pytest.raises(InputError, match=r"__1_0\.distcp is missing"):
+        foreign_child.read(tmp_path)
+    os.mkfifo(tmp_path / "__1_0.distcp")
+    with pytest.raises(InputError, match=r"__1_0\.distcp is .*no regular file"):
         foreign_child.read(tmp_path)
 
 
@@ -251,6 +256,135 @@ def test_weights_that_could_be_one_or_another_are_asked_for() -> None:
         foreign.choose_weights(tensors_of("module.a", "a"), strip="module.")
 
 
+def opened(path: Path) -> foreign.Foreign:
+    """As open_foreign gives it, without a process."""
+    return foreign.Foreign(*foreign_child.sort(foreign_child.read(path)), is_flat=foreign_child.is_flat(path))
+
+
+def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(tmp_path: Path) -> None:
+    lost = {"f": torch.ones(2, dtype=torch.complex128), "g": torch.eye(2).to_sparse()}
+    torch.save({"state_dict": {"a": torch.ones(2), **lost}}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"state_dict/f \(a tensor of torch\.complex128.*state_dict/g \(.*sparse"):
+        foreign.choose_weights(opened(tmp_path / "a.pt"))
+    torch.save({"model": lost, "optimizer": {"exp_avg": torch.ones(2)}, "kind": torch.float16}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="model/f"):
+        foreign.choose_weights(opened(tmp_path / "a.pt"))
+    assert list(foreign.choose_weights(opened(tmp_path / "a.pt"), "optimizer")) == ["exp_avg"]
+    torch.save({"a": torch.ones(1), "__metadata__": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"__metadata__ \(a tensor of a name"):
+        foreign.choose_weights(opened(tmp_path / "a.pt"))
+    many = {f"{number}": lost["f"] for number in range(20)}
+    torch.save({**many, "x": 1}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"no tensors that can be kept, but 0 \(.* and 12 more"):
+        foreign.choose_weights(opened(tmp_path / "a.pt"))
+
+
+def test_what_else_stands_in_a_file_is_told_without_the_weights_themselves(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"a": torch.ones(1), "count": 3, "kind": torch.float16}, "optimizer": {"x": torch.ones(1)}, "epoch": 2},
+        tmp_path / "a.pt",
+    )
+    found = opened(tmp_path / "a.pt")
+    assert list(foreign.choose_weights(found)) == ["a"]  # neither of the others is a weight
+    assert foreign.list_others(found, "model") == ["epoch", "model/count", "model/kind", "optimizer"]
+    torch.save({"a": torch.ones(1), "more": {"b": torch.ones(1)}, "epoch": 2}, tmp_path / "a.pt")
+    assert foreign.list_others(opened(tmp_path / "a.pt"), "") == ["epoch", "more"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}, r"two tensors have the name a\.b"),
+        ({"1": torch.ones(1), 1: torch.zeros(1)}, "two things have the name 1"),
+        ({"a": {"b": torch.ones(1)}, "a/b": "text"}, "two things have the name a/b"),
+        ({"a" * 1001: torch.ones(1)}, "1,001 letters, 1,000 are allowed"),
+    ],
+)
+def test_two_tensors_of_one_name_are_refused_and_no_name_is_cut(tree: dict[Any, Any], says: str, tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=says):
+        foreign.choose_weights(opened(tmp_path / "a.pt"))
+
+
+def test_two_parts_of_a_distributed_checkpoint_at_one_place_are_refused(tmp_path: Path) -> None:
+    for path in TWO_RANKS.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for place in (("model", "rows"), ("model", "rows", "below")):
+        metadata.planner_data["model.whole"] = place
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(InputError, match="two things have the name model/rows"):
+            foreign_child.read(tmp_path)
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """A model in two files with their index, as Hugging Face writes it; gives which file holds which tensor."""
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    for name, file in names.items():
+        save_file({name: torch.ones(1)}, folder / file)
+    write_index(folder, names)
+    return names
+
+
+def write_index(folder: Path, names: dict[str, Any], file: str = "model.safetensors.index.json") -> None:
+    (folder / file).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    names = shards(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # the index does not name it
+    assert sorted(opened(tmp_path).tensors) == ["a", "b"]
+    write_index(tmp_path, {**names, "c": names["a"]})
+    with pytest.raises(InputError, match=r"00001-of-00002\.safetensors lacks c"):
+        foreign_child.read(tmp_path)
+    for wrong in ("../x.safetensors", 3):
+        write_index(tmp_path, {**names, "c": wrong})
+        with pytest.raises(InputError, match="no plain name"):
+            foreign_child.read(tmp_path)
+    write_index(tmp_path, names)
+    write_index(tmp_path, names, "model.fp16.safetensors.index.json")
+    with pytest.raises(InputError, match=r"holds model\.fp16\.safetensors\.index\.json and model"):
+        foreign_child.read(tmp_path)
+    (tmp_path / "model.fp16.safetensors.index.json").unlink()
+    (tmp_path / names["b"]).unlink()
+    with pytest.raises(InputError, match=r"00002-of-00002\.safetensors is missing"):
+        foreign_child.read(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[1]")
+    with pytest.raises(InputError, match="is no index of weights"):
+        foreign_child.read(tmp_path)
+    index.unlink()
+    index.symlink_to("gone")
+    with pytest.raises(InputError, match=r"index\.json is missing"):
+        foreign_child.read(tmp_path)
+
+
+def test_two_files_of_a_folder_that_hold_one_name_are_refused(tmp_path: Path) -> None:
+    for file in ("one.safetensors", "two.safetensors"):
+        save_file({"a": torch.ones(1)}, tmp_path / file)
+    with pytest.raises(InputError, match=r"one\.safetensors and two\.safetensors .* both hold a"):
+        foreign_child.read(tmp_path)
+
+
+def test_a_damaged_commit_of_our_own_is_not_given_a_fresh_digest(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run", 4, {"model": nn.Linear(3, 4)})
+    folder = manifest.step_folder(tmp_path / "run", 4)
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    (tmp_path / "link.safetensors").symlink_to(folder / "model.safetensors")
+    assert len(foreign.open_foreign(copied / "model.safetensors").tensors) == 2
+    for each in (folder, copied):
+        file = each / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.chmod(0o600)
+        file.write_bytes(content)
+    for path in (folder, folder / "model.safetensors", tmp_path / "link.safetensors", copied, copied / "model.safetensors"):
+        with pytest.raises(RunFolderError, match="is damaged"):
+            foreign.open_foreign(path)
+    save_file({"a": torch.ones(1)}, copied / "mine.safetensors")
+    assert list(foreign.open_foreign(copied / "mine.safetensors").tensors) == ["a"]  # no file of the commit
+
+
 def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(tmp_path: Path) -> None:
     weights = a_checkpoint(tmp_path / "a.pt")
     found = foreign.open_foreign(tmp_path / "a.pt")
@@ -283,3 +417,20 @@ def test_safetensors_and_a_folder_of_them_are_read_too(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_told_before_a_process_is_started(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing\.pt cannot be read: No such file"):
         foreign.read_foreign(tmp_path / "nothing.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(InputError, match=r"pipe\.pt is neither a file nor a folder"):
+        foreign.read_foreign(tmp_path / "pipe.pt")
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(InputError, match=r"empty\.pt is empty"):
+        foreign.read_foreign(tmp_path / "empty.pt")
+
+
+def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read_as_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "cut.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2)[:2])
+    with pytest.raises(InputError, match="ends before what it holds does"):
+        foreign_child.read(tmp_path / "cut.pt")
+    torch.save({"epoch": 3}, tmp_path / "bare.pt")
+    with pytest.raises(InputError, match=r"it holds no tensors\n"):
+        foreign.choose_weights(opened(tmp_path / "bare.pt"))
+    save_file({"model/w": torch.ones(1), "head": torch.ones(1)}, tmp_path / "flat.safetensors")
+    assert sorted(foreign.choose_weights(opened(tmp_path / "flat.safetensors"))) == ["head", "model/w"]

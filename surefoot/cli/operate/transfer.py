@@ -72,12 +72,12 @@ def import_(
 
     foreign.check_new(to)
     found = foreign.open_foreign(file)
+    key = foreign.find_key(found) if key is None else key
     weights = foreign.choose_weights(found, key, strip)
     if spec is not None:
         _check_fit(file, spec, weights)
     made = foreign.import_weights(file, to, weights, environment.versions())
-    others = sorted({name.partition("/")[0] for name in (*found.tensors, *found.values, *found.left_out)})
-    left = [name for name in others if name not in weights]
+    left = foreign.list_others(found, key)
     if json:
         tensors = {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in weights.items()}
         options.print_json({"file": str(file), "to": str(to), "num_tensors": len(weights), "bytes": made.num_bytes, "tensors": tensors,

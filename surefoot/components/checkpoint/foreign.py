@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,15 @@ from torch import Tensor
 
 from surefoot.components.checkpoint.load import Commit
 from surefoot.components.checkpoint.save import Content, Stamp, commit
-from surefoot.contract import digest
+from surefoot.contract import commits, digest, manifest
 from surefoot.contract.manifest import Manifest
 from surefoot.core import place
 from surefoot.core.errors import InputError, RunFolderError
 
 CHILD = "surefoot.components.checkpoint.foreign_child"
 PACKAGE = Path(__file__).resolve().parents[3]  # where the folder surefoot/ stands
+MOST_TOLD = 8
+LOST = "a tensor "  # how foreign_child.py begins to say why it left one out; other things are no weights
 SPARE_BYTES = 1 << 30  # what reading may take besides three times the size of what is read
 SPARE_CPU_S, BYTES_PER_CPU_S = 60, 20 << 20
 # under which names the programs that people use keep a model's weights in a larger file, the likeliest first
@@ -39,13 +43,14 @@ WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", 
 class Foreign:
     """What a stranger's file held: tensors and plain values by their path in it, parts joined by `/`; and what was left out, why.
 
-    `unbounded` names what this system could not keep from the process that read it.
+    `unbounded` names what this system could not keep from the process that read it; where it `is_flat`, a `/` is a letter of a name.
     """
 
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     unbounded: tuple[str, ...] = ()
+    is_flat: bool = False
 
 
 def read_foreign(path: Path) -> dict[str, Tensor]:
@@ -56,12 +61,13 @@ def read_foreign(path: Path) -> dict[str, Tensor]:
 def open_foreign(path: Path) -> Foreign:
     """Read a foreign file or folder in a confined process; no code in it runs. Raises InputError for what is refused."""
     size = _size(path)
+    _check_own(path)
     memory_bytes, cpu_s = 3 * size + SPARE_BYTES, SPARE_CPU_S + size // BYTES_PER_CPU_S
     with tempfile.TemporaryDirectory(prefix="surefoot-import-") as folder:
         _run_child(path.absolute(), Path(folder), memory_bytes, cpu_s)
         one = Commit(Path(folder), 0)
         found = one.json("found.json")
-        return Foreign(one.read("tensors"), found["values"], found["left_out"], tuple(found["unbounded"]))
+        return Foreign(one.read("tensors"), found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"])
 
 
 def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> None:
@@ -91,9 +97,30 @@ def _size(path: Path) -> int:
     try:
         if path.is_dir():
             return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
-        return path.stat().st_size
+        status = path.stat()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}", hint="give a file, or the folder of a checkpoint") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path} is neither a file nor a folder", hint="give a file, or the folder of a checkpoint")
+    if not status.st_size:
+        raise InputError(f"{path} is empty", hint="was it copied whole?")
+    return status.st_size
+
+
+def _check_own(path: Path) -> None:
+    """Hold what is of a commit of ours against its manifest; raises RunFolderError where it is damaged."""
+    whole = path.resolve()
+    folder = whole if whole.is_dir() else whole.parent
+    stated = folder / manifest.FILE
+    if not stated.is_file() or not (manifest.STEP_FOLDER.match(folder.name) or b'"spec_id"' in stated.read_bytes()):
+        return
+    if whole == folder:
+        commits.check(folder)
+        return
+    with commits.hashing() as pool:
+        for entry in manifest.read(folder).files:
+            if entry.name == whole.name:
+                commits.check_file(folder, entry, pool)
 
 
 # ---- what becomes of it
@@ -105,25 +132,53 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
     `strip` is taken from the front of each name that begins so, as `module.`. Raises InputError where it is not clear which.
     """
     if key is None:
-        key = _find_key(found)
-    below = f"{key}/" if key else ""
-    chosen = {
-        name.removeprefix(below).replace("/", "."): tensor for name, tensor in found.tensors.items() if name.startswith(below)
-    }
-    if key == "":
-        chosen = {name: tensor for name, tensor in found.tensors.items() if "/" not in name}
-    if not chosen:
-        raise InputError(f"nothing below {key!r} is a tensor", hint=f"give --key one of {', '.join(_groups(found)) or 'none'}")
+        key = find_key(found)
+    lost = {name: why for name, why in found.left_out.items() if why.startswith(LOST) and _is_chosen(found, key, name)}
+    if lost:
+        raise InputError(
+            f"of the weights these cannot be kept: {_reasons(lost)}",
+            hint="half a model is no model: in the program that wrote it, turn them into plain tensors, or leave them out",
+        )
+    names = [name for name in found.tensors if _is_chosen(found, key, name)]
+    if not names:
+        groups = ", ".join(_groups(found.tensors)) or "none"
+        raise InputError(f"nothing below {key!r} is a tensor", hint=f"give --key one of {groups}")
+    chosen: dict[str, Tensor] = {}
+    for name in names:
+        below = name.removeprefix(f"{key}/") if key else name
+        dotted = below if found.is_flat else below.replace("/", ".")
+        if dotted in chosen:
+            raise InputError(f"two tensors have the name {dotted[:100]}", hint="in the program that wrote it: rename one of them")
+        chosen[dotted] = found.tensors[name]
     stripped = {name.removeprefix(strip): tensor for name, tensor in chosen.items()}
     if len(stripped) != len(chosen):
         raise InputError(f"without {strip!r} two tensors have the same name", hint="leave --strip out")
     return stripped
 
 
-def _find_key(found: Foreign) -> str:
-    groups = _groups(found)
-    likely = [each for each in WEIGHTS_KEYS if each in groups]
-    if not likely and any("/" not in name for name in found.tensors):
+def list_others(found: Foreign, key: str) -> list[str]:
+    """What stands in the file and is none of the weights: whole names below `key`, and the first parts of others."""
+    every = [*found.values, *found.left_out, *(name for name in found.tensors if not _is_chosen(found, key, name))]
+    return sorted({name if _is_chosen(found, key, name) else name.partition("/")[0] for name in every})
+
+
+def _reasons(lost: Mapping[str, str]) -> str:
+    more = f" and {len(lost) - MOST_TOLD:,} more" if len(lost) > MOST_TOLD else ""
+    return ", ".join(f"{name[:100]} ({why})" for name, why in itertools.islice(lost.items(), MOST_TOLD)) + more
+
+
+def _is_chosen(found: Foreign, key: str, name: str) -> bool:
+    return name.startswith(f"{key}/") if key else found.is_flat or "/" not in name
+
+
+def find_key(found: Foreign) -> str:
+    """Below which name the weights stand; empty for the top. Raises InputError where it is not clear."""
+    if not found.tensors:
+        but = f" that can be kept, but {_reasons(found.left_out)}" if found.left_out else ""
+        raise InputError(f"it holds no tensors{but}", hint="give a file of weights: torch.save(model.state_dict(), FILE)")
+    groups = _groups(found.tensors)
+    likely = [each for each in WEIGHTS_KEYS if each in _groups((*found.tensors, *found.left_out))]
+    if found.is_flat or (not likely and any("/" not in name for name in found.tensors)):
         return ""
     if len(likely) == 1 or len(groups) == 1:
         return (likely or groups)[0]
@@ -133,15 +188,20 @@ def _find_key(found: Foreign) -> str:
     )
 
 
-def _groups(found: Foreign) -> list[str]:
-    """The names at the top below which tensors stand."""
-    return list(dict.fromkeys(name.partition("/")[0] for name in found.tensors if "/" in name))
+def _groups(names: Iterable[str]) -> list[str]:
+    """The first parts of the names that have several."""
+    return list(dict.fromkeys(name.partition("/")[0] for name in names if "/" in name))
 
 
 def check_new(to: Path) -> None:
-    """Raise RunFolderError for a folder that holds something."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise RunFolderError(f"{to} is there already, and is left as it is", hint="give a new folder with --to")
+    """Raise RunFolderError for a folder that holds something, or cannot be made."""
+    try:
+        if (to.exists() or to.is_symlink()) and (not to.is_dir() or any(to.iterdir())):
+            raise RunFolderError(f"{to} is there already, and is left as it is", hint="give a new folder with --to")
+        above = next(folder for folder in (to, *to.absolute().parents) if folder.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".draft-", dir=above))
+    except OSError as error:
+        raise RunFolderError(f"{to} cannot be made: {error.strerror}", hint="give another folder with --to") from None
 
 
 def import_weights(path: Path, to: Path, weights: Mapping[str, Tensor], environment: Mapping[str, str]) -> Manifest:

@@ -128,9 +128,12 @@ def read(source: Path) -> Any:
     """The tree of a file or folder: mappings and lists of tensors, numbers and text. Raises InputError for what is refused."""
     if source.is_dir():
         return _read_dcp(source) if (source / DCP_FILE).is_file() else _read_folder(source)
-    if source.suffix == ".safetensors":
-        return _read_safetensors(source)
-    return _load(source)
+    return _read_safetensors(source) if source.suffix == ".safetensors" else _load(source)
+
+
+def is_flat(source: Path) -> bool:
+    """Whether names in it are whole: a `/` in one is a letter of it, and parts no tree."""
+    return not (source / DCP_FILE).is_file() if source.is_dir() else source.suffix == ".safetensors"
 
 
 def _load(source: Path) -> Any:
@@ -142,6 +145,8 @@ def _load(source: Path) -> Any:
             f"{source} holds more than tensors, numbers and text: {_first_line(error)}",
             hint="in the program that wrote it: torch.save(model.state_dict(), FILE); code in a file is never run here",
         ) from None
+    except EOFError:
+        raise InputError(f"{source} ends before what it holds does", hint="was it copied whole?") from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -158,10 +163,44 @@ def _read_safetensors(source: Path) -> dict[str, Tensor]:
 
 def _read_folder(source: Path) -> dict[str, Tensor]:
     """The weights of a folder of safetensors, as Hugging Face's and surefoot's commits are."""
-    files = sorted(source.glob("model*.safetensors")) or sorted(source.glob("*.safetensors"))
+    indexes = sorted(source.glob("*.safetensors.index.json"))
+    if len(indexes) > 1:
+        raise InputError(f"{source} holds {' and '.join(path.name for path in indexes)}", hint="keep one model in a folder")
+    stated = _read_index(indexes[0]) if indexes else {}
+    files = [source / name for name in sorted(set(stated.values()))]
+    files = files or sorted(source.glob("model*.safetensors")) or sorted(source.glob("*.safetensors"))
     if not files:
         raise InputError(f"{source} holds no {DCP_FILE} and no .safetensors", hint="give a file, or the folder of a checkpoint")
-    return {name: tensor for file in files for name, tensor in _read_safetensors(file).items()}
+    found: dict[str, Tensor] = {}
+    held: dict[str, str] = {}
+    for file in files:
+        _need_file(file)
+        for name, tensor in _read_safetensors(file).items():
+            if name in found:
+                raise InputError(f"{held[name]} and {file.name} in {source} both hold {name[:100]}", hint="give one of the files")
+            found[name], held[name] = tensor, file.name
+    for name, where in stated.items():
+        if held.get(name) != where:
+            raise InputError(f"{source / where} lacks {name[:100]}, which the index says it holds", hint="was it copied whole?")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file of the folder holds which tensor, as Hugging Face says it."""
+    _need_file(path)
+    try:
+        stated = dict(json.loads(path.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path} is no index of weights: {_first_line(error)}") from None
+    for name in stated.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(f"{path} names the file {str(name)[:100]!r}, which is no plain name")
+    return stated
+
+
+def _need_file(path: Path) -> None:
+    if not path.is_file():
+        raise InputError(f"{path} is missing, or no regular file", hint="half a model is no model: bring every file of it")
 
 
 class _Record:
@@ -254,6 +293,7 @@ def _piece(source: Path, info: Any) -> Any:
         raise InputError(f"{source} names the file {name[:100]!r}, which is no plain name")
     if info.fields.get("transform_descriptors"):
         raise InputError(f"{source} is compressed, which is not read here", hint="save it without extensions")
+    _need_file(path)
     with path.open("rb") as file:
         if not 0 < length <= path.stat().st_size:
             raise InputError(f"{path} is shorter than its metadata says")
@@ -264,6 +304,8 @@ def _piece(source: Path, info: Any) -> Any:
 def _place(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
     for part in path[:-1]:
         tree = tree.setdefault(str(part), {})
+    if not isinstance(tree, dict) or str(path[-1]) in tree:
+        raise _two_of("/".join(map(str, path)))
     tree[str(path[-1])] = value
 
 
@@ -276,12 +318,18 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         raise InputError(f"the state is nested deeper than {MAX_DEPTH}")
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from walk(part, (*path, str(key)[:MAX_NAME]))
+            if len(str(key)) > MAX_NAME:
+                raise InputError(f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: {str(key)[:100]}")
+            yield from walk(part, (*path, str(key)))
     elif isinstance(value, list | tuple) and not (len(value) <= MAX_ENTRIES and all(_is_plain(part) for part in value)):
         for number, part in enumerate(value):
             yield from walk(part, (*path, str(number)))
     else:
         yield path, value
+
+
+def _two_of(name: str) -> InputError:
+    return InputError(f"two things have the name {name[:100]}", hint="in the program that wrote it: rename one of them")
 
 
 def _is_plain(value: Any) -> bool:
@@ -297,6 +345,8 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
         if number >= MAX_ENTRIES:
             raise InputError(f"the state has more than {MAX_ENTRIES:,} parts")
         name = "/".join(path) or "tensor"
+        if any(name in kind for kind in (tensors, values, left_out)):
+            raise _two_of(name)
         if isinstance(value, Tensor):
             if (why := _why_not(name, value)) is None:
                 tensors[name] = value.detach()
@@ -312,7 +362,7 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
 def _why_not(name: str, tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.is_nested:
         return f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
-    return "a name that the file format keeps for itself" if name == "__metadata__" else None
+    return "a tensor of a name that the file format keeps for itself" if name == "__metadata__" else None
 
 
 def main() -> None:
@@ -322,7 +372,7 @@ def main() -> None:
     try:
         tensors, values, left_out = sort(read(source))
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        found = {"values": values, "left_out": left_out, "unbounded": unbounded}
+        found = {"values": values, "left_out": left_out, "unbounded": unbounded, "is_flat": is_flat(source)}
         text = json.dumps(found, default=str).encode()
         commit(folder, Content(step=0, tensors={"tensors.safetensors": whole}, texts={"found.json": text}), Stamp())
     except InputError as error:
