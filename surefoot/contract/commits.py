@@ -23,6 +23,7 @@ from surefoot.core.errors import RunFolderError
 from surefoot.core.place import yield_to_others
 
 NUM_THREADS = 2
+MANY_THREADS = 6  # where nothing else is done: while some wait for the disk, others hash
 NICE = 10
 DIGITS = re.compile(r"[0-9]{1,18}")  # str.isdigit also takes what int() refuses
 SHOWN = 40  # letters of a step that is none
@@ -31,10 +32,10 @@ BAD, GONE, DRAFT = ".bad-", ".gone-", ".draft-"
 
 
 @contextlib.contextmanager
-def hashing(nice: int = NICE) -> Iterator[Executor]:
+def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Executor]:
     """The threads that hash; they yield to the one that writes, which waits for the disk at once again."""
     with ThreadPoolExecutor(
-        NUM_THREADS, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(nice,)
+        num_threads, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(nice,)
     ) as pool:
         yield pool
 
@@ -109,6 +110,7 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
     stated = int.from_bytes(header[:LENGTH_BYTES], "little")
     if len(header) < LENGTH_BYTES or stated != len(header) - LENGTH_BYTES:
         raise RunFolderError(f"{path} is damaged: its header is not of the size that the manifest says")
+    digest.read_directly(descriptor, [piece.num_bytes for piece in pieces.values()])
     try:
         rows: dict[str, Any] = manifest.parse_json(header[LENGTH_BYTES:], path)
         rows.pop("__metadata__", None)

@@ -6,18 +6,25 @@ digest of its header and those of its tensors in the order of the file. One core
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 from surefoot.core.errors import RunFolderError
 
+if sys.platform != "win32":
+    import fcntl
+
 CHUNK_BYTES = 16 << 20
-READ_BYTES = 1 << 20
+DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
+BLOCK_BYTES = 4096
+READ_BYTES = 1 << 20  # whole blocks
 
 
 def combine(digests: Iterable[bytes]) -> str:
@@ -59,17 +66,12 @@ def begin_read(pool: Executor, descriptor: int, start: int, stop: int, into: mem
 
 def _read(descriptor: int, start: int, num_bytes: int, into: memoryview | None) -> bytes:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(num_bytes, READ_BYTES))) if into is None else into
     done = 0
-    while done < num_bytes:
-        window = buffer[: min(READ_BYTES, num_bytes - done)] if into is None else buffer[done : done + READ_BYTES]
-        count = os.preadv(descriptor, [window], start + done)
-        if count == 0:
-            raise RunFolderError(f"a file ends {num_bytes - done} bytes early")
-        digest.update(window[:count])
-        done += count
-    if into is None and sys.platform == "linux":  # what is only checked shall not drive other things out of memory
-        os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
+    for window in windows(descriptor, start, num_bytes):
+        digest.update(window)
+        if into is not None:
+            into[done : done + len(window)] = window
+        done += len(window)
     return digest.digest()
 
 
@@ -77,3 +79,47 @@ def of_file(path: Path) -> str:
     """The plain SHA-256 of a whole file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- past the page cache: what is only checked, or loaded once, drives nothing else out of memory
+
+
+def read_directly(descriptor: int, sizes: Collection[int]) -> None:
+    """Read parts of these sizes of an open file directly from now on, where its system can; small ones come faster through the cache."""
+    if sum(sizes) >= len(sizes) * READ_BYTES:
+        _set(descriptor, direct=True)
+
+
+def windows(descriptor: int, start: int, num_bytes: int) -> Iterator[memoryview]:
+    """The bytes from `start` on, in parts that hold until the next is asked for. Raises RunFolderError for a file that ends early."""
+    room, stop = memoryview(mmap.mmap(-1, READ_BYTES)), start + num_bytes
+    while start < stop:
+        skipped = start % BLOCK_BYTES
+        wanted = min(READ_BYTES, -(-(skipped + stop - start) // BLOCK_BYTES) * BLOCK_BYTES)
+        count = _read_block(descriptor, room[:wanted], start - skipped) - skipped
+        if count <= 0:
+            raise RunFolderError(f"a file ends {stop - start} bytes early")
+        window = room[skipped : skipped + min(count, stop - start)]
+        yield window
+        start += len(window)
+
+
+def _read_block(descriptor: int, block: memoryview, start: int) -> int:
+    try:
+        return os.preadv(descriptor, [block], start)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _set(descriptor, direct=False)
+        return os.preadv(descriptor, [block], start)
+
+
+def _set(descriptor: int, *, direct: bool) -> None:
+    if not DIRECT:
+        return
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT if direct else flags & ~DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise

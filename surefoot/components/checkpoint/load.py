@@ -41,7 +41,7 @@ class Commit:
     def read(self, prefix: str, give: files.Give = files.create) -> dict[str, Tensor]:
         """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged."""
         found: dict[str, Tensor] = {}
-        with commits.hashing(nice=0) as pool:  # nothing else is done meanwhile
+        with commits.hashing(commits.MANY_THREADS, nice=0) as pool:  # nothing else is done meanwhile
             for file in self.names(prefix):
                 found |= files.read(self.folder, self._entries[file], give, pool)
         return found

@@ -1,0 +1,53 @@
+"""Bytes read past the page cache are those of the file, wherever they begin and end, and where the system has only the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surefoot.contract import digest
+from surefoot.core.errors import RunFolderError
+
+NUM_BYTES = 2 * digest.READ_BYTES + 12345
+DATA = np.random.default_rng(0).bytes(NUM_BYTES)
+MEMORY = Path("/dev/shm")  # a file system without direct reads on older systems
+
+
+@pytest.fixture(params=["disk", "memory"])
+def descriptor(request: pytest.FixtureRequest, tmp_path: Path):  # type: ignore[no-untyped-def]
+    if request.param == "memory" and not os.access(MEMORY, os.W_OK):
+        pytest.skip("no file system in memory")
+    with tempfile.NamedTemporaryFile(dir=MEMORY if request.param == "memory" else tmp_path) as file:
+        file.write(DATA)
+        file.flush()
+        yield file.fileno()
+
+
+def read(descriptor: int, start: int, num_bytes: int) -> bytes:
+    return b"".join(bytes(window) for window in digest.windows(descriptor, start, num_bytes))
+
+
+@pytest.mark.parametrize("start", [0, 1, 4095, 4096, digest.READ_BYTES - 1, NUM_BYTES - 1])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097, digest.READ_BYTES, NUM_BYTES])
+def test_any_part_of_a_file_is_read(descriptor: int, start: int, num_bytes: int) -> None:
+    num_bytes = min(num_bytes, NUM_BYTES - start)
+    digest.read_directly(descriptor, [digest.READ_BYTES])
+    assert read(descriptor, start, num_bytes) == DATA[start : start + num_bytes]
+
+
+def test_a_file_that_ends_early_is_told(descriptor: int) -> None:
+    digest.read_directly(descriptor, [digest.READ_BYTES])
+    with pytest.raises(RunFolderError, match="a file ends 1 bytes early"):
+        read(descriptor, NUM_BYTES - 5, 6)
+    with pytest.raises(RunFolderError, match="a file ends 100 bytes early"):
+        read(descriptor, NUM_BYTES + 9000, 100)
+
+
+def test_small_parts_come_through_the_cache(descriptor: int) -> None:
+    digest.read_directly(descriptor, [digest.READ_BYTES, 8])
+    assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & digest.DIRECT
