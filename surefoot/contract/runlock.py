@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,6 +24,7 @@ except ImportError:  # pragma: no cover - not on Linux
 
 FILE = "run.lock"
 WIDTH_BYTES = 64
+NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its number right after it has the lock
 
 
 class RunLock:
@@ -56,16 +58,25 @@ class RunLock:
             self.release()
 
     def _lock(self, folder: Path) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        """Raise RunFolderError when another holds it. Until that one wrote its number the file names nobody, or one that is dead."""
+        until_s = time.monotonic() + NAMED_WITHIN_S
+        while not self._is_locked():
             owner = _read(self._descriptor).get("process", "unknown")
-            self.release()
-            raise RunFolderError(
-                f"{folder} is being written by process {owner}", hint="wait for it, or give another --run folder"
-            ) from None
+            if _is_alive(owner) or time.monotonic() >= until_s:
+                self.release()
+                raise RunFolderError(
+                    f"{folder} is being written by process {owner}", hint="wait for it, or give another --run folder"
+                )
+            time.sleep(LOOK_S)
+
+    def _is_locked(self) -> bool:
+        """Lock the file, unless another has; gives whether it is, or there is no flock that could refuse."""
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
 
     def _previous(self) -> int:
         generation = _read(self._descriptor).get("generation", 0)
@@ -142,6 +153,17 @@ def read_generation(folder: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
     return generation if isinstance(generation, int) else 0
+
+
+def _is_alive(process: object) -> bool:
+    """Whether a process of this machine has that number."""
+    if not isinstance(process, int) or process <= 0:
+        return False
+    try:
+        os.kill(process, 0)
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)  # another user's
+    return True
 
 
 def _read(descriptor: int) -> dict[str, object]:

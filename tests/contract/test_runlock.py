@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from surefoot.contract import runlock
 from surefoot.contract.runlock import FILE, RunLock
 from surefoot.core.errors import RunFolderError
 from surefoot.core.place import child_environment
@@ -67,6 +70,53 @@ def test_a_second_writer_is_refused_and_told_who_holds_it(holder: subprocess.Pop
     with pytest.raises(RunFolderError, match=f"is being written by process {holder.pid}"):
         RunLock(tmp_path)
     assert json.loads((tmp_path / FILE).read_text())["process"] == holder.pid
+
+
+@pytest.fixture
+def just_locked(tmp_path: Path) -> Iterator[int]:
+    """The lock file of `tmp_path`, locked by one that has not written its number yet; the file names a process that is dead, or nobody."""
+    descriptor = os.open(tmp_path / FILE, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield descriptor
+    os.close(descriptor)
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Whoever waits sees this happen."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: happens())
+
+
+def number_of_a_dead_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
+
+
+@pytest.mark.parametrize("names", [lambda: None, number_of_a_dead_process, lambda: 2**70], ids=["nobody", "a dead one", "none"])
+def test_an_owner_that_has_just_taken_the_lock_is_waited_for_and_named(
+    names: Callable[[], int | None], just_locked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (before := names()) is not None:
+        (tmp_path / FILE).write_text(json.dumps({"generation": 1, "process": before}).ljust(runlock.WIDTH_BYTES))
+    now = json.dumps({"generation": 2, "process": os.getpid()}).ljust(runlock.WIDTH_BYTES)
+    meanwhile(monkeypatch, lambda: os.pwrite(just_locked, now.encode(), 0))
+    with pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}\\b"):
+        RunLock(tmp_path)
+
+
+def test_a_lock_that_is_given_back_before_its_owner_is_named_is_taken(
+    just_locked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile(monkeypatch, lambda: fcntl.flock(just_locked, fcntl.LOCK_UN))
+    with RunLock(tmp_path) as lock:
+        assert lock.still_ours()
+
+
+def test_an_owner_that_names_nobody_is_not_waited_for_without_end(
+    just_locked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runlock, "NAMED_WITHIN_S", 0.02)
+    with pytest.raises(RunFolderError, match="is being written by process unknown"):
+        RunLock(tmp_path)
 
 
 def test_a_killed_writer_leaves_no_lock_behind(holder: subprocess.Popen[str], tmp_path: Path) -> None:

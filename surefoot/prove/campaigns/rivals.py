@@ -71,6 +71,8 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, gol
     generations = [1]
     if kind == "the owner is killed":
         owner.kill()
+        if owner.wait() != KILLED:  # as whoever starts a run again waits for its end: until then the kernel keeps the lock
+            return "the owner could not be killed"
     if kind == "the lock is lost":  # as a file server forgets locks: the same bytes under the name, and another file
         lock = attempt.folder / runlock.FILE
         shutil.copyfile(lock, attempt.folder / "forgotten")
@@ -80,12 +82,11 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, gol
         second = workshop.train(attempt)
         second.wait_for(f"paused {HELD}")
         if kind == "the lock is lost":
-            before = manifest.steps(attempt.folder)
+            before = _find_committed(attempt, generation=1)  # of the other one a save may be under way
             owner.go()
-            if (status := owner.wait()) != StorageError.exit_code or manifest.steps(attempt.folder) != before:
-                return f"it lost its lock, ended with {status} and left {manifest.steps(attempt.folder)} of {before}: {owner.said[-300:]}"
-        elif owner.wait() != KILLED:
-            return "the owner could not be killed"
+            status, after = owner.wait(), _find_committed(attempt, generation=1)
+            if status != StorageError.exit_code or after != before:
+                return f"it lost its lock, ended with {status} and has committed {after} instead of {before}: {owner.said[-300:]}"
         owner = second
     owner.go()
     if (status := owner.wait()) != EXIT_OK:
@@ -94,6 +95,12 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, gol
     if noted != generations:
         return f"attempts {noted} wrote the log, {generations} trained"
     return look_at(attempt.folder, golden) or find_difference(attempt.folder, golden)
+
+
+def _find_committed(attempt: Attempt, *, generation: int) -> list[int]:
+    """The steps whose commits an attempt has made."""
+    found = {step: manifest.read(manifest.step_folder(attempt.folder, step)) for step in manifest.steps(attempt.folder)}
+    return [step for step, made in found.items() if made.generation == generation]
 
 
 CAMPAIGNS = (
