@@ -12,7 +12,7 @@ import pytest
 
 from surefoot.components.checkpoint import Commit
 from surefoot.components.stability import Guard
-from surefoot.contract import commits, digest, manifest
+from surefoot.contract import commits, digest, events, manifest
 from surefoot.prove.campaigns.files import damage
 from surefoot.prove.campaigns.probe import VARIANTS
 from surefoot.prove.campaigns.workshop import Workshop
@@ -47,6 +47,58 @@ def test_a_damaged_run_loads_what_was_saved_or_names_the_damage_in_the_large_cou
 ) -> None:
     outcome = found(campaign, workshop, campaign.many, seed=campaign.few)
     assert outcome.failures == ()
+
+
+# ---- what is no fault of the run
+
+
+@pytest.fixture
+def copied(workshop: Workshop) -> Iterator[tuple[damage.Left, Path]]:
+    """A run that was left in the middle, and a copy of it to damage."""
+    left = damage.find_left(workshop, "plain")
+    with workshop.scratch("copied") as folder:
+        damage.copy_run(left.attempt.folder, folder / "run")
+        yield left, folder / "run"
+
+
+def exchange(one: Path, other: Path) -> None:
+    own = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(own)
+
+
+def test_a_step_that_is_saved_anew_on_the_way_to_the_end_is_no_damaged_commit(copied: tuple[damage.Left, Path]) -> None:
+    left, run = copied
+    best, newest = (manifest.step_folder(run, step) for step in left.steps[-2:])
+    exchange(newest / "state.json", best / "state.json")
+    assert damage.find_wrong(left, run, newest / "state.json", to_the_end=True) is None
+    assert commits.check(best).step == left.steps[-2]
+
+
+def test_the_manifest_of_another_run_names_the_first_file_that_it_contradicts(
+    copied: tuple[damage.Left, Path], workshop: Workshop
+) -> None:
+    left, run = copied
+    other = damage.find_left(workshop, "plain", seed=1).attempt.folder
+    touched, foreign = (manifest.step_folder(each, left.steps[-1]) / manifest.FILE for each in (run, other))
+    touched.write_bytes(foreign.read_bytes())
+    assert damage.find_wrong(left, run, touched, to_the_end=False) is None
+
+
+def test_a_log_that_changed_places_with_a_manifest_is_refused_by_its_name(copied: tuple[damage.Left, Path]) -> None:
+    left, run = copied
+    exchange(run / events.FILE, manifest.step_folder(run, left.steps[-1]) / manifest.FILE)
+    assert damage.find_wrong(left, run, run / events.FILE, to_the_end=False) is None
+
+
+def test_a_run_that_is_refused_for_a_damaged_commit_alone_is_a_failure(
+    copied: tuple[damage.Left, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, run = copied
+    path = manifest.step_folder(run, left.steps[-1]) / "state.json"
+    path.unlink()
+    monkeypatch.setattr(damage, "reopen", lambda *given, **more: damage.Opened(error=f"{path} is missing"))
+    assert damage.find_wrong(left, run, path, to_the_end=False) == f"the run was refused: {path} is missing"
 
 
 # ---- the bugs that they must find

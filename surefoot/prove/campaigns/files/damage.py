@@ -11,7 +11,7 @@ import io
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,17 +47,19 @@ class Left:
         run = self.attempt.folder
         return sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file())
 
-    def is_intact(self, folder: Path) -> bool:
-        """Whether a step folder has every file that it had here, as it was: told by the bytes alone, not by a digest of ours."""
+    def find_changed(self, folder: Path) -> list[Path]:
+        """The files of a step folder that are not as they were here: told by the bytes alone, not by a digest of ours.
+
+        The folder itself where it was none, or is a link.
+        """
         own = self.attempt.folder / manifest.FOLDER / folder.name
-        return (
-            own.is_dir()
-            and not folder.is_symlink()
-            and all(
-                (found := folder / path.name).is_file() and not found.is_symlink() and found.read_bytes() == path.read_bytes()
-                for path in own.iterdir()
-            )
-        )
+        if not own.is_dir() or folder.is_symlink():
+            return [folder]
+        return [
+            found
+            for path in sorted(own.iterdir())
+            if not (found := folder / path.name).is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
+        ]
 
 
 def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
@@ -179,25 +181,28 @@ def reopen(left: Left, run: Path, *, to_the_end: bool) -> Opened:
 
 def find_wrong(left: Left, run: Path, touched: Path, *, to_the_end: bool) -> str | None:
     """What does not hold of a run of which one file was touched."""
-    found = {folder: left.is_intact(folder) for folder in sorted((run / manifest.FOLDER).glob("step-*"))}
-    for folder, is_intact in found.items():
-        if (wrong := _find_wrong_check(folder, touched, is_intact=is_intact)) is not None:
+    changed = {folder: left.find_changed(folder) for folder in sorted((run / manifest.FOLDER).glob("step-*"))}
+    for folder, files in changed.items():
+        if (wrong := _find_wrong_check(folder, files)) is not None:
             return wrong
-    before = {folder.name: _bytes_of(folder) for folder in found}
+    before = {folder.name: _bytes_of(folder) for folder in changed}
     ledger_bytes = max(ledger.HEADER_BYTES, path.stat().st_size) if (path := run / ledger.FILE).is_file() else ledger.HEADER_BYTES
     opened = reopen(left, run, to_the_end=to_the_end)
     if opened.untyped is not None:
         return f"an error that nobody expects: {opened.untyped}"
     if opened.error is not None:
-        is_beside = all(found.values())
-        return None if is_beside and str(run) in opened.error else f"the run was refused: {opened.error}"
-    whole = max((_step(folder) for folder, is_intact in found.items() if is_intact), default=0)
-    damaged = [folder for folder, is_intact in found.items() if not is_intact and _step(folder) > whole]
+        named = (
+            touched if any(changed.values()) else run
+        )  # a file beside the commits may have changed places with one of a commit
+        is_told = touched.parent == run and str(named) in opened.error
+        return None if is_told else f"the run was refused: {opened.error}"
+    whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)
+    damaged = [folder for folder, files in changed.items() if files and _step(folder) > whole]
     if opened.step != whole or opened.state != left.states[whole]:
         return f"step {whole} is whole, and what was loaded is another state than it had, after step {opened.step}"
     if to_the_end and opened.end != left.end:
         return "the run went on to other bits"
-    if (wrong := _find_wrong_events(run, damaged, before, opened.said)) is not None:
+    if (wrong := _find_wrong_events(run, damaged, before, opened.said, to_the_end=to_the_end)) is not None:
         return wrong
     lost = whole - (ledger_bytes - ledger.HEADER_BYTES) // ledger.ROW.size
     return (
@@ -207,20 +212,25 @@ def find_wrong(left: Left, run: Path, touched: Path, *, to_the_end: bool) -> str
     )
 
 
-def _find_wrong_check(folder: Path, touched: Path, *, is_intact: bool) -> str | None:
+def _find_wrong_check(folder: Path, changed: list[Path]) -> str | None:
     try:
         commits.check(folder)
     except RunFolderError as error:
-        if is_intact:
+        if not changed:
             return f"{folder.name} is whole and does not verify: {error.message}"
-        named = folder / touched.name if folder == touched.parent and not folder.is_symlink() else folder
-        return None if str(named) in error.message else f"{named} is damaged and not named: {error.message}"
+        # of a manifest that is whole, but another run's, nothing tells whether it or the files beside it are in the wrong place
+        is_another = folder / manifest.FILE in changed and _passes(manifest.read, folder)
+        named = [folder] if is_another else changed
+        is_named = any(str(path) in error.message for path in named)
+        return None if is_named else f"{', '.join(map(str, named))} damaged and not named: {error.message}"
     except Exception as error:  # noqa: BLE001 - see above
         return f"the check ended with {error!r}"
-    return None if is_intact else f"{folder.name} is damaged and verifies"
+    return f"{folder.name} is damaged and verifies" if changed else None
 
 
-def _find_wrong_events(run: Path, damaged: list[Path], before: Mapping[str, Mapping[str, bytes]], said: str) -> str | None:
+def _find_wrong_events(
+    run: Path, damaged: list[Path], before: Mapping[str, Mapping[str, bytes]], said: str, *, to_the_end: bool
+) -> str | None:
     told = [event.detail for event in events.read(run) if isinstance(event, Fault) and event.fault == "damaged-commit"]
     if len(told) != len(damaged) or any(sum(f"{folder}" in detail for detail in told) != 1 for folder in damaged):
         return f"{len(damaged)} commits are damaged, and the events tell of {told}"
@@ -228,9 +238,18 @@ def _find_wrong_events(run: Path, damaged: list[Path], before: Mapping[str, Mapp
         return f"the console says {said!r} of {told}"
     for folder in damaged:
         aside = folder.with_name(f"{commits.BAD}{folder.name}")
-        if folder.exists() or not aside.is_dir() or _bytes_of(aside) != before[folder.name]:
+        is_left = folder.exists() and not (to_the_end and _passes(commits.check, folder))  # on its way it may save that step anew
+        if is_left or not aside.is_dir() or _bytes_of(aside) != before[folder.name]:
             return f"{folder.name} is damaged, and was not set aside as it was"
     return None
+
+
+def _passes(look: Callable[[Path], object], folder: Path) -> bool:
+    try:
+        look(folder)
+    except RunFolderError:
+        return False
+    return True
 
 
 def _bytes_of(folder: Path) -> dict[str, bytes]:
