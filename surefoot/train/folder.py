@@ -15,7 +15,7 @@ from surefoot.components import checkpoint
 from surefoot.contract import events, ledger, signature, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import FILE as LOCK_FILE
-from surefoot.contract.runlock import RunLock
+from surefoot.contract.runlock import RunLock, is_held
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import find_use
 from surefoot.core.errors import RunFolderError, StorageError
@@ -78,8 +78,11 @@ def _chosen(
         return Chosen(wanted, False)
     if not wanted.is_dir():
         raise RunFolderError(f"{wanted} is a file, not a folder", hint="give another --run folder")
-    if not (wanted / events.FILE).is_file():
-        if any(path.name not in (SPEC_FILE, DRAFT_FILE, LOCK_FILE) for path in wanted.iterdir()):
+    names = {path.name for path in wanted.iterdir()}
+    if events.FILE not in names:
+        if names - {SPEC_FILE, DRAFT_FILE, LOCK_FILE} and not is_held(
+            wanted
+        ):  # its owner, who makes it now, is named by the lock
             raise RunFolderError(f"{wanted} is not empty and holds no run", hint="give a new or an empty folder with --run")
         return Chosen(wanted, False)
     if fresh:

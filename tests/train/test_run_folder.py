@@ -447,3 +447,11 @@ def test_a_score_that_is_no_number_is_never_the_best(value: float, tmp_path: Pat
         checkpoint.save(tmp_path, step, {"model": model}, checkpoint.Stamp(score=row))
     assert checkpoint.find_step(tmp_path, "best") == 2
     assert "NaN" not in (manifest.step_folder(tmp_path, 1) / manifest.FILE).read_text()
+
+
+def test_a_folder_that_another_process_is_making_is_told_to_be_written_by_it(tmp_path: Path) -> None:
+    (tmp_path / "ledger.bin").write_bytes(b"")  # made before the log, which is not there yet
+    with RunLock(tmp_path), pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}"):
+        train(tmp_path)
+    with pytest.raises(RunFolderError, match="is not empty and holds no run"):
+        train(tmp_path)
