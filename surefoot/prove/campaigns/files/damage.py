@@ -186,7 +186,7 @@ def find_wrong(left: Left, run: Path, touched: Path, *, to_the_end: bool) -> str
         if (wrong := _find_wrong_check(folder, files)) is not None:
             return wrong
     before = {folder.name: _bytes_of(folder) for folder in changed}
-    ledger_bytes = max(ledger.HEADER_BYTES, path.stat().st_size) if (path := run / ledger.FILE).is_file() else ledger.HEADER_BYTES
+    num_rows = _count_rows(run)
     opened = reopen(left, run, to_the_end=to_the_end)
     if opened.untyped is not None:
         return f"an error that nobody expects: {opened.untyped}"
@@ -204,12 +204,19 @@ def find_wrong(left: Left, run: Path, touched: Path, *, to_the_end: bool) -> str
         return "the run went on to other bits"
     if (wrong := _find_wrong_events(run, damaged, before, opened.said, to_the_end=to_the_end)) is not None:
         return wrong
-    lost = whole - (ledger_bytes - ledger.HEADER_BYTES) // ledger.ROW.size
+    lost = whole - num_rows
     return (
         f"rows of {lost} steps are lost, and nothing says so"
         if lost > 0 and f"the rows of {lost} steps" not in opened.said
         else None
     )
+
+
+def _count_rows(run: Path) -> int:
+    """How many rows the run will go on with: none where the header is damaged, since the ledger is then set aside."""
+    if not _passes(ledger.read_plan, run):
+        return 0
+    return ((run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
 
 
 def _find_wrong_check(folder: Path, changed: list[Path]) -> str | None:
