@@ -80,9 +80,7 @@ def _chosen(
         raise RunFolderError(f"{wanted} is a file, not a folder", hint="give another --run folder")
     names = {path.name for path in wanted.iterdir()}
     if events.FILE not in names:
-        if names - {SPEC_FILE, DRAFT_FILE, LOCK_FILE} and not is_held(
-            wanted
-        ):  # its owner, who makes it now, is named by the lock
+        if not _is_barely_begun(wanted, names) and not is_held(wanted):  # whose owner the lock will name
             raise RunFolderError(f"{wanted} is not empty and holds no run", hint="give a new or an empty folder with --run")
         return Chosen(wanted, False)
     if fresh:
@@ -108,6 +106,12 @@ def _chosen(
         return Chosen(wanted, True, (note,))
     newest, parent = started[-1], started[0].parent
     return Chosen(wanted, True, (note,), generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent)
+
+
+def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
+    """Whether nothing is there but what an attempt makes before its log: a power cut may leave any of that."""
+    known = {SPEC_FILE, DRAFT_FILE, LOCK_FILE, ledger.FILE}
+    return known.issuperset(names) and (ledger.FILE not in names or (folder / ledger.FILE).stat().st_size <= ledger.HEADER_BYTES)
 
 
 def _next_free(wanted: Path) -> Path:

@@ -450,8 +450,25 @@ def test_a_score_that_is_no_number_is_never_the_best(value: float, tmp_path: Pat
 
 
 def test_a_folder_that_another_process_is_making_is_told_to_be_written_by_it(tmp_path: Path) -> None:
-    (tmp_path / "ledger.bin").write_bytes(b"")  # made before the log, which is not there yet
+    (tmp_path / "tensorboard").mkdir()  # the log is not there yet
     with RunLock(tmp_path), pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}"):
         train(tmp_path)
     with pytest.raises(RunFolderError, match="is not empty and holds no run"):
         train(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 256, 257])
+def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(num_bytes: int, tmp_path: Path) -> None:
+    train(tmp_path / "whole")
+    left = tmp_path / "left"
+    left.mkdir()
+    for name in ("spec.toml", "run.lock"):
+        shutil.copy(tmp_path / "whole" / name, left)
+    (left / "ledger.bin").write_bytes((tmp_path / "whole" / "ledger.bin").read_bytes()[:num_bytes])
+    if num_bytes > 256:  # it has trained: with its log something is lost
+        with pytest.raises(RunFolderError, match="is not empty and holds no run"):
+            train(left)
+        return
+    train(left)
+    assert end_of(left).outcome == "finished"
+    assert len((left / "ledger.bin").read_bytes()) == len((tmp_path / "whole" / "ledger.bin").read_bytes())

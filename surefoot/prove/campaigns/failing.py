@@ -9,6 +9,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.campaigns import trace
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
 from surefoot.prove.campaigns.trace import Call, Tracer
-from surefoot.prove.campaigns.workshop import Workshop, find_damage, find_difference
+from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Workshop, find_damage, find_difference
 from surefoot.prove.outcome import Campaign, Result
 
 AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and is mended before that of step UNTIL
@@ -44,8 +45,7 @@ def fill_the_disk(workshop: Workshop, seed: int) -> Result:
         attempt = Attempt(run=str(disk / "run"), variant=variant, width=WIDTH, background=is_background, pauses=(AT, UNTIL))
         child = workshop.train(attempt)
         child.wait_for(f"paused {AT}")
-        child.wait_for(f"name {EVERY}")
-        first = manifest.step_folder(attempt.folder, EVERY)
+        first = _wait_for_first(child, attempt)
         fill(disk, leaving=sum(path.stat().st_blocks * 512 for path in first.iterdir()) * percent // 100)
         child.go()
         child.wait_for(f"paused {UNTIL}")
@@ -56,6 +56,15 @@ def fill_the_disk(workshop: Workshop, seed: int) -> Result:
         wrong = wrong or _find_wrong(attempt, status, child.said) or find_difference(attempt.folder, golden)
         told = _told(attempt.folder)
         return Result(wrong and f"room for {percent} %: {wrong}", ("given up" if told else "saved",))
+
+
+def _wait_for_first(child: Child, attempt: Attempt) -> Path:
+    """The folder of the first commit, once it is there: it is marked just before it is named."""
+    child.wait_for(f"name {EVERY}")
+    folder, until_s = manifest.step_folder(attempt.folder, EVERY), time.monotonic() + PATIENCE_S
+    while not folder.exists() and time.monotonic() < until_s and not child.ends_within(LOOK_S):
+        pass
+    return folder
 
 
 def fill(disk: Path, *, leaving: int) -> None:
@@ -183,7 +192,7 @@ def turn_read_only(workshop: Workshop, seed: int) -> Result:
         place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
         child = workshop.train(attempt)
         child.wait_for(f"paused {AT}")
-        child.wait_for(f"name {EVERY}")
+        _wait_for_first(child, attempt)
         with read_only(place):
             child.go()
             child.wait_for(f"paused {UNTIL}")

@@ -10,12 +10,12 @@ import time
 from surefoot.contract import events, manifest, runlock
 from surefoot.core.errors import EXIT_OK, RunFolderError, StorageError
 from surefoot.prove.campaigns.probe import EVERY, Attempt
-from surefoot.prove.campaigns.workshop import KILLED, PATIENCE_S, Child, Golden, Workshop, find_difference, look_at
+from surefoot.prove.campaigns.workshop import KILLED, LOOK_S, PATIENCE_S, Child, Golden, Workshop, find_difference, look_at
 from surefoot.prove.outcome import Campaign, Result
 
 KINDS = ("all at once", "the owner is killed", "the lock is lost")
 HELD = 2 * EVERY + 1  # the step after which the owner waits while the others try
-MOST, STAGGER_S, LOOK_S = 8, 0.3, 0.01
+MOST, STAGGER_S = 8, 0.3
 
 
 def launch_rivals(workshop: Workshop, seed: int) -> Result:

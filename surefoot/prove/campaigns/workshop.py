@@ -26,6 +26,7 @@ from surefoot.prove.campaigns.probe import STEPS, Attempt
 
 SERVER = (sys.executable, "-m", "surefoot.prove.campaigns.server")
 PATIENCE_S = 60.0  # a trial that takes longer hangs
+LOOK_S = 0.01
 STATE = "state.json"
 TIMED = "clock.json"  # the one file of a commit that differs between runs that did the same steps
 KILLED = -int(signal.SIGKILL)
