@@ -238,7 +238,7 @@ def slow_down(workshop: Workshop, seed: int) -> Result:
         attempt = Attempt(run=str(folder / "run"), variant=variant, pauses=(EVERY - 1,))
         child = workshop.train(attempt)
         child.wait_for(f"paused {EVERY - 1}")
-        slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed) * 1e6)}:when=1..{NUM_SLOW}"
+        slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed % 4) * 1e6)}:when=1..{NUM_SLOW}"
         with Tracer(child, folder / "trace", "-e", "trace=fsync", "-e", slow) as tracer:
             child.go()
             status = child.wait()
