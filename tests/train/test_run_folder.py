@@ -472,3 +472,17 @@ def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(num_bytes: 
     train(left)
     assert end_of(left).outcome == "finished"
     assert len((left / "ledger.bin").read_bytes()) == len((tmp_path / "whole" / "ledger.bin").read_bytes())
+
+
+def test_the_log_is_on_the_disk_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, sync, synced = tmp_path / "run" / "events.jsonl", os.fsync, []
+
+    def noted(descriptor: int) -> None:
+        if log.exists():
+            synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with Run(spec(6), Small(), folder=tmp_path / "run", quiet=True) as run:
+        assert synced == [log.stat().st_ino, run.folder.stat().st_ino]  # the text, then its name
+        assert sorted(path.name for path in run.folder.iterdir()) == ["events.jsonl", "ledger.bin", "run.lock", "spec.toml"]

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from surefoot.contract import events
+from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import StorageError
 
 BLOCK_BYTES = 1 << 16
@@ -51,10 +52,12 @@ class Journal:
             os.ftruncate(self._descriptor, end)
 
     def begin(self, event: events.Event) -> None:
-        """Write the first record of an attempt. Raises StorageError when the disk refuses."""
+        """Write the first record of an attempt, onto the disk: nothing that comes later outlives it. Raises StorageError."""
         self._held = event.as_line().encode()
-        error = self._write_held()
-        if error is not None:
+        self.sync()
+        try:
+            sync_folder(self._path.parent)
+        except OSError as error:
             raise self._refused(error) from error
 
     def write(self, event: events.Event) -> str | None:
