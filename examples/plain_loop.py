@@ -83,6 +83,7 @@ def main(folder: Path, stop_after: int | None = None) -> float:
     first = restored.step if restored else 0
     if first:
         print(f"going on after step {first}")
+        checkpoint.retain(folder, keep=2)  # a kill may have come between a commit and this
 
     meter = Meter()
     for step in range(first, min(total_steps, stop_after or total_steps)):

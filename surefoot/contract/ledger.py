@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -203,6 +204,8 @@ def read_after(folder: Path) -> int:
 def _read_header(folder: Path) -> tuple[Plan, int]:
     path = folder / FILE
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):  # whose other end nobody may ever open
+            raise RunFolderError(f"{path} is no ledger, but a pipe", hint="move it away")
         with path.open("rb") as file:
             found = _parse(file.read(HEADER_BYTES), path)
     except OSError as error:

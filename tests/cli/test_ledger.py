@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from surefoot.components.data import consumed
 from surefoot.contract import ledger
 from surefoot.contract.ledger import HEADER_BYTES, ROW, Ledger, Plan
 from surefoot.contract.loop_ledger import LoopLedger, Promise
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, RunFolderError
 from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
 from tests.conftest import ROOT
@@ -195,3 +196,9 @@ def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Com
     assert row["sample"]["uses"] == [{"step": 2, "pass": 1, "place": 2}, {"step": 3, "pass": 2, "place": 1}]
     book.close()
     assert surefoot("ledger", tmp_path, "--sample", "6").code == 2
+
+
+def test_a_pipe_in_place_of_the_ledger_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ledger.bin")
+    with pytest.raises(RunFolderError, match="is no ledger, but a pipe"):
+        ledger.read_plan(tmp_path)

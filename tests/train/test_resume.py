@@ -215,3 +215,13 @@ def test_a_save_that_gets_no_thread_is_written_in_place_and_nobody_waits_for_eve
     monkeypatch.setattr(threading.Thread, "start", refuse)
     train(tmp_path / "a", spec(12, checkpoint={"every": "5 steps"}), Small())
     assert manifest.steps(tmp_path / "a") == [5, 10, 12]
+
+
+def test_what_a_kill_left_undeleted_goes_with_the_next_start(tmp_path: Path) -> None:
+    def kept(number: int) -> RunSpec:
+        return spec(STEPS, checkpoint={"every": f"{EVERY} steps", "keep": number})
+
+    train(tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1)  # as if each kill had come between a commit and its clean-up
+    assert manifest.steps(tmp_path) == [EVERY, 2 * EVERY, 3 * EVERY]
+    with Run(kept(2), Small(), folder=tmp_path, quiet=True):
+        assert manifest.steps(tmp_path) == [2 * EVERY, 3 * EVERY]

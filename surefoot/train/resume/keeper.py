@@ -85,10 +85,7 @@ class Keeper:
 
     def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
         made = checkpoint.commit(self._folder, content, self._stamp, may_commit=lambda: may_commit() and self._lock.still_ours())
-        checkpoint.retain(
-            self._folder, keep=self._table.keep, every=self._keep_every, every_s=self._keep_every_s, keep_best=self._table.keep_best,
-            budget_bytes=None if self._table.budget is None else parse_bytes(self._table.budget),
-        )  # fmt: skip
+        self._retain()
         if self._store is not None:
             try:
                 self._store.push(self._folder, content.step)
@@ -96,6 +93,12 @@ class Keeper:
             except StorageError as error:  # the commit itself stands
                 self._store_troubles.append(error)
         return made
+
+    def _retain(self) -> None:
+        checkpoint.retain(
+            self._folder, keep=self._table.keep, every=self._keep_every, every_s=self._keep_every_s, keep_best=self._table.keep_best,
+            budget_bytes=None if self._table.budget is None else parse_bytes(self._table.budget),
+        )  # fmt: skip
 
     def take_store_troubles(self) -> list[StorageError]:
         """What the store refused since the last call."""
@@ -151,6 +154,7 @@ class Keeper:
 
         step, troubles = checkpoint.newest_loadable(self._folder, load)
         self.saved_step = step or 0
+        self._retain()  # what a kill between a commit and this left over: where the run is at its end, no save follows
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:

@@ -48,6 +48,7 @@ class LoopKeeper:
         found = checkpoint.load(self._folder, self._objects)
         if found is None:
             return None, ()
+        checkpoint.retain(self._folder, keep=KEEP)  # what a kill between a commit and this left over
         with checkpoint.taken_from(f"the state after step {found.step:,}"):
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
