@@ -134,3 +134,31 @@ class Norms(Honest):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, CLASSES))
+
+
+class Bounded(Honest):
+    """Gives probabilities, near enough to 0 and 1 that a last place more would leave their range, which its loss refuses."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(INPUTS, 16), nn.Linear(16, 1), nn.Sigmoid())
+        for layer in (model[0], model[1]):
+            nn.init.normal_(layer.weight)  # type: ignore[arg-type]
+        return model
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        return Loss.sum(F.binary_cross_entropy(output[:, 0].float(), (batch[1] > 3).float(), reduction="sum"), len(batch[1]))
+
+    def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
+        return {}
+
+
+class Strict(Bounded):
+    """Refuses what is off the least that its own model can give."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, 1), nn.Hardtanh(1.5, 2.0))
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        if output.min() < 1.5:
+            raise ValueError("planted")
+        return Loss.sum(output.float().sum(), len(batch[1]))

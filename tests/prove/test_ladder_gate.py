@@ -140,6 +140,32 @@ def test_a_gradient_that_is_not_finite_fails(tensors: Tensors) -> None:
         assert gate.judge(kind, start, tensors(spec(), gate.UNITS["fp32"]), poisoned).verdict == "fails"  # type: ignore[arg-type]
 
 
+def test_what_became_non_finite_on_its_way_fails_though_its_first_gradients_are_right(tensors: Tensors) -> None:
+    start = tensors(spec())
+    lost = {**start, "weight/8/0.weight": np.full_like(start["weight/8/0.weight"], np.nan)}
+    for kind in ("nothing", "rounding"):
+        assert gate.judge(kind, start, tensors(spec(), gate.UNITS["bf16"]), lost).verdict == "fails"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("floor", ["not finite", "missing"])
+def test_a_floor_that_was_not_measured_allows_nothing(floor: str, tensors: Tensors) -> None:
+    start = tensors(spec())
+    blurred = {name: np.full_like(each, np.nan) for name, each in start.items()} if floor == "not finite" else {}
+    wrong = {name: 1.5 * each for name, each in start.items()}
+    for kind in ("nothing", "rounding"):
+        found = gate.judge(kind, start, blurred, wrong)  # type: ignore[arg-type]
+        assert found.verdict == "fails"
+        assert found.words.endswith("could not be measured")
+        assert gate.judge(kind, start, blurred, start).verdict == "passes"  # type: ignore[arg-type]
+
+
+def test_a_model_that_gives_probabilities_is_blurred_within_their_range(tensors: Tensors) -> None:
+    start = spec("Bounded")
+    assert judge(tensors, start, spec("Bounded", task={"spare": 1}), "nothing").verdict == "passes"
+    assert judge(tensors, start, spec("Bounded", precision={"compute": "bf16"}), "nothing").verdict == "fails"
+    assert np.isfinite(tensors(start, gate.UNITS["bf16"])["gradient/1/0.weight"]).all()
+
+
 def scores(*values: float, better: str = "higher") -> Scores:
     return Scores(dict(enumerate(values)), "accuracy", better, "%")
 

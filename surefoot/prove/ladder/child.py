@@ -74,7 +74,10 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
 
 
 def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
-    """Move every weight now, and the output of every innermost module and its gradient from now on, by a random share up to `unit`."""
+    """Move every weight now, and the output of every innermost module and its gradient from now on, by a random share up to `unit`.
+
+    An output that lies between -1 and 1 stays there: rounding makes no probability larger than 1 either.
+    """
     generators: dict[torch.device, torch.Generator] = {}
 
     def blurred(tensor: Tensor) -> Tensor:
@@ -102,8 +105,8 @@ class _Blurred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, blurred: Any) -> Tensor:
         ctx.blurred = blurred
-        result: Tensor = blurred(tensor)
-        return result
+        moved: Tensor = blurred(tensor)
+        return moved.clamp(-1.0, 1.0) if bool((tensor.abs() <= 1.0).all()) else moved
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -118,12 +118,22 @@ class Climb:
         if self._tensors is None:
             self._tensors = self._bench.tensors(START, self.start)
         if unit not in self._blurred:
-            self._blurred[unit] = self._bench.tensors(f"{START} blurred", self.start, unit=unit)
+            self._blurred[unit] = self._floor(unit)
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
             return Verdict(verdict="not measured", words=f"it {error.message}")
         return gate.judge(rung.kind, self._tensors, self._blurred[unit], found)
+
+    def _floor(self, unit: float) -> Arrays:
+        """The start under simulated rounding; nothing where it cannot run so, as one that checks its own outputs to the last bit."""
+        try:
+            return self._bench.tensors(f"{START} blurred", self.start, unit=unit)
+        except TaskError as error:
+            self._tell(
+                f"what rounding comes to cannot be measured, so none is allowed: the start under simulated rounding {error.message}"
+            )
+            return {}
 
     def _is_over(self, trial: Trial, rung: Rung) -> bool:
         """Whether it crashed, or its interval is clear, or too many pairs went against it for any interval to show a gain."""

@@ -58,11 +58,16 @@ class _Claim:
 
     @property
     def share(self) -> float:
+        if np.isnan(self.off):
+            return float("inf")
         return self.off / self.allowed if self.allowed else (0.0 if self.off == 0 else float("inf"))
 
 
 def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
-    """The verdict on the tensors of a rung of kind *nothing* or *rounding*; `blurred` is the start under simulated rounding."""
+    """The verdict on the tensors of a rung of kind *nothing* or *rounding*; `blurred` is the start under simulated rounding.
+
+    A floor that was not measured, or is not finite where the start is, allows no rounding at all: it would allow anything.
+    """
     if kind == "algorithm":
         return Verdict(verdict="does not apply", words="another algorithm has other gradients: its score decides")
     unlike = sorted(start.keys() ^ rung.keys())
@@ -72,16 +77,24 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
     if shapes:
         words = f"{shapes[0]} has the shape {rung[shapes[0]].shape}, the start's {start[shapes[0]].shape}"
         return Verdict(verdict="fails", words=words, worst=float("inf"))
-    claims = [
-        *_slices(start, blurred, rung),
-        *(_equal(start, blurred, rung) if kind == "nothing" else _near(start, blurred, rung)),
-    ]
+    has_floor = _has_floor(start, blurred)
+    floor = blurred if has_floor else start
+    claims = [*_slices(start, floor, rung), *(_equal(start, floor, rung) if kind == "nothing" else _near(start, floor, rung))]
     worst = max(claims, key=lambda claim: claim.share)
     fails = worst.share > 1
     words = f"{worst.what} is off by {format_number(worst.off)}, {format_number(worst.allowed)} is allowed"
     if not fails:
         words = f"{len(claims)} comparisons hold; the nearest to its bound: {words}"
+    if not has_floor:
+        words += ", since what rounding comes to here could not be measured"
     return Verdict(verdict="fails" if fails else "passes", words=words, worst=worst.share)
+
+
+def _has_floor(start: Arrays, blurred: Arrays) -> bool:
+    """Whether simulated rounding left finite what is finite in the start."""
+    return start.keys() == blurred.keys() and all(
+        np.isfinite(_wide(blurred[name])[np.isfinite(_wide(start[name]))]).all() for name in start
+    )
 
 
 def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
