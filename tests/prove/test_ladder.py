@@ -16,9 +16,10 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.statistics import looks, sequential_ratio
-from surefoot.prove.ladder import PLAIN, Rung, Settings, as_markdown, as_row, as_svg, as_toml, find_rungs, parse_rung, rungs
-from surefoot.prove.ladder.climb import MEASURES, Ladder, Result, find_skipped_work, is_settled
+from surefoot.prove.ladder import PLAIN, Rung, Settings, as_markdown, as_row, as_svg, as_toml, find_rungs, gate, parse_rung, rungs
+from surefoot.prove.ladder.climb import MEASURES, Climb, Ladder, Result, find_skipped_work, is_settled
 from surefoot.prove.ladder.gate import Verdict
+from surefoot.prove.ladder.workbench import Workbench
 from surefoot.trial import Outcome, Trial
 from tests.train.small import call
 
@@ -178,12 +179,22 @@ def test_the_document_and_the_picture_show_kept_and_rejected_rungs_and_run_nothi
 
 def test_the_best_is_a_spec_that_reads_with_its_evidence_above_it(tmp_path: Path) -> None:
     ladder = a_ladder()
-    hostile = replace(ladder.results[1], reason="two\nlines")
+    hostile = replace(ladder.results[1], reason="two\nlines, \x1b[31mred\x00")
     path = tmp_path / "best.toml"
     path.write_text(as_toml(replace(ladder, results=(ladder.results[0], hostile))))
     assert spec_file.read(str(path)).spec == ladder.best
     assert "# fused: optim.fused=True: time 0.91x (0.9 to 0.94)" in path.read_text()
-    assert "# not kept: wrong: two lines" in path.read_text()
+    assert "# not kept: wrong: two lines, ?[31mred?" in path.read_text()
+    assert "| two lines, ?[31mred? |\n" in as_markdown(replace(ladder, results=(hostile,)))
+
+
+def test_a_change_that_json_has_no_value_for_is_told_as_text() -> None:
+    kept = a_ladder().results[0]
+    odd = parse_rung("odd: task.day=1979-05-27, task.most=inf, task.days=[1979-05-27, 2.5]")
+    row = as_row(replace(a_ladder(), results=(replace(kept, rung=odd),)))["rungs"][0]
+    assert json.loads(json.dumps(row, allow_nan=False))["change"] == {
+        "task.day": "1979-05-27", "task.most": "inf", "task.days": ["1979-05-27", 2.5],
+    }  # fmt: skip
 
 
 # ---- the command
@@ -264,6 +275,16 @@ def test_a_climb_records_a_crash_and_a_wrong_gradient_and_goes_on(
     assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == row["num_runs"]
     best = spec_file.read(str(tmp_path / "out" / "best.toml")).spec
     assert best.task.use == f"{PLANTED}:Honest"
+
+
+def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    start, said = rungs.plain(spec_file.read(str(start_spec(tmp_path, "Strict"))).spec), list[str]()
+    climb = Climb(start, Workbench(start, Settings(), tmp_path / "out"), said.append)
+    assert climb._floor(gate.UNITS["bf16"]) == {}
+    assert "planted" in said[0]
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def _rung_row(result: Result) -> dict[str, Any]:
     worst = parity.worst if parity.worst is not None and math.isfinite(parity.worst) else None
     return {
         "name": rung.name, "kind": rung.kind, "standing": result.standing, "kept": result.kept, "reason": result.reason,
-        "change": dict(rung.change), "purpose": rung.purpose, "needs": rung.needs,
+        "change": {key: _value(each) for key, each in rung.change.items()}, "purpose": rung.purpose, "needs": rung.needs,
         "time_ratio": _interval_row(step["time"]), "wall_ratio": _interval_row(step["wall"]),
         "memory_ratio": _interval_row(step["memory"]), "throughput_ratio": _interval_row(inverse(step["wall"])),
         "startup_ratio": _interval_row(step["startup"]), "total_time_ratio": _interval_row(total["time"]),
@@ -47,6 +47,23 @@ def _rung_row(result: Result) -> dict[str, Any]:
         "score": _score_row(result.score), "parity": {"verdict": parity.verdict, "worst": worst, "words": parity.words},
         "expected": dict(rung.expected), "num_runs": result.num_runs,
     }  # fmt: skip
+
+
+def _value(value: Any) -> Any:
+    """A value of a spec as JSON has it: TOML also knows dates, and numbers that are none."""
+    if isinstance(value, list):
+        return [_value(each) for each in value]
+    is_known = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_known else str(value)
+
+
+def _line(text: str) -> str:
+    """The text on one line, without what no line of TOML or Markdown may hold: a task's error may be coloured, or of several lines.
+
+    >>> _line("red \x1b[31m,\n two  lines")
+    'red ?[31m, two lines'
+    """
+    return " ".join("".join(each if each.isprintable() or each.isspace() else "?" for each in text).split())
 
 
 def _interval_row(interval: Interval | None) -> dict[str, Any] | None:
@@ -108,7 +125,11 @@ def _expected(expected: Mapping[str, float]) -> str:
 def as_markdown(ladder: Ladder) -> str:
     """The ladder as a document: the table, the reason of each verdict, what leaving one out shows, the conditions."""
     parts = [f"# The ladder of {ladder.spec}\n", markdown(HEADER, map(cells, ladder.results)), "## Why\n"]
-    parts.append(markdown(("rung", "change", "reason"), ((r.rung.name, f"`{r.rung.words}`", r.reason) for r in ladder.results)))
+    parts.append(
+        markdown(
+            ("rung", "change", "reason"), ((r.rung.name, _line(f"`{r.rung.words}`"), _line(r.reason)) for r in ladder.results)
+        )
+    )
     if ladder.left_out:
         rows = ((name, _shown(each), _shown(_step_of(ladder, name))) for name, each in ladder.left_out.items())
         parts += ["## Leaving one out\n", markdown(("rung", "time of all to all but it", "time when it was added"), rows)]
@@ -130,7 +151,7 @@ def as_toml(ladder: Ladder) -> str:
         lines += [f"time {_shown(last.total['time'])}, memory {_shown(last.total['memory'])} of the start's for the same samples"]
         lines += [f"{each.rung.name}: {each.rung.words}: time {_shown(each.step['time'])}" for each in ladder.kept]
     lines += [f"not kept: {each.rung.name}: {each.reason}" for each in ladder.results if not each.kept]
-    comment = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    comment = "".join(f"# {_line(line)}\n" for line in lines)
     return f"{comment}\n{spec_file.write(ladder.best)}"
 
 
