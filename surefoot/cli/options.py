@@ -54,6 +54,32 @@ def overrides(
     return found
 
 
+def check_new_file(path: Path, flag: str, example: str) -> None:
+    """Raise InputError where `path` cannot become a new file: asked before any work, whose result would have no place."""
+    import os
+
+    from surefoot.core.errors import InputError
+
+    if os.path.isdir(path):
+        raise InputError(f"{path} is a folder", hint=f"name a file in it: {flag} {path / example}")
+    if os.path.lexists(path):
+        raise InputError(f"{path} exists already, and nothing is overwritten", hint=f"give another {flag}, or remove it")
+    if not os.path.isdir(path.parent):
+        raise InputError(f"there is no folder {path.parent} for {path.name}", hint=f"make it first, or give another {flag}")
+
+
+def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
+    """Raise InputError for a flag that would change the spec of a run, which is `done` as it is."""
+    from surefoot.core.errors import InputError
+
+    wrong = [flag for flag, value in flags.items() if value is not None and value != []]
+    if wrong:
+        raise InputError(
+            f"{wrong[0]} changes a spec, and a run is {done} as it is",
+            hint=f"take the changed spec: surefoot {verb} RUN/spec.toml",
+        )
+
+
 def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     """What a verb says while it works: a line on standard error, or nothing."""
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)

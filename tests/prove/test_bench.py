@@ -100,6 +100,8 @@ BAD = {
     "no rounds": (("--rounds", "0"), "and 1 round or more"),
     "a list without values": (("--vary", "task.width="), "--vary task.width=64,128"),
     "a value twice": (("--vary", "task.width=4,4"), "give each value once"),
+    "a file that is there": (("--csv", "mine.py"), "error: mine.py exists already, and nothing is overwritten"),
+    "a file in no folder": (("--csv", "mine.py/times.csv"), "error: there is no folder mine.py for times.csv"),
     "a key that there is not": (("--vary", "train.bath=4,8"), "did you mean 'batch'?"),
     "more than anybody waits for": (("--vary", f"task.width={','.join(map(str, range(4, 60)))}"), "100 together at most"),
 }

@@ -94,8 +94,16 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     assert surefoot("roofline", "run", "--steps", "0").err.startswith("error: 0 steps have no time")
     assert surefoot("roofline", "nowhere").code == 2
     (run / "taken").write_text("")
+    taken = surefoot("roofline", "run", "--steps", "1", "--out", "run/taken")
+    assert (taken.code, taken.err.splitlines()[0]) == (2, "error: run/taken exists already, and nothing is overwritten")
+    changed = surefoot("roofline", "run", "--steps", "1", "--seed", "0")
+    assert (changed.code, changed.err.splitlines()[0]) == (2, "error: --seed changes a spec, and a run is measured as it is")
+    assert not (run / FILE).exists()
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "run/taken/x.json")
-    assert (answer.code, answer.err.startswith("error: run/taken/x.json cannot be written")) == (5, True)
+    assert (answer.code, answer.err.splitlines()[0]) == (2, "error: there is no folder run/taken for x.json")
+    (run / "profile").write_text("")
+    answer = surefoot("roofline", "run", "--steps", "1", "--quiet")
+    assert (answer.code, answer.err.startswith("error: run/profile/roofline.json cannot be written")) == (5, True)
 
 
 def test_the_peaks_of_a_cpu_are_those_of_the_dtypes_it_has_and_the_threads_are_put_back() -> None:

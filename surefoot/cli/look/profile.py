@@ -47,7 +47,7 @@ def profile(
         check_gpu()
     window, levels = Window(active=steps), check_levels([each.strip() for each in with_.split(",") if each.strip()])
     if is_run:
-        _check_no_change(set_, seed, data, run)
+        options.check_as_it_is({"--set": set_, "--seed": seed, "--data": data, "--run": run}, "profiled", "profile")
         folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx)
     else:
         folder = _of_spec(given, options.overrides(set_, seed=seed, data=data), run, window, levels, tell, nvtx=nvtx)
@@ -57,18 +57,6 @@ def profile(
     words = ["surefoot", "profile", given, *(part for each in set_ or [] for part in ("--set", each))]
     words += [*(["--seed", str(seed)] if seed is not None else []), *(["--data", data] if data is not None else [])]
     _show(given, folder, [*words, "--steps", str(steps), "--nvtx"], json=json)
-
-
-def _check_no_change(set_: list[str] | None, seed: int | None, data: str | None, run: Path | None) -> None:
-    from surefoot.core.errors import InputError
-
-    flags = {"--set": set_, "--seed": seed, "--data": data, "--run": run}
-    wrong = [flag for flag, value in flags.items() if value]
-    if wrong:
-        raise InputError(
-            f"{wrong[0]} changes a spec, and a run is profiled as it is",
-            hint="profile the changed spec: surefoot profile RUN/spec.toml",
-        )
 
 
 def _of_spec(

@@ -76,18 +76,9 @@ def _check_steps(found: Sequence[Past]) -> None:
 
 def _choose(runs: Sequence[Path], out: Path | None) -> Path:
     """The file to write; one of the user's naming must be new and its folder must exist."""
-    import os
-
-    from surefoot.core.errors import InputError
-
     if out is None:
         return runs[0] / (ONE if len(runs) == 1 else SEVERAL)
-    if os.path.isdir(out):
-        raise InputError(f"{out} is a folder", hint=f"name a file in it: --out {out / ONE}")
-    if os.path.lexists(out):
-        raise InputError(f"{out} exists already, and nothing is overwritten", hint="give another --out, or remove it")
-    if not os.path.isdir(out.parent):
-        raise InputError(f"there is no folder {out.parent} for {out.name}", hint="make it first, or give another --out")
+    options.check_new_file(out, "--out", ONE)
     return out
 
 

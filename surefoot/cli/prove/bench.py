@@ -36,7 +36,7 @@ def step(
     calls: Annotated[int, typer.Option("--calls", metavar="N", help="so many are timed in a round")] = 30,
     warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="calls before them")] = 10,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="fresh processes of each; six or more give intervals")] = 3,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a file")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")] = None,
     set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
@@ -49,6 +49,8 @@ def step(
     from surefoot.prove.bench.step import bench as measure
     from surefoot.prove.bench.step import vary as make_variants
 
+    if csv is not None:
+        options.check_new_file(csv, "--csv", "times.csv")
     modes = [each for each in MODES if each in mode.split(",")]
     if not modes or set(mode.split(",")) - set(MODES):
         raise InputError(f"--mode is {mode!r}", hint=f"use some of {','.join(MODES)}")

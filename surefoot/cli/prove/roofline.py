@@ -30,7 +30,7 @@ def roofline(
         str | None, typer.Argument(metavar="[SPEC|RUN]", help="a spec, or a run folder; none: the peaks alone", show_default=False)
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are timed")] = 10,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the JSON to a file, as of a RUN to its profile/")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the JSON to a new file, as of a RUN to its profile/")] = None,
     set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
@@ -48,6 +48,10 @@ def roofline(
     from surefoot.prove.bench.place import place
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    if run:
+        options.check_as_it_is({"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline")
+    if out:
+        options.check_new_file(out, "--out", "roofline.json")
     spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
     found = place(spec, steps=steps, tell=tell)
     for path in [*([run / FILE] if run else []), *([out] if out else [])]:
