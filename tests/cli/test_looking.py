@@ -183,6 +183,18 @@ def test_folders_of_runs_are_compared_side_against_side_with_intervals(surefoot:
     assert next(line for line in out.splitlines() if line.startswith("score")).split()[-1] == "lower"
 
 
+def test_a_run_that_never_began_has_no_time_and_one_that_did_not_finish_is_named(surefoot: Command) -> None:
+    for side in ("a", "b"):
+        past.write_finished(Path(side) / "1")
+        past.write_finished(Path(side) / "2")
+    past.write(Path("b/3"), [past.started()])
+    out = surefoot("compare", "a", "b").out
+    assert "not finished, and in the means as far as it came: b/3, unfinished, 0 steps" in out
+    elapsed = next(each for each in surefoot("compare", "a", "b", "--json").row["effects"] if each["measure"] == "elapsed_s")
+    assert elapsed["mean"] == elapsed["baseline_mean"]
+    assert "not finished" not in surefoot("compare", "a", "a").out
+
+
 def test_one_run_against_a_folder_of_runs_has_a_difference_and_no_verdict(surefoot: Command) -> None:
     past.write_finished(Path("one"))
     for number in range(3):

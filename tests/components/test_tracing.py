@@ -339,6 +339,23 @@ def test_a_trace_that_is_none_is_refused_in_words(tmp_path: Path, recorded: Path
         trace.read(tmp_path / "nowhere.json")
 
 
+ODD = ([], {}, [[1]], "x", None, True, -1, 10**400, 1e308, float("nan"))
+
+
+def test_details_of_other_types_are_left_aside_and_odd_facts_are_damage(tmp_path: Path, recorded: Path) -> None:
+    document = json.loads(gzip.decompress(recorded.read_bytes()))
+    rows = [each for each in document["traceEvents"] if each.get("cat") == "cpu_op"]
+    for row, odd in zip(rows, ODD * 6, strict=False):
+        row["args"] = dict.fromkeys(("External id", "Sequence number", "Fwd thread id", "Concrete Inputs"), odd)
+        row["args"] |= {"Input Dims": [[2, 3], odd, [3, 4]], "Input type": [odd, "float", "float"]}
+    document["traceEvents"] += [{"ph": "X", "cat": "cpu_op", "name": "odd", "ts": odd, "dur": 1} for odd in ODD]
+    draw(analyse(write(tmp_path / "trace.json.gz", document)), tmp_path / "drawn")
+    for name in ("num_steps", "step_s", "memory", "first_step"):
+        (tmp_path / "facts.json").write_text(json.dumps({name: {"before": "x"} if name == "step_s" else "x"}))
+        with pytest.raises(InputError, match=r"facts\.json is damaged"):
+            analyse(tmp_path / "trace.json.gz")
+
+
 def test_a_trace_that_is_too_long_keeps_its_first_steps(tmp_path: Path) -> None:
     path = record(tmp_path, active=6)
     limit = path.stat().st_size // 2

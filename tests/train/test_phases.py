@@ -116,6 +116,7 @@ def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_
     assert ": garbage collection\n" in said
     time_row = story.as_row(past.read(tmp_path))["time"]
     assert time_row["coverage"] == pytest.approx(1, rel=0.001)
+    assert time_row["total_s"] == pytest.approx(sum(each["total_s"] for each in time_row["phases"].values()))
     assert time_row["causes"]["garbage collection"] == 1
     assert sum(each["share"] for each in time_row["phases"].values()) == pytest.approx(1)
     assert time_row["step"]["p50_s"] <= time_row["step"]["p95_s"] <= time_row["step"]["max_s"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from surefoot.cli.look import past
 from surefoot.cli.look.past import Past, finite, value_of
-from surefoot.cli.table import print_table
+from surefoot.cli.table import print_table, without_control
 from surefoot.core.errors import RunFolderError
 from surefoot.core.statistics import Interval, mean, mean_difference
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
@@ -42,7 +42,7 @@ MEASURES: Mapping[str, Callable[[Past], float | None]] = {
     "score": lambda run: value_of(run.last),
     "training loss": lambda run: finite(run.steps[-1].loss) if run.steps else None,
     "samples_per_s": lambda run: run.samples_per_s,
-    "elapsed_s": lambda run: run.elapsed_s,
+    "elapsed_s": lambda run: run.elapsed_s if run.steps else None,
     "peak_bytes": lambda run: run.peak_bytes,
 }
 
@@ -56,8 +56,13 @@ def read(folder: Path) -> Side:
 
 
 def compare(sides: Sequence[Side]) -> list[Compared]:
-    """Every measure of each further side against the first, by the difference of means (Welch)."""
-    return [_compare(name, of, side, sides[0]) for name, of in MEASURES.items() for side in sides[1:]]
+    """Every measure of each further side against the first, by the difference of means (Welch); scores only where all have the same."""
+    scores = {run.last.score for side in sides for run in side.runs if run.last is not None}
+    return [
+        Compared(name, side, None, None, None) if name == "score" and len(scores) > 1 else _compare(name, of, side, sides[0])
+        for name, of in MEASURES.items()
+        for side in sides[1:]
+    ]
 
 
 def _compare(name: str, of: Callable[[Past], float | None], side: Side, first: Side) -> Compared:
@@ -76,6 +81,12 @@ def tell(sides: Sequence[Side]) -> None:
         show = _format(each.measure, sides)
         rows.append(
             (each.measure, str(each.side.folder), show(each.theirs), show(each.mine), _shown(each.difference, show), each.verdict)
+        )
+    for run in (run for side in sides for run in side.runs if run.state != "finished"):
+        print(
+            without_control(
+                f"not finished, and in the means as far as it came: {run.folder}, {run.state}, {run.num_steps:,} steps"
+            )
         )
     print_table(("measure", "side", "first", "this", "difference", "verdict"), rows)
     print(

@@ -55,7 +55,7 @@ class Phases:
 
     def as_row(self) -> dict[str, Any]:
         return {
-            "wall_s": self.wall_s, "coverage": self.coverage, "num_steps": self.num_steps,
+            "total_s": self.total_s, "wall_s": self.wall_s, "coverage": self.coverage, "num_steps": self.num_steps,
             "phases": {each.name: {"total_s": each.total_s, "share": each.share, "a_step": _row(each.a_step)} for each in self.phases},
             "step": _row(self.step), "outliers": list(self.outliers), "causes": dict(self.causes),
         }  # fmt: skip

@@ -35,7 +35,7 @@ class Found:
     @property
     def slowdown(self) -> float | None:
         """How many times as long a step took inside the window as before the profiler ran; None where no step came before."""
-        paces = self.facts.get("step_s", {})
+        paces = self.facts.get("step_s") or {}
         before, inside = paces.get("before"), paces.get("inside")
         return inside / before if before and inside else None
 
@@ -68,8 +68,21 @@ def _facts(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):
-        raise InputError(f"{path} is damaged", hint="record the profile again") from None
-    return facts if isinstance(facts, dict) else {}
+        facts = None
+    if not isinstance(facts, dict) or not _are_facts(facts):
+        raise InputError(f"{path} is damaged", hint="record the profile again")
+    return facts
+
+
+def _are_facts(facts: Mapping[str, Any]) -> bool:
+    """Whether what is calculated with has the types that a Profiler wrote."""
+    paces = facts.get("step_s") or {}
+    if not isinstance(paces, dict) or not isinstance(facts.get("memory"), dict | None):
+        return False
+    counts = (facts.get(name) for name in ("num_steps", "num_kept", "first_step"))
+    return all(isinstance(each, int | None) for each in counts) and all(
+        each is None or trace.is_finite(each) for each in paces.values()
+    )
 
 
 def draw(found: Found, folder: Path) -> list[Path]:

@@ -66,7 +66,7 @@ def by_module(trace: Trace) -> Frame:
     def path(each: Slice, above: Sequence[str]) -> tuple[str, ...]:
         if not each.name.startswith(_NODE):
             return _NO_PATH
-        chain = modules.get(each.details.get("Sequence number"), _NO_PATH)
+        chain = modules.get(each.mark("Sequence number"), _NO_PATH)
         return chain if BACKWARD in above else (BACKWARD, *chain)
 
     return fold(kept, trace.window, "the window", path)
@@ -77,10 +77,10 @@ def by_device(trace: Trace) -> Frame | None:
     work = [each for each in trace.slices if each.category in DEVICE_WORK]
     if not work:
         return None
-    paths = {each.details.get("External id"): names for each, names in _with_names(_of_main_thread(trace))}
+    paths = {each.mark("External id"): names for each, names in _with_names(_of_main_thread(trace))}
     root = Frame("device time")
     for each in work:
-        root.child(*paths.get(each.details.get("External id"), _NO_PATH), each.name).self_ns += each.end_ns - each.start_ns
+        root.child(*paths.get(each.mark("External id"), _NO_PATH), each.name).self_ns += each.end_ns - each.start_ns
     return root
 
 
@@ -137,7 +137,7 @@ def _module_of_node(trace: Trace) -> dict[object, tuple[str, ...]]:
     """Autograd's number of a node -> the modules around the operator that made it: the last one that began with this number."""
     found: dict[object, tuple[str, ...]] = {}
     for each, names in _with_names(_of_main_thread(trace)):
-        number = each.details.get("Sequence number")
-        if number is not None and not each.details.get("Fwd thread id"):
+        number = each.mark("Sequence number")
+        if number is not None and not each.mark("Fwd thread id"):
             found[number] = tuple(name for name in names if name.startswith(MODULE_PREFIX))
     return found

@@ -107,7 +107,7 @@ def _add_shapes(found: _Sum, each: Slice) -> None:
     given = sum(
         ITEM_BYTES[kind] * math.prod(sizes)
         for sizes, kind in zip(shapes, types, strict=False)
-        if kind in ITEM_BYTES and _is_shape(sizes)
+        if isinstance(kind, str) and kind in ITEM_BYTES and _is_shape(sizes)
     )
     found.bytes, found.has_bytes = found.bytes + given, True
     flops = count_flops(each.name, shapes, each.details.get("Concrete Inputs") or [])
@@ -168,12 +168,12 @@ def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
 
 def _add_device(sums: Mapping[str, _Sum], trace: Trace) -> bool:
     """Give what a device did to the operator that launched it; gives whether there was any."""
-    names = {each.details.get("External id"): each.name for each in trace.slices if each.category == OPERATOR}
+    names = {each.mark("External id"): each.name for each in trace.slices if each.category == OPERATOR}
     has_any = False
     for each in trace.slices:
         if each.category in DEVICE_WORK:
             has_any = True
-            name = names.get(each.details.get("External id"), "")
+            name = names.get(each.mark("External id"), "")
             if name in sums:
                 sums[name].device_ns += each.end_ns - each.start_ns
     return has_any

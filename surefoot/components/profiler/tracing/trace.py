@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from surefoot.core.errors import InputError
 
 MAX_TEXT_BYTES = 4 << 30  # unpacked: what claims to be longer is no trace of a window
+LARGEST = 1e18  # as microseconds 30,000 years
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
 OUR_STEP = "step "  # before its number; the step that leads in has none
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
@@ -35,6 +35,11 @@ class Slice(NamedTuple):
     category: str
     thread: tuple[Any, Any]
     details: Mapping[str, Any]
+
+    def mark(self, name: str) -> int | str | None:
+        """A detail that tells slices apart or ties them together; None for one that is no number or text."""
+        value = self.details.get(name)
+        return value if isinstance(value, int | str) else None
 
 
 class Change(NamedTuple):
@@ -149,8 +154,12 @@ def _change(event: Mapping[str, Any]) -> Change | None:
 
 
 def _nanoseconds(microseconds: Any) -> int | None:
-    is_number = isinstance(microseconds, int | float) and not isinstance(microseconds, bool) and math.isfinite(microseconds)
-    return round(microseconds * 1000) if is_number else None
+    return round(microseconds * 1000) if is_finite(microseconds) else None
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that times and paces can be calculated with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def shrink(path: Path, limit_bytes: int) -> int | None:
