@@ -216,7 +216,7 @@ def _count_rows(run: Path) -> int:
     """How many rows the run will go on with: none where the header is damaged, since the ledger is then set aside."""
     if not _passes(ledger.read_plan, run):
         return 0
-    return ((run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
+    return max(0, (run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
 
 
 def _find_wrong_check(folder: Path, changed: list[Path]) -> str | None:
