@@ -67,7 +67,7 @@ def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed:
         raise InputError("--command is empty", hint='give one such as "python train.py"')
     if state.exists():
         raise InputError(f"--state {state} is there already", hint="each run begins without it: move it away, or name another")
-    with _ending_by_signal():
+    with ending_by_signal():
         return _verify(words, state, folder, kills, seed, tell)
 
 
@@ -99,8 +99,8 @@ class Pace:
 
 
 @contextlib.contextmanager
-def _ending_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave this block as an exception, so that the script does not outlive it."""
+def ending_by_signal() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave this block as an exception, so that what it began, processes and folders, does not outlive it."""
 
     def end(code: int) -> None:
         raise SystemExit(code)

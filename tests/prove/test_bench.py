@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +96,24 @@ def test_a_task_that_fails_has_its_row_and_ends_the_verb_with_its_own_words(spec
     assert "ValueError: out of luck" in answer.err
     assert "mine.py:" in answer.err
     assert "n/a" in answer.out
+
+
+@pytest.mark.parametrize("verb", [("bench", "step"), ("ladder",)])
+def test_sigterm_leaves_no_folder_of_a_process_that_was_measured(verb: tuple[str, ...], spec: Path) -> None:
+    (spec.parent / "mine.py").write_text(TEXT.replace("# FORWARD", "import time; time.sleep(60)"))
+    scratch = spec.parent / "scratch"
+    scratch.mkdir()
+    words = [sys.executable, "-m", "surefoot", *verb, "mine.toml", "--quiet"]
+    process = subprocess.Popen(words, cwd=spec.parent, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE)
+    try:
+        while not any(scratch.rglob("stderr")):  # the process that is measured has begun
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (143, b"")
+    assert not any(scratch.iterdir())
 
 
 BAD = {

@@ -48,6 +48,7 @@ def step(
     from surefoot.prove.bench.rehearsal import MODES
     from surefoot.prove.bench.step import bench as measure
     from surefoot.prove.bench.step import vary as make_variants
+    from surefoot.prove.command import ending_by_signal
 
     if csv is not None:
         options.check_new_file(csv, "--csv", "times.csv")
@@ -57,7 +58,8 @@ def step(
     stated = options.overrides(set_, seed=seed, data=data)
     variants = make_variants(lambda chosen: spec_file.read(spec, [*stated, *chosen]).spec, vary or [])
     tell = options.teller("bench", quiet=quiet or json)
-    found = measure(variants, modes=modes, n=calls, warmup=warmup, rounds=rounds, tell=tell)
+    with ending_by_signal():
+        found = measure(variants, modes=modes, n=calls, warmup=warmup, rounds=rounds, tell=tell)
     if csv is not None:
         _write_csv(csv, found)
     if json:

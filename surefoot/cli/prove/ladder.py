@@ -39,6 +39,7 @@ def ladder(
     """
     from surefoot.contract import spec_file
     from surefoot.core.errors import SpecError
+    from surefoot.prove.command import ending_by_signal
     from surefoot.prove.ladder import Settings, as_row, climb_ladder, parse_rung
 
     origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
@@ -49,10 +50,11 @@ def ladder(
     settings = Settings(pairs=pairs, samples=samples)
     folder = _folder(out, origin.spec.task.use)
     talks = not (quiet or json)
-    found = climb_ladder(
-        spec, origin.spec, settings, folder, given=given, names=names, leave_one_out=leave_one_out,
-        tell=_tell if talks else lambda text: None, decided=lambda ladder: _decided(ladder, folder, aloud=not json and not quiet),
-    )  # fmt: skip
+    with ending_by_signal():
+        found = climb_ladder(
+            spec, origin.spec, settings, folder, given=given, names=names, leave_one_out=leave_one_out,
+            tell=_tell if talks else lambda text: None, decided=lambda ladder: _decided(ladder, folder, aloud=not json and not quiet),
+        )  # fmt: skip
     if json:
         options.print_json(as_row(found))
     else:
