@@ -219,6 +219,7 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
         (("--rung", "a: train.batch=1", "--rung", "a: train.batch=2"), "two rungs are named 'a'"),
         (("--pairs", "0"), "--pairs is 0"),
         (("--out", "."), "is not an empty folder"),
+        (("--out", "/proc/ladder"), "--out /proc/ladder cannot be made: No such file or directory"),
     ],
 )
 def test_a_ladder_that_cannot_be_is_refused_before_anything_runs(

@@ -65,8 +65,12 @@ def ladder(
 def _folder(out: Path | None, use: str) -> Path:
     """Where the results go: DIR, which must be new or empty, or `ladders/<task>-<n>`."""
     if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InputError(f"--out {out} is not an empty folder", hint="name a new one")
+        try:
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise InputError(f"--out {out} is not an empty folder", hint="name a new one")
+            out.mkdir(parents=True, exist_ok=True)  # now, while nothing was measured that would have no place
+        except OSError as error:
+            raise InputError(f"--out {out} cannot be made: {error.strerror}", hint="name another") from None
         return out
     stem = Path(use.rpartition(":")[0]).stem or use
     return next(path for number in itertools.count(1) if not (path := Path("ladders") / f"{stem}-{number}").exists())
