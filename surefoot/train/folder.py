@@ -32,7 +32,8 @@ class Chosen:
     """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice.
 
     `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
-    of the newest attempt, `data_digest` says what it trained on, `parent` which commit of another run the first one began with.
+    of the newest attempt, `stated` the tables of its spec, `data_digest` says what it trained on, `parent` which commit of another run
+    the first one began with.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Chosen:
     generation: int = 0
     data_digest: str | None = None
     parent: Mapping[str, Any] = field(default_factory=dict)
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
 
 def code_digest(use: str | None, task: object) -> str:
@@ -105,7 +107,10 @@ def _chosen(
     if not started:
         return Chosen(wanted, True, (note,))
     newest, parent = started[-1], started[0].parent
-    return Chosen(wanted, True, (note,), generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent)
+    return Chosen(
+        wanted, True, (note,), generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
+        stated=newest.spec,
+    )  # fmt: skip
 
 
 def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:

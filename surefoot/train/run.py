@@ -40,7 +40,7 @@ from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import Keeper
-from surefoot.train.resume.start import Begun, Start, begin, check_can_begin_anew, check_same_data
+from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
 
 WHOLE = ("finished", "the length of the run was reached")
 
@@ -107,7 +107,7 @@ class Run:
         choice = functools.partial(
             folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept
         )
-        choice()  # a folder that cannot be used is told before the data are read
+        check_as_stated(choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
         self.assembly: Assembly = assemble(self.spec, task)
         self.model, self.task = self.assembly.model, task
         notes = [*self.assembly.notes, *preflight.check(self.assembly)]

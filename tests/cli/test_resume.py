@@ -15,13 +15,10 @@ from safetensors.torch import load_file, save_file
 from surefoot.components.data import consumed
 from surefoot.contract import events, ledger, manifest, spec_file
 from surefoot.contract.events import Fault, Started, Step
-from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import SpecError, UserCodeError
-from surefoot.train.resume import changes
+from surefoot.core.errors import UserCodeError
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.cli.conftest import Command
-from tests.cli.reference import ROOT, sections
 from tests.train.small import entries, write_task
 from tests.train.test_resume import Left, bits
 
@@ -416,71 +413,6 @@ def test_pretrained_weights_are_imported_frozen_and_fine_tuned_and_the_frozen_pa
         assert {name: tensor.tolist() for name, tensor in frozen.items()} == {
             name: pretrained[f"backbone.{name}"].tolist() for name in ("0.weight", "0.bias")
         }
-
-
-# ---- what may change
-
-
-EDITS = {
-    "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
-    "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
-    "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
-    "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
-    "data.last_batch": ("drop", "fork"), "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
-    "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),
-    "optim.clip": (0.0, "fork"), "optim.clip_value": (0.5, "fork"), "optim.no_decay": (("a*",), "fork"),
-    "optim.rates": ({"a*": 0.5}, "fork"), "optim.freeze": (("a*",), "refused"), "optim.ema": (0.5, "refused"),
-    "schedule.name": ("constant", "fork"), "schedule.warmup": ("3 steps", "fork"), "train.length": ("99 steps", "fork"),
-    "train.batch": (256, "fork"), "train.microbatch": (2, "fork"), "train.seed": (7, "fork"), "train.deterministic": (False, "fork"),
-    "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
-    "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
-    "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
-    "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"),
-}  # fmt: skip
-
-
-UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  # as their neighbours
-
-
-def edited(key: str, value: Any) -> RunSpec:
-    table, name = key.split(".")
-    more = {"clip": 0.0} if name == "clip_value" else {}
-    return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
-
-
-@pytest.mark.parametrize("key", EDITS)
-def test_every_edit_is_allowed_needs_a_fork_or_is_refused_and_counts_in_the_id_alike(key: str) -> None:
-    value, verdict = EDITS[key]
-    before, after = RunSpec(task={"use": "digits"}), edited(key, value)
-    found = changes.find(before, after)
-    assert key in {change.key for change in found}
-    try:
-        changes.check_fork(found)
-        changes.check_in_place(found, "how")
-    except SpecError as error:
-        assert verdict == ("refused" if "--weights-only" in str(error.hint) else "fork")  # noqa: PT017
-    else:
-        assert verdict == "in place"
-    assert (before.id == after.id) == (verdict == "in place")
-
-
-def test_every_key_of_a_spec_has_an_edit_here() -> None:
-    before = changes._values(RunSpec(task={"use": "digits"}))
-    assert {key for key in before if not key.startswith("schedule.")} - {*EDITS, *UNTRIED} == set()
-
-
-def test_a_stated_default_may_overrule_a_part_of_the_task_and_counts_as_a_change() -> None:
-    before = RunSpec(task={"use": "digits"})
-    (change,) = changes.find(before, before.replace(optim={"name": "adamw"}))
-    assert str(change) == "optim.name is 'adamw', was 'not stated'"
-    assert change.rule.verdict == "refused"
-    assert changes.find(before, RunSpec(**before.as_tables())) == []
-
-
-def test_the_table_of_what_may_change_is_the_one_that_is_applied() -> None:
-    text = sections(ROOT / "docs" / "reference" / "run-folder.md")["What may change"]
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert rows == [[f"`{rule.pattern}`", rule.verdict, rule.why] for rule in changes.RULES]
 
 
 def test_rows_that_a_fork_takes_over_are_those_of_its_history_and_no_more(spec: Path, surefoot: Command) -> None:

@@ -27,7 +27,7 @@ def supports(optimizer: Optimizer) -> bool:
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Create the optimiser's state before the first step, as its first step would.
+    """Create what there is not of the optimiser's state before the first step, as its first step would.
 
     A fused SGD whose first step is skipped would otherwise keep an uninitialised momentum buffer: zeros give the same first update.
     """
@@ -35,11 +35,11 @@ def create_state(optimizer: Optimizer) -> None:
         shared = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)  # one counter while all step together
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            if state:
-                continue
-            if isinstance(optimizer, SGD):
-                if group["momentum"]:
-                    state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if isinstance(optimizer, SGD) and not group["momentum"]:
+                state.pop("momentum_buffer", None)  # the kernel takes none then
+            elif isinstance(optimizer, SGD) and "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if state or isinstance(optimizer, SGD):
                 continue
             state["step"] = shared
             for name in ("exp_avg", "exp_avg_sq"):

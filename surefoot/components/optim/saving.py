@@ -42,7 +42,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]) -> None:
-    """Put a saved state into place. Raises RunFolderError where it is that of other parameters."""
+    """Put a saved state into place; without saved groups these stay. Raises RunFolderError where it is that of other parameters."""
     if saved["type"] != type(optimizer).__name__ or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
             f"the saved state is that of {saved['type']}, the optimiser is {type(optimizer).__name__}",
@@ -53,12 +53,13 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tenso
         return
     called = names_of(held, names)
     unknown = sorted(set(saved["state"]) - set(called))
-    if unknown or len(saved["groups"]) != len(optimizer.param_groups):
+    groups = optimizer.param_groups if saved["groups"] is None else saved["groups"]
+    if unknown or len(groups) != len(optimizer.param_groups):
         raise RunFolderError(
             f"the saved state of {type(optimizer).__name__} is of other parameters: {', '.join(unknown[:8]) or 'another number of groups'}",
             hint="go on with the task and the spec that the run had",
         )
-    for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(called, params, strict=True):

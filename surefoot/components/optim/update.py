@@ -79,6 +79,7 @@ class GuardedUpdate:
             saving.restore(optimizer, each, held, names)
             if fused.supports(optimizer):
                 saving.share_counters(optimizer)
+                fused.create_state(optimizer)  # a fork may have switched the momentum on or off
         self.applied_steps = int(saved["applied_steps"])
         if self.on_device:
             self._applied.fill_(self.applied_steps)

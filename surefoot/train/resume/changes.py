@@ -76,7 +76,9 @@ def find(before: RunSpec, after: RunSpec) -> list[Change]:
     keys = list(dict.fromkeys((*ours, *theirs)))
     found = [Change(key, ours.get(key), theirs.get(key), rule_for(key)) for key in keys if ours.get(key) != theirs.get(key)]
     known = {change.key for change in found}
-    return found + [Change(key, "not stated", theirs.get(key), rule_for(key)) for key in _stated(after) - _stated(before) - known]
+    stated, was_stated = _stated(after) - known, _stated(before) - known
+    found += [Change(key, "not stated", theirs.get(key), rule_for(key)) for key in sorted(stated - was_stated)]
+    return found + [Change(key, ours.get(key), "not stated", rule_for(key)) for key in sorted(was_stated - stated)]
 
 
 def _stated(spec: RunSpec) -> set[str]:

@@ -17,6 +17,7 @@ from surefoot.contract import commits, events, manifest, spec_file
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.folder import Chosen, code_digest
@@ -84,7 +85,7 @@ def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
         for update in tree["optimizer"].values():
             for each in update["optimizers"]:
                 if "groups" in each:
-                    each["groups"] = [{} for _ in each["groups"]]
+                    each["groups"] = None
     if any(change.key.startswith("schedule.") for change in found):
         tree["plateau"] = None
     if changes.starts_scores_anew(found):
@@ -126,6 +127,30 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
             troubles.append(error.message)
     told = f": {troubles[0]}" if troubles else ""
     raise RunFolderError(f"{run} holds no commit that a run could begin with{told}", hint="surefoot checkpoint check RUN")
+
+
+def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
+    """Raise SpecError where a default that is stated now, or no more, overrules another part of the task than when the run was begun.
+
+    The id of a spec does not tell: it is over what the spec means by itself.
+    """
+    if not chosen.stated:
+        return
+    before, now = (_overruled(tables, task) for tables in (chosen.stated, spec.as_tables()))
+    for key in (key for key in now if now[key] != before[key]):
+        how = "states" if now[key] else "does not state"
+        raise SpecError(
+            f"the spec {how} {key}, unlike when {chosen.folder} was begun, and it overrules the task's own",
+            hint=f"as it was begun: surefoot resume {shlex.quote(str(chosen.folder))}; or give another --run folder, or --fresh",
+        )
+
+
+def _overruled(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
+    """What of the task's own a spec overrules by stating it at all, whatever the value."""
+    table = tables.get("optim", {})
+    is_named = task.optimizer is not None and table.get("name", "task") != "task"
+    has_rate = task.optimizer is not None and not is_named and "lr" in table
+    return {"optim.name": is_named, "optim.lr": has_rate, "[schedule]": task.schedule is not None and "schedule" in tables}
 
 
 def check_same_data(chosen: Chosen, digest: str) -> None:

@@ -1,0 +1,136 @@
+"""The table of what may change between a run and its continuation holds for every key of a spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from surefoot.contract import manifest
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import SpecError
+from surefoot.train.resume import changes
+from tests.cli.conftest import Command
+from tests.cli.reference import ROOT, sections
+from tests.cli.test_resume import SPEC, STEPS, STOP, snapshot, train
+from tests.train.small import write_task
+
+EDITS = {
+    "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
+    "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
+    "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
+    "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
+    "data.last_batch": ("drop", "fork"), "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
+    "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),
+    "optim.clip": (0.0, "fork"), "optim.clip_value": (0.5, "fork"), "optim.no_decay": (("a*",), "fork"),
+    "optim.rates": ({"a*": 0.5}, "fork"), "optim.freeze": (("a*",), "refused"), "optim.ema": (0.5, "refused"),
+    "schedule.name": ("constant", "fork"), "schedule.warmup": ("3 steps", "fork"), "train.length": ("99 steps", "fork"),
+    "train.batch": (256, "fork"), "train.microbatch": (2, "fork"), "train.seed": (7, "fork"), "train.deterministic": (False, "fork"),
+    "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
+    "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
+    "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
+    "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"),
+}  # fmt: skip
+
+
+UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  # as their neighbours
+
+
+def edited(key: str, value: Any) -> RunSpec:
+    table, name = key.split(".")
+    more = {"clip": 0.0} if name == "clip_value" else {}
+    return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
+
+
+@pytest.mark.parametrize("key", EDITS)
+def test_every_edit_is_allowed_needs_a_fork_or_is_refused_and_counts_in_the_id_alike(key: str) -> None:
+    value, verdict = EDITS[key]
+    before, after = RunSpec(task={"use": "digits"}), edited(key, value)
+    found = changes.find(before, after)
+    assert key in {change.key for change in found}
+    try:
+        changes.check_fork(found)
+        changes.check_in_place(found, "how")
+    except SpecError as error:
+        assert verdict == ("refused" if "--weights-only" in str(error.hint) else "fork")  # noqa: PT017
+    else:
+        assert verdict == "in place"
+    assert (before.id == after.id) == (verdict == "in place")
+
+
+def test_every_key_of_a_spec_has_an_edit_here() -> None:
+    before = changes._values(RunSpec(task={"use": "digits"}))
+    assert {key for key in before if not key.startswith("schedule.")} - {*EDITS, *UNTRIED} == set()
+
+
+def test_a_stated_default_may_overrule_a_part_of_the_task_and_counts_as_a_change() -> None:
+    before = RunSpec(task={"use": "digits"})
+    (change,) = changes.find(before, before.replace(optim={"name": "adamw"}))
+    assert str(change) == "optim.name is 'adamw', was 'not stated'"
+    assert change.rule.verdict == "refused"
+    assert changes.find(before, RunSpec(**before.as_tables())) == []
+    (back,) = changes.find(before.replace(optim={"name": "adamw"}), before)
+    assert str(back) == "optim.name is 'not stated', was 'adamw'"
+
+
+def test_the_table_of_what_may_change_is_the_one_that_is_applied() -> None:
+    text = sections(ROOT / "docs" / "reference" / "run-folder.md")["What may change"]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [[f"`{rule.pattern}`", rule.verdict, rule.why] for rule in changes.RULES]
+
+
+OWN = """    def optimizer(self, groups):
+        return torch.optim.SGD(groups, lr=0.05)
+
+    def schedule(self, step, total_steps):
+        return 1.0
+
+    def data(self, split):"""
+
+
+@pytest.mark.parametrize("stated", ["optim.lr=0.001", "optim.name=adamw", "schedule.name=cosine"])
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_default_that_overrules_the_tasks_own_by_being_stated_is_no_change_in_silence(
+    stated: str, is_dropped: bool, tmp_path: Path, surefoot: Command
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(SPEC.format(use=write_task(tmp_path, change=("    def data(self, split):", OWN))))
+    key, value = stated.split("=")
+    table, name = key.split(".")
+    more: dict[str, Any] = {table: {name: float(value) if name == "lr" else value}}
+    train("left", path, leave_at=STOP, **(more if is_dropped else {}))
+    before = snapshot("left")
+    words = () if is_dropped else ("--set", stated)
+    answer = surefoot("train", str(path), "--run", "left", "--quiet", *words)
+    assert answer.code == 2
+    assert "unlike when left was begun, and it overrules the task's own" in answer.err
+    assert snapshot("left") == before
+    assert surefoot("train", str(path), "--run", "left", "--quiet", *(("--set", stated) if is_dropped else ())).code == 0
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({"name": "sgd", "momentum": 0.0}, "optim.momentum=0.9"),
+        ({"name": "sgd", "momentum": 0.9}, "optim.momentum=0"),
+        ({"name": "adamw"}, "optim.decay=0"),
+        ({"name": "adamw"}, "optim.rates={'0.*'=0.5}"),
+    ],
+)
+def test_a_fork_takes_settings_that_need_other_state_or_other_groups(
+    was: dict[str, Any], now: str, tmp_path: Path, surefoot: Command
+) -> None:
+    spec = tmp_path / "mine.toml"
+    spec.write_text(SPEC.format(use=write_task(tmp_path)))
+    train("begun", spec, leave_at=STOP, optim=was)
+    answer = surefoot("resume", "begun", "--fork", "new", "--set", now, "--quiet", "--json")
+    assert (answer.code, answer.row["step"]) == (0, STEPS)
+    files = [manifest.step_folder(Path(run), 6) / "optimizer.safetensors" for run in ("begun", "new")]
+    assert [file.is_file() for file in files] == [was.get("momentum") != 0.0, now != "optim.momentum=0"]
+    if all(file.is_file() for file in files):
+        moments = [load_file(file) for file in files]
+        assert moments[0].keys() == moments[1].keys()
+        assert all(torch.equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
