@@ -33,20 +33,22 @@ def verify(folder: Path, script: str, *words: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_careful_accelerate_script_goes_on_exactly(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate: the extra bench")
+    row = verify(tmp_path, "accelerate_loop.py", "own")
+    assert row["holds"], row
+
+
+@pytest.mark.slow
+def test_accelerate_does_not_go_on_exactly_where_the_loader_draws_from_the_global_stream(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: the extra bench")
     row = verify(tmp_path, "accelerate_loop.py")
-    assert row["holds"], row
+    assert not row["holds"], row
+    assert "differs" in row["resume"]
 
 
 @pytest.mark.slow
-def test_lightning_goes_on_exactly_between_epochs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["epoch", "mid"])
+def test_lightning_does_not_go_on_exactly(when: str, tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs lightning: the extra bench")
-    row = verify(tmp_path, "lightning_loop.py", "epoch")
-    assert row["holds"], row
-
-
-@pytest.mark.slow
-def test_lightning_does_not_go_on_exactly_inside_an_epoch(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="needs lightning: the extra bench")
-    row = verify(tmp_path, "lightning_loop.py", "mid")
+    row = verify(tmp_path, "lightning_loop.py", when)
     assert not row["holds"], row
     assert "differs" in row["resume"]

@@ -1,6 +1,6 @@
 """Accelerate as its documents say: save_state now and then, load_state and skip_first_batches to go on.
 
-python accelerate_loop.py out
+python accelerate_loop.py out [own]      with a generator of the loader's own, so that a new pass over it draws nothing from the global one
 """
 
 import shutil
@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 EPOCHS, EVERY = 8, 5
 
 
-def main(out: Path) -> None:
+def main(out: Path, has_own: bool) -> None:
     set_seed(0)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=8, shuffle=True)
+    generator = torch.Generator().manual_seed(2) if has_own else None
+    loader = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=8, shuffle=True, generator=generator)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
     newest = max(out.glob("step-*"), default=None)
@@ -53,4 +54,4 @@ def save(accelerator: Accelerator, out: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "own" in sys.argv)
