@@ -33,8 +33,9 @@ def render_cost(trial: Trial) -> str:
     for name, (what, measured) in COSTS.items():
         interval = median_interval(list(trial.by_round(what, measured).values()))
         low, middle, high = map(format_seconds, (interval.low, interval.estimate, interval.high))
-        highest = interval.estimate if interval.high is None else interval.high
-        rows.append((name, f"{middle} ({low} to {high})", "<= 10 us", "holds" if highest <= MOST_ADDED_S else "undecided"))
+        lowest, highest = (interval.estimate if bound is None else bound for bound in (interval.low, interval.high))
+        verdict = "holds" if highest <= MOST_ADDED_S else "fails" if lowest > MOST_ADDED_S else "undecided"
+        rows.append((name, f"{middle} ({low} to {high})", "<= 10 us", verdict))
     return markdown(("CPU time of a step", "median (95 %)", "bar", "verdict"), rows)
 
 
