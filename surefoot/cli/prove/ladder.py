@@ -68,7 +68,9 @@ def _folder(out: Path | None, use: str) -> Path:
         try:
             if out.exists() and (not out.is_dir() or any(out.iterdir())):
                 raise InputError(f"--out {out} is not an empty folder", hint="name a new one")
-            out.mkdir(parents=True, exist_ok=True)  # now, while nothing was measured that would have no place
+            if not out.exists():  # whether it can be made, while nothing was measured that would have no place
+                out.mkdir(parents=True)
+                out.rmdir()
         except OSError as error:
             raise InputError(f"--out {out} cannot be made: {error.strerror}", hint="name another") from None
         return out

@@ -58,7 +58,7 @@ def _value(value: Any) -> Any:
 
 
 def _line(text: str) -> str:
-    """The text on one line, without what no line of TOML or Markdown may hold: a task's error may be coloured, or of several lines.
+    r"""The text on one line, without what no line of TOML or Markdown may hold: a task's error may be coloured, or of several lines.
 
     >>> _line("red \x1b[31m,\n two  lines")
     'red ?[31m, two lines'
