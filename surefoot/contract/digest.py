@@ -23,7 +23,7 @@ if sys.platform != "win32":
 
 CHUNK_BYTES = 16 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
-BLOCK_BYTES = 4096
+BLOCK_BYTES = 4096  # of which a direct read or write takes whole ones, in memory that begins at one
 READ_BYTES = 1 << 20  # whole blocks
 
 
@@ -87,7 +87,11 @@ def of_file(path: Path) -> str:
 def read_directly(descriptor: int, sizes: Collection[int]) -> None:
     """Read parts of these sizes of an open file directly from now on, where its system can; small ones come faster through the cache."""
     if sum(sizes) >= len(sizes) * READ_BYTES:
-        _set(descriptor, direct=True)
+        try:
+            set_direct(descriptor, wanted=True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
 
 
 def windows(descriptor: int, start: int, num_bytes: int) -> Iterator[memoryview]:
@@ -110,16 +114,16 @@ def _read_block(descriptor: int, block: memoryview, start: int) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _set(descriptor, direct=False)
+        set_direct(descriptor, wanted=False)
         return os.preadv(descriptor, [block], start)
 
 
-def _set(descriptor: int, *, direct: bool) -> None:
+def set_direct(descriptor: int, *, wanted: bool) -> bool:
+    """Let an open file be read and written past the page cache, or not; gives whether that changed. Raises OSError where it cannot be."""
     if not DIRECT:
-        return
+        return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT if direct else flags & ~DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
+    if bool(flags & DIRECT) is wanted:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ DIRECT)
+    return True

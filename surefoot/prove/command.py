@@ -6,7 +6,6 @@ Every trial begins without the state folder; the files that are there at the end
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import random
@@ -16,15 +15,15 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.place import child_environment
+from surefoot.core.signals import ending_by_signal
 from surefoot.prove.leavings import compare, list_files, list_timed
-from surefoot.train import environment
 
 LOOK_S = 0.005
 MAX_TRIES = 20
@@ -96,20 +95,6 @@ class Pace:
     took_s: float
     first_s: float
     num_changes: int
-
-
-@contextlib.contextmanager
-def ending_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave this block as an exception, so that what it began, processes and folders, does not outlive it."""
-
-    def end(code: int) -> None:
-        raise SystemExit(code)
-
-    with contextlib.ExitStack() as stack:
-        for name in ("SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                stack.callback(environment.listen(getattr(signal, name), functools.partial(end, environment.ENDINGS[name][2])))
-        yield
 
 
 class _Process:

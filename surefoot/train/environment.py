@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,17 +19,12 @@ from surefoot.components.stability import GuardFault
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
-from surefoot.core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, SpecError
+from surefoot.core.errors import SpecError
 from surefoot.core.hardware import find_machine
 
 _DETERMINISM: Any = torch.utils.deterministic
 # M_MMAP_THRESHOLD: smaller blocks come from the heap; M_TRIM_THRESHOLD: so much may lie free at its end (malloc.h)
 MALLOC_LIMITS = {-3: 32 << 20, -1: 256 << 20}
-ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit code
-    "SIGINT": ("interrupted by Ctrl-C", "Ctrl-C", EXIT_INTERRUPTED),
-    "SIGTERM": ("ended by SIGTERM", "SIGTERM", EXIT_TERMINATED),
-    "SIGHUP": ("ended by SIGHUP", "SIGHUP", EXIT_HUNG_UP),
-}
 RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
@@ -71,25 +63,6 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return all(mallopt(parameter, size) == 1 for parameter, size in MALLOC_LIMITS.items())
-
-
-def listen(number: int, on_signal: Callable[[], None]) -> Callable[[], None]:
-    """Let a signal call `on_signal`; gives what puts back what it did before.
-
-    Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one.
-    """
-    before = signal.getsignal(number)
-    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
-        return lambda: None
-
-    def put_back() -> None:
-        signal.signal(number, before)
-
-    def heard(number: int, frame: FrameType | None) -> None:
-        on_signal()
-
-    signal.signal(number, heard)
-    return put_back
 
 
 def find_device(name: str) -> torch.device:

@@ -23,6 +23,7 @@ from surefoot.contract import events, ledger
 from surefoot.contract.ledger import Ledger, Plan
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
+from surefoot.core import signals
 from surefoot.core.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -220,12 +221,12 @@ class Run:
 
     def _listen(self) -> None:
         """Ctrl-C, SIGTERM and SIGHUP end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
-        for signal_name, ending in environment.ENDINGS.items():
+        for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
                 heard = functools.partial(self._interrupt, *ending)
-                self._opened.callback(environment.listen(getattr(signal, signal_name), heard))
+                self._opened.callback(signals.listen(getattr(signal, signal_name), heard))
         if hasattr(signal, "SIGUSR1"):
-            self._opened.callback(environment.listen(signal.SIGUSR1, self._keeper.ask))
+            self._opened.callback(signals.listen(signal.SIGUSR1, self._keeper.ask))
 
     def _interrupt(self, cause: str, name: str, exit_code: int) -> None:
         """What a signal does, in the middle of whatever goes on."""

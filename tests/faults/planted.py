@@ -17,8 +17,8 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
 from surefoot.contract.runlock import RunLock
+from surefoot.core import signals
 from surefoot.prove.campaigns import server
-from surefoot.train import environment
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.run import Run
 
@@ -108,7 +108,7 @@ def a_loaded_commit_is_used_up() -> None:
 
 
 def deaf_to_sigterm() -> None:
-    environment.listen = lambda number, on_signal, once=True: lambda: None
+    signals.listen = lambda number, on_signal, once=True: lambda: None
 
 
 def nothing_saved_at_the_end() -> None:

@@ -45,10 +45,10 @@ def step(
     Each mode and each varied value runs in fresh processes, interleaved; the device is waited for at each end of a call.
     """
     from surefoot.contract import spec_file
+    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.rehearsal import MODES
     from surefoot.prove.bench.step import bench as measure
     from surefoot.prove.bench.step import vary as make_variants
-    from surefoot.prove.command import ending_by_signal
 
     if csv is not None:
         options.check_new_file(csv, "--csv", "times.csv")

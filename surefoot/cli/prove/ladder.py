@@ -39,7 +39,7 @@ def ladder(
     """
     from surefoot.contract import spec_file
     from surefoot.core.errors import SpecError
-    from surefoot.prove.command import ending_by_signal
+    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.ladder import Settings, as_row, climb_ladder, parse_rung
 
     origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))

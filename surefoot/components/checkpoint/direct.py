@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-if sys.platform != "win32":
-    import fcntl
+from surefoot.contract.digest import BLOCK_BYTES, DIRECT, set_direct
 
-DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
-BLOCK_BYTES = 4096  # of which a direct write takes whole ones, from memory that begins at one
 BUFFER_BYTES = 4 << 20  # more would take longer to be had from the system than it saves
 
 
@@ -55,7 +51,7 @@ def _write(descriptor: int, block: np.ndarray) -> None:
     whole = len(block) - len(block) % BLOCK_BYTES
     _write_all(descriptor, block[:whole].data)
     if whole < len(block):
-        _leave_direct(descriptor)
+        set_direct(descriptor, wanted=False)
         _write_all(descriptor, block[whole:].data)
 
 
@@ -75,16 +71,5 @@ def _write_all(descriptor: int, block: memoryview) -> None:
         try:
             block = block[os.write(descriptor, block) :]
         except OSError as error:
-            if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+            if error.errno != errno.EINVAL or not set_direct(descriptor, wanted=False):
                 raise
-
-
-def _leave_direct(descriptor: int) -> bool:
-    """Whether the file was written directly until now."""
-    if not DIRECT:
-        return False
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if not flags & DIRECT:
-        return False
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
-    return True
