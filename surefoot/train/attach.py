@@ -54,7 +54,7 @@ def attach(
 
     Every `save` (a time or steps; None: never) and by `close`, model, optimisers, random states, the place in the data and the
     objects of `state` (schedulers, scalers: whatever has a state_dict) are committed, between two steps. The same lines go on from
-    there: `first_pass` is how many passes were whole, and the first `batches()` begins in the middle of its pass.
+    there: `first_pass` is how many passes lie behind, and the first `batches()` begins in the middle of its pass.
 
     `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
     the loop, which also names the exception that left it, or else when the process ends: then it was left, not finished. Raises
@@ -94,7 +94,7 @@ class Attached:
 
     @property
     def first_pass(self) -> int:
-        """How many passes over the data were whole before this attempt."""
+        """How many passes over the data lie behind this attempt, whole or left by `break`; the next one may be begun already."""
         return self._record.first_pass
 
     def save(self) -> None:
@@ -201,9 +201,9 @@ class _Record:
             return ("no commit was there to go on from: from the start",)
         self.step = self._saved_step = int(loop["step"])
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
-        self.first_pass = self._num_passes = int(loop["num_passes"])
+        self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
-        return (*set_aside, f"going on after step {self.step:,}")
+        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved")
 
     def _started(self, model: nn.Module, name: str, digest: str, data: Iterable[Any], notes: tuple[str, ...]) -> events.Started:
         guarantee, why = find_guarantee(data)
@@ -423,6 +423,8 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
         return "proven", "any batch of them can be read by its number"
     if isinstance(data, Iterator):
         return "none", "an iterator is read once and cannot go back"
+    if getattr(data, "persistent_workers", False):
+        return "replayed", "they are read forwards again; new workers draw other random numbers than those that stayed would have"
     return "replayed", "they are read forwards: going on reads what was read before once more"
 
 

@@ -62,6 +62,14 @@ def test_the_recorded_samples_are_those_that_the_loop_was_given(tmp_path: Path) 
     assert loop_ledger.check(tmp_path / "a").holds
 
 
+def test_a_batch_sampler_that_draws_a_sample_twice_promises_nothing(tmp_path: Path) -> None:
+    drawn = torch.utils.data.RandomSampler(range(SAMPLES), replacement=True)
+    data = DataLoader(shuffled().dataset, batch_sampler=torch.utils.data.BatchSampler(drawn, 4, drop_last=False))
+    found = left_at(tmp_path / "a", lambda: data, 4)
+    assert not found.promise.once
+    assert found.holds
+
+
 def test_a_loader_that_comes_in_another_order_after_a_stop_is_told_and_found(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

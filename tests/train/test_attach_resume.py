@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import surefoot
 from surefoot.contract import manifest
 from surefoot.contract.events import Committed, Started, Step
-from surefoot.core.errors import TaskError
+from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.train.attach import Attached
 from tests.train.small import end_of, records
 
@@ -72,8 +72,15 @@ def shuffled(*, own: bool = False) -> DataLoader[Any]:
     )
 
 
+def shuffled_in_batches() -> DataLoader[Any]:
+    dataset = shuffled().dataset
+    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+
+
 DATA = {
-    "shuffled by the global generator": shuffled, "shuffled by its own": lambda: shuffled(own=True), "by number": Numbered,
+    "shuffled by the global generator": shuffled, "shuffled by its own": lambda: shuffled(own=True),
+    "shuffled by a batch sampler's own": shuffled_in_batches, "by number": Numbered,
     "that saves its own place": Placed,
 }  # fmt: skip
 
@@ -118,6 +125,63 @@ def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(kind: str, 
     assert starts == [1, (leave_at - 1) // 3 * 3 + 1]
     steps = {event.step: event.loss for event in records(tmp_path / "left") if isinstance(event, Step)}
     assert steps == {event.step: event.loss for event in records(tmp_path / "whole") if isinstance(event, Step)}
+
+
+@pytest.mark.parametrize("leave_at", [5, 8])
+def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(leave_at: int, tmp_path: Path) -> None:
+    def loop(folder: Path, leave_at: int | None = None) -> tuple[int, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = surefoot.attach(model=model, optimizer=optimizer, data=shuffled(), folder=folder, save="2 steps")
+        for _ in range(run.first_pass, PASSES):
+            for x, y in run.batches():
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.step_done(loss)
+                if run.step == leave_at:
+                    run._record._let_go()
+                    raise Left
+                if run.step % 3 == 0:
+                    break
+        run.close()
+        return run.step, model.weight.flatten().tolist()
+
+    whole = loop(tmp_path / "whole")
+    assert whole[0] == 3 * PASSES
+    with pytest.raises(Left):
+        loop(tmp_path / "left", leave_at)
+    assert loop(tmp_path / "left") == whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "told"),
+    [
+        (torch.optim.Adam, True, "'optimizer', which was AdamW: the loop gives Adam"),
+        (torch.optim.AdamW, False, "'schedule', which was StepLR: the loop gives nothing"),
+    ],
+)
+def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
+    kind: type[torch.optim.Optimizer], state: bool, told: str, tmp_path: Path
+) -> None:
+    def begin(kind: Any, *, state: bool) -> Attached:
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        more = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if state else {}
+        return surefoot.attach(model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", state=more)
+
+    run = begin(torch.optim.AdamW, state=True)
+    next(run.batches())
+    run.step_done(0.0)
+    run.save()
+    run._record._let_go()
+    with pytest.raises(RunFolderError, match=told):
+        begin(kind, state=state)
+    again = begin(torch.optim.AdamW, state=True)
+    assert again.step == 1
+    again.close()
 
 
 @pytest.mark.parametrize(("way", "told"), [("exit", ("failed", 143)), ("dropped", ("stopped", 0)), ("break", ("stopped", 0))])

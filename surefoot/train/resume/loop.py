@@ -14,7 +14,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import StorageError, TaskError
+from surefoot.core.errors import RunFolderError, StorageError, TaskError
 from surefoot.core.units import Duration
 from surefoot.train import environment
 
@@ -53,11 +53,27 @@ class LoopKeeper:
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
+            self._check_kinds(found.step, dict(loop.get("kinds", {})))
         self._wanted = checkpoint.random_states()
         if data is not None:
             self._data.load_state_dict(data)  # type: ignore[attr-defined]
             self._saves_itself = True
         return loop, found.troubles
+
+    def _check_kinds(self, step: int, kinds: Mapping[str, str]) -> None:
+        """Raise RunFolderError where the loop gives less than was saved, or another kind of it: torch itself takes some in silence."""
+        for name, kind in kinds.items():
+            given = type(self._objects[name]).__name__ if name in self._objects else "nothing"
+            if given != kind:
+                raise RunFolderError(
+                    f"step {step:,} of {self._folder} holds the state of {name!r}, which was {kind}: the loop gives {given}",
+                    hint="give what the loop was begun with, or begin in another folder",
+                )
+
+    @property
+    def first_pass(self) -> int:
+        """The number of the pass that the loop goes on in, from 0: those before it were whole, or left."""
+        return self.pass_number + self._is_between
 
     _saves_itself = False
 
@@ -102,8 +118,10 @@ class LoopKeeper:
             generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        """A DataLoader's own generator, and its sampler's."""
-        found = [getattr(place, "generator", None) for place in (self._data, getattr(self._data, "sampler", None))]
+        """A DataLoader's own generator, and those of its samplers."""
+        batches = getattr(self._data, "batch_sampler", None)
+        places = (self._data, getattr(self._data, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = [getattr(place, "generator", None) for place in places]
         unique = {id(each): each for each in found if isinstance(each, torch.Generator)}
         return list(unique.values())
 
@@ -124,6 +142,7 @@ class LoopKeeper:
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
             "pass_random": self._pass_random,
+            "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
         made = checkpoint.save(self._folder, step, {**self._objects, "loop": loop, "data": data_state}, stamp)
         checkpoint.retain(self._folder, keep=KEEP)

@@ -50,13 +50,14 @@ def _can_be_watched(data: Any) -> bool:
 
 def _promise_of(data: Any) -> Promise:
     """What a pass holds, where torch's own samplers say so."""
-    sampler, batches = data.sampler, data.batch_sampler
+    batches = data.batch_sampler
+    sampler = getattr(batches, "sampler", None)  # of a loader that was given a batch sampler its own `sampler` says nothing
     try:
         samples = len(data.dataset)
     except TypeError:
         return Promise()
-    is_random = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples
-    once = type(batches) is BatchSampler and (is_random or type(sampler) is SequentialSampler)
+    is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    once = type(batches) is BatchSampler and is_plain and len(sampler) == samples
     return Promise(samples=samples, once=once, all=once and not batches.drop_last)
 
 
