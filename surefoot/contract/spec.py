@@ -114,7 +114,7 @@ class OptimTable(Table):
 
 
 class TrainTable(Table):
-    length: DurationText = Field("10 epochs", description="how long the run is")
+    length: DurationText = Field("10 epochs", description="how long the run is; a time is that of all its attempts")
     batch: Positive = Field(128, description="samples of one step, over all microbatches and ranks")
     microbatch: Positive | None = Field(None, description="samples of one forward pass; none: the whole batch")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, order, augmentation, dropout")

@@ -98,17 +98,18 @@ def _chosen(
     if ended is not None and ended.outcome in closed_by:
         new = _next_free(wanted)
         return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",), is_numbered=True)
-    if started and started[-1].code_digest != digest and not accept_code_change:
+    is_changed = bool(started) and started[-1].code_digest != digest
+    if is_changed and not accept_code_change:
         raise RunFolderError(
             f"the task's code has changed since {wanted} was begun",
             hint="go on with --accept-code-change, or begin anew with --fresh",
         )
-    note = f"{wanted} is unfinished: going on in it"
+    notes = (f"{wanted} is unfinished: going on in it", *(("the code is not that of the attempt before",) if is_changed else ()))
     if not started:
-        return Chosen(wanted, True, (note,))
+        return Chosen(wanted, True, notes)
     newest, parent = started[-1], started[0].parent
     return Chosen(
-        wanted, True, (note,), generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
+        wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
         stated=newest.spec,
     )  # fmt: skip
 
@@ -150,8 +151,11 @@ class _Taken:
     there: frozenset[str]
     created: tuple[Path, ...]
 
-    def give_back(self) -> None:
-        """Remove what opening the folder made."""
+    def give_back(self, old_spec: bytes | None = None) -> None:
+        """Remove what opening the folder made; `old_spec` stood in its spec.toml before."""
+        with contextlib.suppress(OSError):
+            if old_spec is not None and (self.chosen.folder / SPEC_FILE).read_bytes() != old_spec:
+                _write_spec(self.chosen.folder, old_spec)
         with contextlib.suppress(OSError):
             for name in {events.FILE, ledger.FILE, SPEC_FILE, DRAFT_FILE, LOCK_FILE} - self.there:
                 (self.chosen.folder / name).unlink(missing_ok=True)
@@ -161,23 +165,25 @@ class _Taken:
 
 @contextlib.contextmanager
 def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
-    """Create and lock the folder that `choice` names and write `spec.toml` if there is a spec; a failure inside leaves nothing.
+    """Create and lock the folder that `choice` names and write `spec.toml` if there is a spec; a failure inside leaves all as it was.
 
     Raises RunFolderError when it cannot be written or another process writes it.
     """
     mine = _take(choice)
+    before: bytes | None = None
     try:
         if spec is not None:
-            _write_spec(mine.chosen.folder, spec)
+            before = (mine.chosen.folder / SPEC_FILE).read_bytes() if SPEC_FILE in mine.there else None
+            _write_spec(mine.chosen.folder, spec_file.write(spec).encode())
         for path in (mine.chosen.folder, *(made.parent for made in mine.created)):
             checkpoint.sync_folder(path)  # a commit is durable only if the run's own entry is
         yield mine.chosen, mine.lock
     except (OSError, StorageError) as error:
-        mine.give_back()
+        mine.give_back(before)
         text = f"{mine.chosen.folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error.message
         raise RunFolderError(text, hint="free some space, or give another --run folder") from error
     except BaseException:
-        mine.give_back()
+        mine.give_back(before)
         raise
 
 
@@ -218,11 +224,11 @@ def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
     return not (chosen.folder / events.FILE).exists() if chosen.is_numbered else choice() == chosen
 
 
-def _write_spec(folder: Path, spec: RunSpec) -> None:
+def _write_spec(folder: Path, text: bytes) -> None:
     """Aside and renamed, so that a full disk cannot empty the spec of an earlier attempt."""
     draft = folder / DRAFT_FILE
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(spec_file.write(spec))
+    with draft.open("wb") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())  # or a power cut may leave the name without the text
     draft.replace(folder / SPEC_FILE)

@@ -72,7 +72,7 @@ class Run:
         self._meter = Meter()
         self.step = 0
         self.num_samples = 0
-        self.training_s = 0.0
+        self.training_s = self._before_s = 0.0
         self.cause = self.outcome = ""
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
@@ -181,6 +181,7 @@ class Run:
             if saved["scores"] is not None:
                 self._scores.restore(saved["scores"])
             self._guard.restore(saved["guard"])
+        self._before_s = self.training_s
         self._is_taken = True
 
     def _begin_with(self, start: Start, chosen: folder.Chosen) -> Begun:
@@ -279,7 +280,7 @@ class Run:
     def _is_over(self, total: int | None) -> bool:
         if total is not None:
             return self.step >= total
-        return time.perf_counter() - self.started_s >= self.assembly.course.length.value
+        return self._before_s + time.perf_counter() - self.started_s >= self.assembly.course.length.value
 
     def _close_window(self) -> None:
         with self._clock.within(LOGGING):

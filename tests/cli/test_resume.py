@@ -126,11 +126,23 @@ def test_other_data_are_refused_in_place(tmp_path: Path, surefoot: Command) -> N
     train("own", own, leave_at=STOP)
     whole = task.read_text()
     task.write_text(whole.replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
-    answer = surefoot("resume", "own", "--accept-code-change", "--quiet")
+    before = Path("own/spec.toml").read_bytes()
+    answer = surefoot("resume", "own", "--accept-code-change", "--set", "checkpoint.keep=5", "--quiet")
     assert answer.code == 2
     assert "the training data are not those" in answer.err
+    assert Path("own/spec.toml").read_bytes() == before
     task.write_text(whole)
     assert surefoot("resume", "own", "--quiet").code == 0
+    assert not any("the code is not that" in note for note in started("own")[-1].notes)
+
+
+def test_a_code_change_that_is_accepted_is_noted(tmp_path: Path, surefoot: Command) -> None:
+    own, task = tmp_path / "own.toml", tmp_path / "own.py"
+    own.write_text(SPEC.format(use=write_task(tmp_path, name="own.py")))
+    train("own", own, leave_at=STOP)
+    task.write_text(task.read_text() + "\n# another\n")
+    assert surefoot("resume", "own", "--accept-code-change", "--quiet").code == 0
+    assert "the code is not that of the attempt before" in started("own")[-1].notes
 
 
 def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from surefoot.contract import ledger, manifest
 from surefoot.contract.events import Step
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, SpecError
+from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import OPTIMIZERS, Small, records, spec
 
@@ -185,6 +187,29 @@ def test_a_state_that_does_not_fit_is_refused_in_words_and_nothing_is_set_aside(
             pass
     assert manifest.steps(tmp_path / "a") == before
     train(tmp_path / "a", how, Small())
+
+
+def test_a_state_of_the_tasks_that_the_commit_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = spec(STEPS, checkpoint={"every": "5 steps"})
+    train(tmp_path / "a", how, Rich(), leave_at=STOP)
+    monkeypatch.setattr(Rich, "state", lambda task: {"seen": task.seen, "table": task.table, "more": torch.zeros(2)})
+    with pytest.raises(RunFolderError, match="names 'more', of which the commit holds nothing"):
+        train(tmp_path / "a", how, Rich())
+
+
+def test_a_length_in_time_is_that_of_all_attempts(tmp_path: Path) -> None:
+    how = spec(train={"length": "1000 s"}, schedule={"name": "constant"})
+    with contextlib.suppress(Left), Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
+        for _ in run.steps():
+            run.training_s += 1000.0  # as if it had taken so long
+            run.save()
+            raise Left
+    with Run(how, Small(), folder=tmp_path / "a", quiet=True) as again:
+        assert next(again.steps(), None) is None
+    assert (again.outcome, again.step) == ("finished", 1)
+    fork = Run(how, Small(), folder=tmp_path / "b", quiet=True, start=Start(tmp_path / "a", 1))
+    with pytest.raises(SpecError, match="none is left"), fork:
+        pass
 
 
 def test_a_weight_that_is_changed_while_it_is_copied_costs_that_save_and_is_told(tmp_path: Path) -> None:

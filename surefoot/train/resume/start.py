@@ -68,7 +68,19 @@ def begin(start: Start, assembly: Assembly) -> Begun:
             f"checkpoint.store = {table.store!r} is that of {start.run}", hint="--set checkpoint.store=URL: another one"
         )
     saved = LiveState(assembly).restore(commit, lambda tree: _adapt(tree, found))
+    if total is None:
+        _check_time_left(commit, saved, assembly)
     return Begun(start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved)
+
+
+def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembly) -> None:
+    with checkpoint.taken_from(commit.folder):
+        spent_s = float(saved["clock"]["training_s"])
+    if spent_s >= assembly.course.length.value:
+        raise SpecError(
+            f"train.length is {assembly.spec.train.length}, and {commit.folder} stands after {spent_s:.0f} s of training: none is left",
+            hint=f"a longer run: --set 'train.length={max(1, round(2 * spent_s))} s', or begin with an older commit: --from STEP",
+        )
 
 
 def spec_of(run: Path) -> RunSpec:

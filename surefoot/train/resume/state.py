@@ -235,6 +235,8 @@ class LiveState:
         if extra:
             self._model.load_state_dict(extra, strict=False)
         state = self._task_state()
+        if missing := [name for name in state if name not in task]:
+            raise RunFolderError(f"the task's state() names {missing[0]!r}, of which the commit holds nothing")
         for name, value in task.items():
             if name not in state:
                 raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
