@@ -51,7 +51,7 @@ def _can_be_watched(data: Any) -> bool:
 def _promise_of(data: Any) -> Promise:
     """What a pass holds, where torch's own samplers say so."""
     batches = data.batch_sampler
-    sampler = getattr(batches, "sampler", None)  # of a loader that was given a batch sampler its own `sampler` says nothing
+    sampler: Any = getattr(batches, "sampler", None)  # of a loader that was given a batch sampler its own `sampler` says nothing
     try:
         samples = len(data.dataset)
     except TypeError:
