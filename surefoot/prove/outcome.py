@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from surefoot.core.errors import SurefootError
@@ -13,6 +17,7 @@ from surefoot.core.errors import SurefootError
 if TYPE_CHECKING:
     from surefoot.prove.campaigns.workshop import Workshop
 
+TRIAL_S = 600.0  # the longest of them takes a tenth of that
 RULE_OF_THREE = 3.0  # n clean trials: the failure rate is below 3/n with 95 % confidence (Hanley & Lippman-Hand, JAMA 1983)
 Tell = Callable[[str], None]
 
@@ -79,8 +84,34 @@ class Outcome:
         return RULE_OF_THREE / self.trials if self.holds else None
 
 
+class _Hung(BaseException):
+    """A trial waits for something that never comes. No Exception: what is tried must not take it for an error of its own."""
+
+
+@contextlib.contextmanager
+def _ended_after(limit_s: float) -> Iterator[None]:
+    """Raise _Hung inside the block once it took so long; only the main thread can be ended so, and only where there are such timers."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Hung
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None) -> Outcome:
-    """Make so many trials with the seeds `seed`, `seed + 1` ...; each failure is told as it is found. A trial that raises has failed."""
+    """Make so many trials with the seeds `seed`, `seed + 1` ...; each failure is told as it is found.
+
+    A trial that raises has failed, and one that does not end within TRIAL_S.
+    """
     missing = campaign.missing()
     if missing is not None:
         return Outcome(case=campaign.case, title=campaign.title, seed=seed, trials=0, not_here=missing)
@@ -90,9 +121,12 @@ def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int,
     failures, counts, fell = [], Counter[str](), 0
     for number in range(seed, seed + trials):
         try:
-            result = campaign.trial(workshop, number)
+            with _ended_after(TRIAL_S):
+                result = campaign.trial(workshop, number)
         except SurefootError as error:
             result = Result(error.message)
+        except _Hung:
+            result = Result(f"it did not end within {TRIAL_S:g} s")
         counts.update(result.tags)
         fell += result.fell
         if result.wrong is not None:

@@ -173,7 +173,8 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
     before: bytes | None = None
     try:
         if spec is not None:
-            before = (mine.chosen.folder / SPEC_FILE).read_bytes() if SPEC_FILE in mine.there else None
+            path = mine.chosen.folder / SPEC_FILE
+            before = path.read_bytes() if path.is_file() else None  # a pipe of that name would never end
             _write_spec(mine.chosen.folder, spec_file.write(spec).encode())
         for path in (mine.chosen.folder, *(made.parent for made in mine.created)):
             checkpoint.sync_folder(path)  # a commit is durable only if the run's own entry is

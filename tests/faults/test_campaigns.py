@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.prove import outcome
 from surefoot.prove.campaigns import CAMPAIGNS, clock, kills, preemption, rivals
 from surefoot.prove.campaigns.power import cut
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, Failure, Outcome, carry_out
+from surefoot.prove.outcome import Campaign, Failure, Outcome, Result, carry_out
 from surefoot.prove.promises import PROMISES
 
 PLANTED = Path(__file__).with_name("planted.py")
@@ -51,25 +52,25 @@ def workshop() -> Iterator[Workshop]:
 
 def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> Outcome:
     """What came of it; skips where it cannot be tried."""
-    outcome = carry_out(campaign, workshop, trials=trials, seed=seed)
-    if outcome.not_here is not None:
-        pytest.skip(outcome.not_here)
-    return outcome
+    found = carry_out(campaign, workshop, trials=trials, seed=seed)
+    if found.not_here is not None:
+        pytest.skip(found.not_here)
+    return found
 
 
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_a_few_trials(case: str, workshop: Workshop) -> None:
-    outcome = tried(BY_CASE[case], workshop, BY_CASE[case].few, 0)
-    assert outcome.failures == ()
-    assert outcome.trials >= 0.8 * BY_CASE[case].few  # a fault may come too late
+    found = tried(BY_CASE[case], workshop, BY_CASE[case].few, 0)
+    assert found.failures == ()
+    assert found.trials >= 0.8 * BY_CASE[case].few  # a fault may come too late
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None:
-    outcome = tried(BY_CASE[case], workshop, BY_CASE[case].many, LARGE_SEED)
-    assert outcome.failures == ()
-    assert outcome.holds
+    found = tried(BY_CASE[case], workshop, BY_CASE[case].many, LARGE_SEED)
+    assert found.failures == ()
+    assert found.holds
 
 
 @pytest.mark.parametrize(("case", "plant", "seed", "trials"), PLANTS, ids=[f"{case}-{plant}" for case, plant, _, _ in PLANTS])
@@ -105,6 +106,18 @@ def test_a_trial_is_replayed_by_its_seed(workshop: Workshop) -> None:
         pytest.skip(BY_CASE["F04"].missing())
     first, again = (tried(BY_CASE["F04"], workshop, 5, 7).counts for _ in range(2))
     assert first == again
+
+
+def test_a_trial_that_waits_for_ever_has_failed(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(workshop: Workshop, seed: int) -> Result:
+        with workshop.scratch("pipe") as folder:
+            os.mkfifo(folder / "pipe")
+            (folder / "pipe").read_bytes()
+        return Result()
+
+    monkeypatch.setattr(outcome, "TRIAL_S", 0.2)
+    found = carry_out(Campaign(case="F00", title="a pipe", trial=wait, few=1, many=1), workshop, trials=2, seed=5)
+    assert [(each.seed, each.what) for each in found.failures] == [(seed, "it did not end within 0.2 s") for seed in (5, 6)]
 
 
 def test_trials_leave_nothing_behind(workshop: Workshop) -> None:
