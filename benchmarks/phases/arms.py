@@ -149,12 +149,14 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
 
 def delays(where: str) -> dict[str, float]:
     """By how much the phase grew beyond the delay that was put into it, as a share of it, and by how much all others."""
-    with tempfile.TemporaryDirectory() as folder:
-        told = tell_planted(where, Path(folder))
     found: dict[str, float] = {}
-    for size_s in SIZES_S:
-        own_s, others_s = told.grown_s(size_s)
-        found |= {f"{size_s * 1e3:g} ms/own": own_s / size_s, f"{size_s * 1e3:g} ms/others": others_s / size_s}
+    for against, is_aside in (("elsewhere", True), ("nowhere", False)):
+        with tempfile.TemporaryDirectory() as folder:
+            told = tell_planted(where, Path(folder), aside=is_aside)
+        for size_s in SIZES_S:
+            own_s, others_s = told.grown_s(size_s)
+            size = f"{against}/{size_s * 1e3:g} ms"
+            found |= {f"{size}/own": own_s / size_s, f"{size}/others": others_s / size_s}
     usual = [told.own_s[step] for step in told.without]
     return {**found, "usual_s": float(np.median(usual))}
 

@@ -54,10 +54,11 @@ def render_wall(trial: Trial) -> str:
     return markdown(("run", "phases by wall time", *(f"{name} %" for name in PHASES), "bar"), rows)
 
 
-def render_delays(trial: Trial) -> str:
+def render_delays(trial: Trial, against: str) -> str:
     rows = []
     for where in PLACES:
-        cells = [f"{_percent(trial, where, f'{size}/own')} / {_percent(trial, where, f'{size}/others')}" for size in SIZES]
+        sizes = [f"{against}/{size}" for size in SIZES]
+        cells = [f"{_percent(trial, where, f'{size}/own')} / {_percent(trial, where, f'{size}/others')}" for size in sizes]
         rows.append((where, format_seconds(_middle(trial, where, "usual_s")), *cells))
     return markdown(("delay put into", "without it", *SIZES), rows)
 
@@ -89,7 +90,8 @@ def main() -> None:
         measure("planted delays", delays, rounds=1, packages=packages, out=asked.out / "delays.json", warmup_rounds=0)
     cost, wall, planted = (read_trial(asked.out / f"{name}.json") for name in ("cost", "wall", "delays"))
     parts = {
-        "cost": render_cost(cost), "wall": render_wall(wall), "delays": render_delays(planted), "conditions": render_conditions(cost),
+        "cost": render_cost(cost), "wall": render_wall(wall), "delays": render_delays(planted, "elsewhere"),
+        "raw": render_delays(planted, "nowhere"), "conditions": render_conditions(cost),
     }  # fmt: skip
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from surefoot.components.data import Arrays
 from surefoot.components.metrics import Mean
 from surefoot.components.observe import Journal
+from surefoot.components.profiler import COMMUNICATION, PhaseClock
 from surefoot.contract.events import Event, Step
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.train.run import Run
@@ -40,19 +41,28 @@ def wait(seconds: float) -> float:
 
 
 class Plant:
-    """A busy wait in every second step, of each size in turn; `spent_s` is what it really took, by step."""
+    """A busy wait in every second step, of each size in turn; `spent_s` is what it really took, by step.
+
+    With a clock the other steps wait as long in the same place, told as `communication`: they differ in nothing but where it counts.
+    """
 
     def __init__(self) -> None:
         self.step = 0
         self.spent_s: dict[int, float] = {}
+        self.clock: PhaseClock | None = None
 
     def size_of(self, step: int) -> float:
         return SIZES_S[step // 2 % len(SIZES_S)]
 
     def wait(self) -> None:
-        if self.step % 2 and self.step <= NUM_STEPS:
+        if self.step > NUM_STEPS:
+            return
+        if self.step % 2:
             assert self.step not in self.spent_s
             self.spent_s[self.step] = wait(self.size_of(self.step))
+        elif self.step and self.clock is not None:
+            with self.clock.within(COMMUNICATION):
+                wait(self.size_of(self.step))
 
 
 class Waiting:
@@ -128,11 +138,11 @@ class Planted(Small):
         return {"nothing": torch.zeros(1)}
 
 
-def drive_planted(where: str, plant: Plant, folder: Path) -> dict[int, Step]:
+def drive_planted(where: str, plant: Plant, folder: Path, *, aside: bool) -> dict[int, Step]:
     """The records of a run with one for each step, that evaluates or saves after each where that is what waits."""
     observed = spec(NUM_STEPS + 1, observe={"every": "1 step"}, evaluate={"batch": 24})
     with Run(observed, Planted(where, plant), folder=folder, quiet=True) as run:
-        plant.step = 1
+        plant.step, plant.clock = 1, run._clock if aside else None
         for report in run.steps():
             if where in ("evaluation", "checkpoint"):
                 run.evaluate() if where == "evaluation" else run.save()
@@ -162,16 +172,18 @@ def slow_journal(plant: Plant) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Told:
-    """What a planted run told, by step: seconds of the phase that holds the delay without the delay itself, and of all others."""
+    """What a planted run told, by step: seconds of the phase that holds the delay without the delay itself, of all others, told aside."""
 
     plant: Plant
     own_s: Mapping[int, float]
     others_s: Mapping[int, float]
+    aside_s: Mapping[int, float]
 
     def grown_s(self, size_s: float) -> tuple[float, float]:
         """By how much the phase grew beyond a delay of `size_s`, and by how much all others: the least of the steps with and without."""
         planted = [step for step in self.plant.spent_s if self.plant.size_of(step) == size_s]
-        own, others = (min(row[step] for step in planted) - min(row[step] for step in self.without) for row in self._rows)
+        without = [step for step in self.without if self.plant.clock is None or self.plant.size_of(step) == size_s]
+        own, others = (min(row[step] for step in planted) - min(row[step] for step in without) for row in self._rows)
         return own, others
 
     @property
@@ -183,12 +195,13 @@ class Told:
         return [step for step in self.own_s if step not in self.plant.spent_s]
 
 
-def tell_planted(where: str, folder: Path) -> Told:
-    """Run with delays at `where` and read what the records tell of them."""
+def tell_planted(where: str, folder: Path, *, aside: bool = False) -> Told:
+    """Run with delays at `where` and read what the records tell of them; `aside`: see `Plant`."""
     plant, name = Plant(), PLACES[where]
     with slow_journal(plant) if where == "logging" else nullcontext():
-        by_step = drive_planted(where, plant, folder)
+        by_step = drive_planted(where, plant, folder, aside=aside)
     shift = int(where in AFTER_THE_STEP)
     rows = {step: by_step[step + shift].phases for step in range(1, NUM_STEPS + 1)}
     own = {step: row.get(name, 0.0) - plant.spent_s.get(step, 0.0) for step, row in rows.items()}
-    return Told(plant, own, {step: sum(row.values()) - row.get(name, 0.0) for step, row in rows.items()})
+    others = {step: sum(s for phase, s in row.items() if phase not in (name, "communication")) for step, row in rows.items()}
+    return Told(plant, own, others, {step: row.get("communication", 0.0) for step, row in rows.items()})

@@ -31,6 +31,15 @@ def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path
     assert min(told.own_s.values()) >= 0  # all of the delay is in its phase, and the phases add up to the wall time: see below
 
 
+@pytest.mark.parametrize("where", PLACES)
+def test_a_delay_that_is_told_elsewhere_is_in_no_other_phase(where: str, tmp_path: Path) -> None:
+    told = tell_planted(where, tmp_path, aside=True)
+    assert len(told.plant.spent_s) == NUM_STEPS // 2
+    assert min(told.own_s.values()) >= 0
+    for step in told.without:
+        assert told.aside_s[step] >= told.plant.size_of(step)
+
+
 def wall_of(folder: Path) -> float:
     """Seconds between the first and the last record, by the clock of the day."""
     every = records(folder)
