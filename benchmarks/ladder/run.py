@@ -1,6 +1,6 @@
 """The ladder against an exhaustive search over five rungs, and ladders of a rung that changes nothing.
 
-python benchmarks/ladder/run.py [--data DIR] [--only digits|cifar10_quick|equal]
+python benchmarks/ladder/run.py [--data DIR] [--only digits|cifar10_quick|equal] [--show]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ EQUAL = "equal: checkpoint.keep=4"  # a run of a second makes one commit, so it 
 EXHAUSTIVE_ROUNDS, FINAL_ROUNDS, LADDERS = 10, 15, 20
 SETTINGS = {"digits": Settings(samples=6400), "cifar10_quick": Settings(samples=400)}
 SETS = {"digits": (), "cifar10_quick": ("train.batch=50",)}
+PARTS = (*SETS, "equal")
 MOST_APART, MOST_RUNS, MOST_FALSE = 1.03, 1 / 3, 1
 
 
@@ -96,7 +97,7 @@ def equal_ladders(folder: Path) -> dict[str, Any]:
 def render(found: Mapping[str, Any]) -> str:
     """The bars, each with what was measured."""
     rows = []
-    for each in found["searches"]:
+    for each in (found[part] for part in SETS if part in found):
         apart, share = each["apart"], each["num_runs"] / each["searched_runs"]
         shown = f"{apart['estimate']:.3f} ({apart['low']:.3f} to {apart['high']:.3f})" if apart else "n/a"
         holds = "holds" if apart and apart["estimate"] <= MOST_APART else "fails"
@@ -110,7 +111,7 @@ def render(found: Mapping[str, Any]) -> str:
         )
         runs = f"{each['num_runs']} of {each['searched_runs']}: {format_number(share)}"
         rows.append((f"{each['name']}: its runs", runs, "<= 1/3", "holds" if share <= MOST_RUNS else "fails"))
-    if found["equal"] is not None:
+    if "equal" in found:
         kept = found["equal"]["kept"]
         share = f"{kept} of {len(found['equal']['ladders'])}"
         rows.append(("a rung that changes nothing, kept", share, "<= 1 of 20", "holds" if kept <= MOST_FALSE else "fails"))
@@ -120,23 +121,31 @@ def render(found: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=(ROOT / os.environ.get("DATA", "../shared/data")).resolve())
-    parser.add_argument("--only", choices=[*SETS, "equal"], help="this alone, and nothing written")
+    parser.add_argument("--only", choices=PARTS, help="this alone; the others stay as they were measured before")
+    parser.add_argument("--show", action="store_true", help="measure nothing, make the tables again")
     asked = parser.parse_args()
-    found: dict[str, Any] = {"conditions": find_conditions(("torch", "surefoot")), "searches": [], "equal": None}
-    with tempfile.TemporaryDirectory(prefix="surefoot-ladders-") as folder:
-        for name, sets in SETS.items():
-            if asked.only in (None, name):
-                stated = [spec_file.parse_set(text) for text in sets]
-                if name != "digits":
-                    stated.append(("data.folder", str(asked.data), "--data"))
-                found["searches"].append(search(name, spec_file.read(name, stated).spec, Path(folder) / name))
-        if asked.only in (None, "equal"):
-            found["equal"] = equal_ladders(Path(folder) / "equal")
-    if asked.only is None:
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part in () if asked.show else PARTS if asked.only is None else (asked.only,):
+        with tempfile.TemporaryDirectory(prefix="surefoot-ladders-") as folder:
+            conditions = find_conditions(("torch", "surefoot"))
+            found[part] = {**measure_part(part, asked.data, Path(folder)), "conditions": conditions}
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    parts = {"bars": render(found), "conditions": markdown(("condition", "value"), list(found["conditions"].items()))}
-    show(parts, FOLDER / "README.md" if asked.only is None else None)
+        RESULTS.write_text(json.dumps({part: found[part] for part in PARTS if part in found}, indent=1) + "\n")
+    show({"bars": render(found), "conditions": render_conditions(found)}, FOLDER / "README.md")
+
+
+def measure_part(part: str, data: Path, folder: Path) -> dict[str, Any]:
+    if part == "equal":
+        return equal_ladders(folder)
+    stated = [spec_file.parse_set(text) for text in SETS[part]]
+    if part != "digits":
+        stated.append(("data.folder", str(data), "--data"))
+    return search(part, spec_file.read(part, stated).spec, folder)
+
+
+def render_conditions(found: Mapping[str, Any]) -> str:
+    rows = [(part, name, value) for part in PARTS if part in found for name, value in found[part]["conditions"].items()]
+    return markdown(("part", "condition", "value"), rows)
 
 
 if __name__ == "__main__":

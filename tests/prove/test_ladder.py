@@ -288,6 +288,22 @@ def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
     assert "planted" in said[0]
 
 
+def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algorithm_to_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    start = rungs.plain(spec_file.read(str(start_spec(tmp_path, "Honest"))).spec)
+    climb = Climb(start, Workbench(start, Settings(), tmp_path / "out"), lambda text: None)
+    bf16, smaller = parse_rung("bf16 (rounding): precision.compute='bf16'"), parse_rung("half (algorithm): train.batch=16")
+    climb._keep(bf16, bf16.on(start))
+    for text, verdict in (("parts: train.microbatch=8", "passes"), (f"wrong: task.use={PLANTED}:WrongGradient", "fails")):
+        rung = parse_rung(text)
+        found = climb._check(rung, rung.on(climb.below))
+        assert found.verdict == verdict, found.words
+    climb._keep(smaller, smaller.on(start))
+    assert (climb._ground, climb._ground_words, climb._tensors) == (climb.below, "the rung half", None)
+
+
 @pytest.mark.slow
 def test_of_planted_rungs_the_honest_gain_alone_is_kept_and_its_spec_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

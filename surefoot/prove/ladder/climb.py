@@ -20,7 +20,7 @@ from surefoot.core.units import format_number, format_seconds
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import gate, rungs
 from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
-from surefoot.prove.ladder.rungs import Rung
+from surefoot.prove.ladder.rungs import Kind, Rung
 from surefoot.prove.ladder.workbench import BELOW, START, WARMUP_STEPS, Measure, Settings, Tell, Workbench
 from surefoot.trial import Trial, find_conditions
 
@@ -74,7 +74,8 @@ class Climb:
     """Decides about one rung after the other, each on top of those that were kept."""
 
     def __init__(self, start: RunSpec, bench: Workbench, tell: Tell) -> None:
-        self.start = self.below = start
+        self.start = self.below = self._ground = start
+        self._ground_name = START
         self._bench, self._tell = bench, tell
         self._kept: list[Rung] = []
         self._tensors: Arrays | None = None
@@ -100,39 +101,46 @@ class Climb:
         step = {measure: self._bench.ratio(trial, rung.name, BELOW, measure) for measure in MEASURES}
         total = {measure: self._bench.ratio(trial, rung.name, START, measure) for measure in MEASURES}
         reason, score = self._reason_against(rung, spec, trial, parity, step)
-        if reason is None:
-            self._kept.append(rung)
         result = Result(
             rung=rung, standing="kept" if reason is None else "rejected", reason=reason or self._words(rung, step), parity=parity,
             step=step, total=step if self.below == self.start else total, score=score, num_runs=self._bench.num_runs - before,
         )  # fmt: skip
         if reason is None:
-            self.below = spec
+            self._keep(rung, spec)
         return result
 
+    def _keep(self, rung: Rung, spec: RunSpec) -> None:
+        self._kept.append(rung)
+        self.below = spec
+        if rung.kind == "algorithm":  # no rung above it has the numbers of the start
+            self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, None, {}
+
     def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
-        """The gate's verdict on gradients and weights; a rung that crashes is not measured."""
+        """The gate's verdict on gradients and weights; a rung that crashes is not measured.
+
+        Over a rung that rounds, none has the numbers of the start more closely than its format allows.
+        """
         if rung.kind == "algorithm":
             return gate.judge(rung.kind, {}, {}, {})
-        unit = gate.UNITS[spec.precision.compute if rung.kind == "rounding" else "fp32"]
+        kind: Kind = rung.kind if spec.precision.compute == "fp32" else "rounding"
+        unit = gate.UNITS[spec.precision.compute if kind == "rounding" else "fp32"]
         if self._tensors is None:
-            self._tensors = self._bench.tensors(START, self.start)
+            self._tensors = self._bench.tensors(self._ground_name, self._ground)
         if unit not in self._blurred:
             self._blurred[unit] = self._floor(unit)
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
             return Verdict(verdict="not measured", words=f"it {error.message}")
-        return gate.judge(rung.kind, self._tensors, self._blurred[unit], found)
+        return gate.judge(kind, self._tensors, self._blurred[unit], found)
 
     def _floor(self, unit: float) -> Arrays:
-        """The start under simulated rounding; nothing where it cannot run so, as one that checks its own outputs to the last bit."""
+        """The ground under simulated rounding; nothing where it cannot run so, as one that checks its own outputs to the last bit."""
         try:
-            return self._bench.tensors(f"{START} blurred", self.start, unit=unit)
+            return self._bench.tensors(f"{self._ground_name} blurred", self._ground, unit=unit)
         except TaskError as error:
-            self._tell(
-                f"what rounding comes to cannot be measured, so none is allowed: the start under simulated rounding {error.message}"
-            )
+            said = f"{self._ground_words} under simulated rounding {error.message}"
+            self._tell(f"what rounding comes to cannot be measured, so none is allowed: {said}")
             return {}
 
     def _is_over(self, trial: Trial, rung: Rung) -> bool:
@@ -155,7 +163,7 @@ class Climb:
             ended, _, error = failure.partition(": ")
             return f"it {ended}: {last_words(error)}", None
         if parity.verdict == "fails":
-            return f"its numbers are not those of the start: {parity.words}", None
+            return f"its numbers are not those of {self._ground_words}: {parity.words}", None
         skipped = find_skipped_work(trial, rung.name)
         if skipped is not None:
             return skipped, None
@@ -168,6 +176,10 @@ class Climb:
         if score is None:
             return "it, or the start, has no score", None
         return (f"its {score.words}" if score.is_worse else None), score
+
+    @property
+    def _ground_words(self) -> str:
+        return "the start" if self._ground == self.start else f"the rung {self._ground_name}"
 
     def _words(self, rung: Rung, step: Ratios) -> str:
         return f"it takes {step[PURPOSES[rung.purpose]]} of the {self._named(rung)} of the rung below"
