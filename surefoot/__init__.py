@@ -17,8 +17,10 @@ _PLACES = {
     "Term": "surefoot.contract.task",
     "Update": "surefoot.contract.task",
     "attach": "surefoot.train.attach",
+    "linear_cross_entropy": "surefoot.components.memory.chunked",
     "load": "surefoot.train.look_back",
     "read_spec": "surefoot.contract.spec_file",
+    "recompute": "surefoot.components.memory.recompute",
     "timed": "surefoot.components.profiler.phases.timed",
 }
 __all__ = sorted(_PLACES)

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from surefoot.core.errors import SpecError
+from surefoot.core.recompute import WORDS, How
 from surefoot.core.schedule_plan import ScheduleSettings
 from surefoot.core.units import Duration, parse_bytes
 
@@ -45,6 +46,14 @@ def _canonical_duration(text: str) -> str:
 def _checked_size(text: str) -> str:
     try:
         parse_bytes(text)
+    except SpecError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+    return text
+
+
+def _checked_recompute(text: str) -> str:
+    try:
+        How.parse(text)
     except SpecError as error:
         raise ValueError(f"{error.message}; {error.hint}") from None
     return text
@@ -150,6 +159,19 @@ class PrecisionTable(Table):
     compute: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forward and backward; weights and state stay fp32")
 
 
+class MemoryTable(Table):
+    recompute: Annotated[str, AfterValidator(_checked_recompute)] = Field(
+        "none", description=f"what the backward pass computes again instead of keeping it: {WORDS}"
+    )
+    blocks: tuple[str, ...] = Field((), description="patterns of the modules to compute again; none: those that repeat")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.blocks and self.recompute == "none":
+            raise ValueError('blocks are named, and recompute is "none"; set recompute, or leave blocks out')
+        return self
+
+
 class CheckpointTable(Table):
     every: DurationText | None = Field("10 min", description="commit so often, besides the best and the last")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
@@ -218,7 +240,7 @@ class RunSpec(Table):
     evaluate: EvaluateTable = EvaluateTable()
     precision: PrecisionTable = PrecisionTable()
     compile: LaterTable = LaterTable()
-    memory: LaterTable = LaterTable()
+    memory: MemoryTable = MemoryTable()
     layout: LaterTable = LaterTable()
     checkpoint: CheckpointTable = CheckpointTable()
     stability: StabilityTable = StabilityTable()
@@ -252,12 +274,12 @@ class RunSpec(Table):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, or what is observed or saved."""
+        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, what is observed, saved or held."""
         tables = self.model_dump(exclude_defaults=True, mode="python")
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint"):
+        for table in ("observe", "checkpoint", "memory"):
             tables.pop(table, None)
         for table, key in (("data", "folder"), ("train", "threads"), ("train", "device"), ("train", "keep_freed_memory")):
             tables.get(table, {}).pop(key, None)

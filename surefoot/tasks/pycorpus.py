@@ -16,7 +16,7 @@ from surefoot.components.data.sources import Tokens
 from surefoot.components.metrics import Mean, bits_per_byte
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.core.errors import DataError
-from surefoot.tasks.transformer import Transformer, nats
+from surefoot.tasks.transformer import Transformer, Unprojected, nats
 
 __all__ = ["PyCorpus"]
 
@@ -28,6 +28,8 @@ HELD_OUT_SHARE = 0.1  # of the files, by a hash of their name
 
 class PyCorpus:
     """Windows of `length` bytes: batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is none.
+
+    With `chunked_loss` training computes head and loss a few bytes at a time, and the logits of a batch never exist.
 
     `folder` holds .py files at any depth; by default it is the standard library of this Python. Raises DataError without any.
     """
@@ -43,13 +45,18 @@ class PyCorpus:
         heads: int = 6,
         length: int = 256,
         dropout: float = 0.0,
+        chunked_loss: bool = False,
     ) -> None:
         self.folder = Path(folder or sysconfig.get_paths()["stdlib"]).expanduser()
         self.layers, self.width, self.heads, self.length, self.dropout = layers, width, heads, length, dropout
+        self.chunked_loss = chunked_loss
         self._sources: dict[str, Files] = {}
 
     def model(self) -> nn.Module:
-        return Transformer(256, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout)
+        return Transformer(
+            256, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout,
+            chunked_loss=self.chunked_loss,
+        )  # fmt: skip
 
     def data(self, split: str) -> Files:
         """`train`, or `heldout`: every tenth file or so, chosen by a hash of its name."""
@@ -60,11 +67,11 @@ class PyCorpus:
             self._sources[split] = Files(self.folder, names, self.length)
         return self._sources[split]
 
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits_BTV: Tensor = model(batch["inputs"])
-        return logits_BTV
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | Unprojected:
+        output: Tensor | Unprojected = model(batch["inputs"])
+        return output
 
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+    def loss(self, output: Tensor | Unprojected, batch: dict[str, Tensor]) -> Loss:
         return Loss.sum(*nats(output, batch["targets"]))
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:

@@ -8,11 +8,13 @@ Rotary positions (Su et al., 2021), RMSNorm before each part and on queries and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from surefoot.components.memory import linear_cross_entropy
 
 ROTARY_BASE = 10_000.0
 EMBEDDING_STD = 0.02
@@ -20,14 +22,24 @@ IGNORED = -100  # the target that is none
 CHUNK_ELEMENTS = 1 << 20  # of the logits at a time: 4 MiB in fp32 stay in a core's cache
 
 
+class Unprojected(NamedTuple):
+    """What stands before the head, and the head's weights: the logits that a chunked loss never builds."""
+
+    hidden_BTD: Tensor
+    weight_VD: Tensor
+
+
 class Transformer(nn.Module):
-    """Token ids (B, T), T up to `length`, to logits of the next token (B, T, V).
+    """Token ids (B, T), T up to `length`, to logits of the next token (B, T, V); with `chunked_loss` to Unprojected while it trains.
 
     Raises ValueError for sizes that do not fit each other.
     """
 
-    def __init__(self, vocabulary: int, *, layers: int, width: int, heads: int, length: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocabulary: int, *, layers: int, width: int, heads: int, length: int, dropout: float = 0.0, chunked_loss: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.chunked_loss = chunked_loss
         if min(layers, width, heads, length) < 1 or width % (2 * heads):
             raise ValueError(
                 f"layers {layers}, width {width}, heads {heads}: the width is a multiple of twice the heads, none is 0"
@@ -45,12 +57,15 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos_TH, persistent=False)
         self.register_buffer("sin", sin_TH, persistent=False)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor) -> Tensor | Unprojected:
         num_tokens = ids_BT.shape[1]
         x_BTD = self.dropout(self.norm(self.embedding(ids_BT)))
         for block in self.blocks:
             x_BTD = block(x_BTD, self.cos[:num_tokens], self.sin[:num_tokens])
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        hidden_BTD = self.norm(x_BTD)
+        if self.chunked_loss and self.training:
+            return Unprojected(hidden_BTD, self.head.weight)
+        logits_BTV: Tensor = self.head(hidden_BTD)
         return logits_BTV
 
 
@@ -101,12 +116,15 @@ def _turn(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     return x_BNTH * cos_TH + torch.cat((-second, first), dim=-1) * sin_TH
 
 
-def nats(logits_BTV: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+def nats(output: Tensor | Unprojected, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
     """The negative log-likelihood in nats, summed in fp32 or better over the targets that are not -100, and how many these are.
 
     As `cross_entropy(logits.float(), targets, reduction="sum")`, a few rows at a time: with 33,278 words the fp32 copies of
     all logits cost more than the rest of a step.
     """
+    if isinstance(output, Unprojected):
+        return linear_cross_entropy(output.hidden_BTD, output.weight_VD, targets_BT, ignore_index=IGNORED)
+    logits_BTV = output
     total: Tensor = _Nats.apply(logits_BTV.flatten(0, 1), targets_BT.flatten())  # type: ignore[no-untyped-call]
     return total, (targets_BT != IGNORED).sum()
 

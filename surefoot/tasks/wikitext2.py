@@ -18,7 +18,7 @@ from surefoot.components.data.sources import Tokens
 from surefoot.components.metrics import Mean, perplexity
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError
-from surefoot.tasks.transformer import Transformer, nats
+from surefoot.tasks.transformer import Transformer, Unprojected, nats
 
 __all__ = ["WikiText2"]
 
@@ -28,6 +28,8 @@ LINE_END, UNKNOWN = "<eos>", "<unk>"
 
 class WikiText2:
     """Windows of `length` words: batches are dict(inputs (B, T), targets (B, T)); target -100 is none.
+
+    With `chunked_loss` training computes head and loss a few words at a time, and the logits of a batch never exist.
 
     `folder` holds the token files, or a folder `wikitext-2` that does. Raises DataError for files that are missing, empty or not UTF-8.
     """
@@ -43,17 +45,20 @@ class WikiText2:
         heads: int = 4,
         length: int = 256,
         dropout: float = 0.1,
+        chunked_loss: bool = False,
     ) -> None:
         self.folder, self.length = folder, length
         self.layers, self.width, self.heads, self.dropout = layers, width, heads, dropout
+        self.chunked_loss = chunked_loss
         self._words: dict[str, int] = {}
         self._sources: dict[str, Tokens] = {}
 
     def model(self) -> nn.Module:
         vocabulary = len(self.words())
         return Transformer(
-            vocabulary, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout
-        )
+            vocabulary, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout,
+            chunked_loss=self.chunked_loss,
+        )  # fmt: skip
 
     def data(self, split: str) -> Tokens:
         if split not in self._sources:
@@ -69,11 +74,11 @@ class WikiText2:
             self._words = {word: number for number, word in enumerate(ranked)}
         return self._words
 
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits_BTV: Tensor = model(batch["inputs"])
-        return logits_BTV
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | Unprojected:
+        output: Tensor | Unprojected = model(batch["inputs"])
+        return output
 
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+    def loss(self, output: Tensor | Unprojected, batch: dict[str, Tensor]) -> Loss:
         return Loss.sum(*nats(output, batch["targets"]))
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.components.data import Feed, Iterated, Order, as_source
+from surefoot.components.memory import Recomputed, recompute
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.precision import compute_context
 from surefoot.contract import events, signature
@@ -55,6 +56,7 @@ class Engine:
     compute: Callable[[], AbstractContextManager[Any]]
     average: optim.WeightAverage | None
     stepper: Stepper
+    recomputed: Recomputed
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,10 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     frozen = optim.freeze(model, spec.optim.freeze)
     if frozen:
         notes.append(f"{len(frozen)} parameters are frozen")
+    recomputed = recompute(model, spec.memory.recompute, blocks=_blocks(spec, resolved, model))
+    if recomputed.blocks:
+        notes += [recomputed.words] if recomputed.budget is None else []  # with one it is chosen once the blocks are measured
+        notes += [f"{name} is not computed again: {reason}" for name, reason in recomputed.skipped.items()]
     if spec.fault.forget:
         notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
@@ -155,7 +161,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, compute=compute, average=average
     )  # fmt: skip
-    engine = Engine(device, compute, average, stepper)
+    engine = Engine(device, compute, average, stepper, recomputed)
     return Assembly(spec, resolved, model, read, updates, course, engine, notes)
 
 
@@ -227,6 +233,11 @@ def _model(task: Resolved, device: torch.device) -> nn.Module:
     optim.check_shaped(model)
     model.train()
     return model.to(device) if device.type != "cpu" else model
+
+
+def _blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:
+    """What may be computed again: as the spec names it, else the task, else what repeats."""
+    return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
 
 
 def _feed(spec: RunSpec, source: Source) -> Feed:

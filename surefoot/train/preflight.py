@@ -68,7 +68,20 @@ def check(assembly: Assembly) -> list[str]:
                     continue
             notes += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
     _check_lone_sample(assembly, read)
+    if assembly.engine.recomputed.budget is not None:
+        _measure_blocks(assembly, read)
+        notes.append(assembly.engine.recomputed.words)
     return notes
+
+
+def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
+    """Let the first microbatch through, so that a budget that cannot be met is told before the run."""
+    model, ids = assembly.model, assembly.feed.microbatches(assembly.feed.window(0))[0]
+    with untouched(model, assembly.task.state), torch.enable_grad():
+        model.train()
+        for update in assembly.updates:
+            with assembly.engine.compute():
+                update.loss(model, read(ids))
 
 
 def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:

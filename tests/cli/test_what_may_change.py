@@ -32,6 +32,7 @@ EDITS = {
     "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
     "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
     "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
+    "memory.recompute": ("full", "in place"), "memory.blocks": (("a*",), "in place"),
     "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"),
 }  # fmt: skip
 
@@ -41,7 +42,7 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  
 
 def edited(key: str, value: Any) -> RunSpec:
     table, name = key.split(".")
-    more = {"clip": 0.0} if name == "clip_value" else {}
+    more = {"clip_value": {"clip": 0.0}, "blocks": {"recompute": "full"}}.get(name, {})
     return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
 
 

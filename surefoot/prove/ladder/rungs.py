@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from surefoot.contract import spec_file
+from surefoot.contract import signature, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 
@@ -18,10 +18,12 @@ Purpose = Literal["time", "wall time", "memory"]
 # where every ladder starts: one thread, 32 bits, the whole batch at once, and nothing that surefoot does to be fast
 PLAIN: Mapping[str, Any] = {
     "optim.fused": False,
+    "memory.recompute": "none",
     "precision.compute": "fp32",
     "train.keep_freed_memory": False,
     "train.microbatch": None,
     "train.threads": 1,
+    "task.chunked_loss": None,
 }
 RESERVED = ("start", "below", "best")
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
@@ -67,13 +69,22 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
         Rung(name="fused", kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}),
         Rung(name="kernels", kind="nothing", change={"train.deterministic": False}, expected={"time": 0.95},
              needs="a GPU", is_here=gpu),
+        Rung(name="chunked loss", kind="nothing", change={"task.chunked_loss": True}, purpose="memory", expected={"memory": 0.5},
+             needs="a task with the parameter chunked_loss", is_here=_takes(spec, "chunked_loss")),
         Rung(name="bf16", kind="rounding", change={"precision.compute": "bf16"}, expected={"time": 0.5, "memory": 0.5}),
         Rung(name="threads", kind="nothing", change={"train.threads": cores}, purpose="wall time", expected={"wall": 1 / cores},
              needs="a CPU with two cores or more", is_here=cores > 1 and not gpu),
         Rung(name="microbatch", kind="nothing", change={"train.microbatch": part}, purpose="memory",
              expected={"memory": 1.0 if part is None else part / spec.train.batch},
              needs="a batch that can be divided", is_here=part is not None),
+        Rung(name="recompute", kind="nothing", change={"memory.recompute": "full"}, purpose="memory",
+             expected={"memory": 0.5, "time": 1.3}),
     )  # fmt: skip
+
+
+def _takes(spec: RunSpec, parameter: str) -> bool:
+    use = spec.task.use
+    return use is not None and any(each.name == parameter for each in signature.find_parameters(use) or ())
 
 
 def find_part(batch: int) -> int | None:

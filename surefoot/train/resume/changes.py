@@ -33,6 +33,7 @@ RULES = (
     Rule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
     Rule("train.device", "in place", "another device computes other bits, the same run"),
     Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
+    Rule("memory.*", "in place", "what is held and what is computed again changes no number"),
     Rule("train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"),
     Rule("task.use", "refused", "another task has another model"),
     Rule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),

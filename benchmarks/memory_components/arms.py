@@ -1,0 +1,99 @@
+"""One arm: a model, what is done about its memory, its CPU time for a step and the peak of what was allocated in one.
+
+python -m benchmarks.memory_components.arms NAME REPORT
+"""
+
+# B batch, T tokens, D width, V vocabulary
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.step_cost.models import GPT
+from surefoot import linear_cross_entropy, recompute
+from surefoot.trial import write_report
+
+WORDS, TOKENS, WIDTH = 33_278, 8_192, 256  # of the head
+LAYERS, BATCH, LENGTH, GPT_WIDTH, HEADS = 24, 8, 128, 256, 4  # of the deep model
+WAYS = {"none": "none", "full": "full", "every2": "every 2", "operators": "operators"}
+WARMUP, STEPS = 1, 3
+Step = Callable[[], None]
+
+
+def make_head(*, chunked: bool) -> Step:
+    """Head and loss alone, forward and backward."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weight = (torch.randn(WORDS, WIDTH) * 0.02).requires_grad_()
+    targets = torch.randint(0, WORDS, (TOKENS,))
+
+    def step() -> None:
+        hidden.grad = weight.grad = None
+        if chunked:
+            total, _ = linear_cross_entropy(hidden, weight, targets)
+        else:
+            total = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+        total.backward()
+
+    return step
+
+
+def make_deep(way: str) -> Step:
+    """A GPT of 24 blocks, forward and backward."""
+    torch.manual_seed(0)
+    model: nn.Module = GPT(layers=LAYERS, width=GPT_WIDTH, heads=HEADS, tokens=LENGTH)
+    recompute(model, way)
+    tokens = torch.randint(0, 256, (BATCH, LENGTH))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)  # gradients are there all the time: what is left of the peak are activations
+        scores: Tensor = model(tokens)
+        F.cross_entropy(scores.flatten(0, 1), tokens.flatten()).backward()
+
+    return step
+
+
+ARMS: dict[str, Callable[[], Step]] = {
+    "head plain": lambda: make_head(chunked=False), "head chunked": lambda: make_head(chunked=True),
+    **{f"deep {name}": (lambda way=way: make_deep(way)) for name, way in WAYS.items()},
+}  # fmt: skip
+
+
+def find_peak(step: Step) -> int:
+    """The most bytes above those at its beginning that torch had given out at a time in a step, gradients included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        step()
+    assert recorded.profiler is not None
+    assert recorded.profiler.kineto_results is not None
+    changes = [
+        (each.start_ns(), each.nbytes()) for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"
+    ]
+    now = most = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def main() -> None:
+    name, report = sys.argv[1:]
+    torch.set_num_threads(1)
+    step = ARMS[name]()
+    for _ in range(WARMUP):
+        step()
+    started_s = time.process_time()
+    for _ in range(STEPS):
+        step()
+    measures = {"cpu_s_per_step": (time.process_time() - started_s) / STEPS, "peak_bytes": float(find_peak(step))}
+    write_report(report, measures)
+
+
+if __name__ == "__main__":
+    main()

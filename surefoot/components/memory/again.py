@@ -1,0 +1,122 @@
+"""Computing a block again as it was computed: with the buffers of then, and without the products that were kept."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+Slot = tuple[nn.Module, str]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+# where the time of a forward pass goes: products of matrices, convolutions, fused attention; by their names in torch.ops.aten
+PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+
+
+class Buffers:
+    """The buffers that a block changes in its forward pass (the statistics of BatchNorm): computing it again sees them as they were
+    then, and leaves them as they are now.
+
+    Which ones they are is seen at the first pass in each mode of the block's modules; only they are copied from then on.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._modules = list(block.modules())
+        self._slots = [(module, name) for module in self._modules for name, _ in module.named_buffers(recurse=False)]
+        self._moving: dict[tuple[bool, ...], list[Slot]] = {}
+
+    def tensors(self) -> list[Tensor]:
+        """What stands in their places now."""
+        return [getattr(*slot) for slot in self._slots]
+
+    def lent(self) -> AbstractContextManager[Any]:
+        """Copies of all buffers stand in their places inside."""
+        return _AsBefore(self._slots, self.tensors())
+
+    def contexts(self) -> Contexts | None:
+        """For the forward pass and for computing it again; None where no buffer moves."""
+        modes = tuple(module.training for module in self._modules)
+        slots = self._moving.get(modes, self._slots)
+        if not slots:
+            return None
+        before = [getattr(*slot).detach().clone() for slot in slots]
+        return _Watched(self, modes, slots, before), _AsBefore(slots, before)
+
+    def saw(self, modes: tuple[bool, ...], moving: list[Slot]) -> None:
+        self._moving.setdefault(modes, moving)
+
+
+class _Watched(AbstractContextManager[None]):
+    def __init__(self, buffers: Buffers, modes: tuple[bool, ...], slots: list[Slot], before: list[Tensor]) -> None:
+        self._buffers, self._modes, self._slots, self._before = buffers, modes, slots, before
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:
+            moving = [slot for slot, copy in zip(self._slots, self._before, strict=True) if _moved(copy, getattr(*slot))]
+            self._buffers.saw(self._modes, moving)
+
+
+class _AsBefore(AbstractContextManager[None]):
+    def __init__(self, slots: list[Slot], before: list[Tensor]) -> None:
+        self._slots, self._before = slots, before
+        self._now: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._now = [getattr(*slot) for slot in self._slots]
+        for slot, copy in zip(self._slots, self._before, strict=True):
+            setattr(*slot, copy.clone())  # another backward pass over the same graph starts from them too
+
+    def __exit__(self, *error: object) -> None:
+        for slot, tensor in zip(self._slots, self._now, strict=True):
+            setattr(*slot, tensor)
+
+
+class Both(AbstractContextManager[None]):
+    """Several contexts as one, which may be entered again."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:  # type: ignore[override]
+        for context in self._contexts:
+            self._stack.enter_context(context)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def _moved(before: Tensor, now: Tensor) -> bool:
+    return before.shape != now.shape or not torch.equal(before, now)
+
+
+def keep_products() -> Contexts:
+    """For the forward pass and for computing it again: products are kept, all else is computed again."""
+    contexts: Contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _policy(context: Any, operator: Any, *args: Any, **named: Tensor | Any) -> CheckpointPolicy:
+    if operator.overloadpacket not in _PACKETS or _draws(operator, args, named):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _draws(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether it draws numbers: kept, it would leave the stream of those behind it elsewhere than it was."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    place = next((place for place, each in enumerate(operator._schema.arguments) if each.name == "dropout_p"), None)
+    if place is None:
+        return True
+    return bool(named.get("dropout_p", args[place] if place < len(args) else 0.0))
+
+
+_PACKETS = {getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)}

@@ -1,0 +1,73 @@
+"""The blocks of a model: the modules that repeat, or those that are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from surefoot.core.errors import InputError
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = ()) -> dict[str, nn.Module]:
+    """Name -> block: the modules `wanted`, by pattern or themselves, else those that repeat.
+
+    What repeats are children of one type in a Sequential, ModuleList or ModuleDict that have children of their own; the outermost.
+    Raises InputError where none repeats, and for a pattern that matches nothing.
+    """
+    if not wanted:
+        found = _repeating("", model)
+        if not found:
+            raise InputError(
+                f"no block repeats in this {type(model).__name__}: what can be computed again is not known",
+                hint=f'name its blocks, as memory.blocks = ["{_an_example(model)}"]',
+            )
+        return found
+    names = {
+        name: module for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
+    chosen: dict[str, nn.Module] = {}
+    for each in wanted:
+        matching = {
+            name: module
+            for name, module in names.items()
+            if (fnmatchcase(name, each) if isinstance(each, str) else module is each)
+        }
+        if not matching:
+            said = repr(each) if isinstance(each, str) else f"a {type(each).__name__} that is no part of the model"
+            raise InputError(
+                f"memory.blocks: {said} matches no module", hint=f"there are {', '.join(list(names)[:8]) or 'none'}, ..."
+            )
+        chosen |= matching
+    return {name: module for name, module in names.items() if name in chosen and not _is_inside(name, chosen)}
+
+
+def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
+    children = {name: child for name, child in module.named_children() if any(True for _ in child.children())}
+    kinds = Counter(map(type, children.values()))
+    found: dict[str, nn.Module] = {}
+    for name, child in children.items():
+        inner = _repeating(f"{prefix}{name}.", child)
+        is_row = isinstance(child, CONTAINERS)  # of blocks, and none itself, unless what it holds is too small
+        if (
+            isinstance(module, CONTAINERS)
+            and kinds[type(child)] > 1
+            and not (is_row and (inner or not isinstance(child, nn.Sequential)))
+        ):
+            found[f"{prefix}{name}"] = child
+        else:
+            found |= inner
+    return found
+
+
+def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in chosen for end in range(1, len(parts)))
+
+
+def _an_example(model: nn.Module) -> str:
+    return next((name for name, child in model.named_children() if any(True for _ in child.children())), "encoder.*")

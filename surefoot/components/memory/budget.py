@@ -1,0 +1,125 @@
+"""What each block of a model costs, measured while a batch goes through it, and the choice of what to compute again within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from surefoot.components.memory.again import Buffers
+from surefoot.core.errors import InputError
+from surefoot.core.recompute import Cost, choose, peak_bytes
+from surefoot.core.units import format_bytes, format_seconds
+
+TRIALS = 3  # times that a block is measured; the fastest counts
+
+
+class Budget:
+    """Measures the blocks called `names` once, and anew when one is given more than before; `own` are the tensors of the model.
+
+    `chosen` are the numbers of those to compute again; None while they are being measured, when every one is.
+    """
+
+    def __init__(self, names: Sequence[str], num_bytes: int, own: Iterable[Tensor]) -> None:
+        self.chosen: frozenset[int] | None = None
+        self._names, self._bytes = names, num_bytes
+        self._own = _storages(own).keys()
+        self._costs: dict[int, Cost] = {}
+        self._given: dict[int, int] = {}  # bytes of the inputs that each was measured with
+        self._held: set[int] = set()  # inputs that an earlier block holds as well, as a mask
+
+    @property
+    def words(self) -> str:
+        if self.chosen is None:
+            return f"what is computed again, so that the blocks hold at most {format_bytes(self._bytes)}, is chosen at the first batch"
+        costs = self._in_order()
+        again_s = sum(cost.again_s for number, cost in enumerate(costs) if number in self.chosen)
+        most = format_bytes(peak_bytes(costs, self.chosen))
+        return f"the blocks hold at most {most} of {format_bytes(self._bytes)}, for {format_seconds(again_s)} more a pass"
+
+    def wants(self, number: int, inputs: Sequence[Tensor]) -> bool:
+        """Whether this block is to be measured with these inputs."""
+        known = self._given.get(number)
+        if known is not None and sum(_storages(inputs).values()) <= known:
+            if self.chosen is None:
+                self._decide()  # the next pass began: what was not measured was not called
+            return False
+        if self.chosen is not None:
+            self.chosen = None
+            self._costs, self._given, self._held = {}, {}, set()
+        return True
+
+    def measure(self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers) -> None:
+        """Run a block a few times and leave no trace of it.
+
+        Raises SpecError where all are measured and the budget cannot be met, InputError for a block that changes its inputs.
+        """
+        given = _storages(inputs)
+        versions = [each._version for each in inputs]
+        inner_bytes, again_s = 0, float("inf")
+        for _ in range(TRIALS):
+            kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address stands for two
+            with _without_a_trace(inputs, buffers), saved_tensors_hooks(_keeping(kept), _as_it_is):
+                none_of_it = self._own | given.keys() | _storages(buffers.tensors()).keys()
+                started_s = _now_s(inputs)
+                made = run()
+                again_s = min(again_s, _now_s(inputs) - started_s)
+            del made
+            inner_bytes = sum(each.nbytes() for address, each in kept.items() if address not in none_of_it)
+            if versions != [each._version for each in inputs]:
+                raise InputError(
+                    f"{self._names[number]} changes its inputs in place, so it cannot be computed again",
+                    hint="leave it out with memory.blocks, or change them out of place",
+                )
+        mine = {address: size for address, size in given.items() if address not in self._own and address not in self._held}
+        self._held |= mine.keys()
+        self._costs[number] = Cost(self._names[number], sum(mine.values()), inner_bytes, again_s)
+        self._given[number] = sum(given.values())
+        if len(self._costs) == len(self._names):
+            self._decide()
+
+    def _in_order(self) -> list[Cost]:
+        nothing = Cost("", 0, 0, 0.0)  # was not called
+        return [self._costs.get(number, nothing) for number in range(len(self._names))]
+
+    def _decide(self) -> None:
+        self.chosen = choose(self._in_order(), self._bytes)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address -> bytes of what lies behind `tensors`."""
+    storages = (each.untyped_storage() for each in tensors)
+    return {each.data_ptr(): each.nbytes() for each in storages}
+
+
+def _keeping(kept: dict[int, torch.UntypedStorage]) -> Callable[[Tensor], Tensor]:
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    return keep
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def _without_a_trace(inputs: Sequence[Tensor], buffers: Buffers) -> Iterator[None]:
+    """Random streams and buffers are afterwards as before."""
+    devices = sorted({each.device.index or 0 for each in inputs if each.device.type == "cuda"})
+    with torch.random.fork_rng(devices), buffers.lent():
+        yield
+
+
+def _now_s(inputs: Sequence[Tensor]) -> float:
+    for device in {each.device for each in inputs if each.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

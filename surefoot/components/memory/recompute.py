@@ -1,0 +1,145 @@
+"""Recomputation (activation checkpointing) on any model as it is: blocks forget what their backward pass needs, and compute it again.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. torch.utils.checkpoint without re-entering autograd does the work;
+random streams and buffers are as they were in the forward pass, so that nothing but memory and time changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from surefoot.components.memory.again import Both, Buffers, Contexts, keep_products
+from surefoot.components.memory.blocks import find_blocks
+from surefoot.components.memory.budget import Budget
+from surefoot.components.memory.tensors import find_tensors
+from surefoot.core.errors import InputError
+from surefoot.core.recompute import How
+
+_SEAT = "_surefoot_seat"  # the attribute of a block that holds its seat
+
+
+class Recomputed:
+    """What `recompute` did: the `blocks` it found, those that it `skipped` with the reason, and the `names` of those computed again."""
+
+    def __init__(self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None) -> None:
+        self.how, self.blocks, self.skipped, self.budget = how, tuple(blocks), dict(skipped), budget
+        self._modules = dict(blocks)
+        self._fixed = frozenset(range(0, len(blocks), how.number if how.kind == "every" else 1))
+
+    @property
+    def chosen(self) -> frozenset[int] | None:
+        """The numbers of the blocks that are computed again; None while a budget measures them, when all are."""
+        return self._fixed if self.budget is None else self.budget.chosen
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        chosen = self.chosen
+        return tuple(name for number, name in enumerate(self.blocks) if chosen is None or number in chosen)
+
+    @property
+    def words(self) -> str:
+        """What is done, in a line."""
+        if self.budget is not None and self.chosen is None:
+            return self.budget.words
+        what = "the cheap operators of " if self.how.kind == "operators" else ""
+        said = f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the backward pass"
+        return said if self.budget is None else f"{said}: {self.budget.words}"
+
+    def undo(self) -> None:
+        """Make the blocks what they were."""
+        for block in self._modules.values():
+            block.__class__ = type(block).__mro__[1]
+            delattr(block, _SEAT)
+
+
+def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()) -> Recomputed:
+    """Let the blocks of `model` compute again, in the backward pass, what it needs of their forward pass, instead of keeping it.
+
+    `how`: "full" for every block, "every 2" for every second, "operators" to keep products and compute the cheap operators again, or
+    the bytes that the blocks may hold, as "12 MiB": then they are measured while the first batch goes through, and the set that costs
+    the least time is chosen. `blocks` names them, by patterns or themselves; without it they are what repeats. Gradients keep their
+    bits. The model keeps its names and its hooks. Raises SpecError for another `how`, and, in the first batch, for a budget that
+    cannot be met; InputError where there are no blocks.
+
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    >>> recompute(model, "every 2").names
+    ('0', '2')
+    """
+    parsed = How.parse(how)
+    found = {} if parsed.kind == "none" else find_blocks(model, blocks)
+    skipped = {name: reason for name, block in found.items() if (reason := _reason_against(block)) is not None}
+    taken = {name: block for name, block in found.items() if name not in skipped}
+    if found and not taken:
+        raise InputError(f"no block can be computed again: {next(iter(skipped.values()))}", hint="name others with memory.blocks")
+    budget = Budget(list(taken), parsed.number, [*model.parameters(), *model.buffers()]) if parsed.kind == "budget" else None
+    made = Recomputed(parsed, taken, skipped, budget)
+    for number, block in enumerate(taken.values()):
+        setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
+        kind: Any = type(block)  # for mypy a module is not hashable
+        block.__class__ = _kind_that_forgets(kind)
+    return made
+
+
+def _reason_against(block: nn.Module) -> str | None:
+    if hasattr(block, _SEAT):
+        return "it is computed again already"
+    if "forward" in vars(block):
+        return "something has replaced its forward"
+    if isinstance(block, torch.jit.ScriptModule):
+        return "it is a script of torch.jit"
+    return None
+
+
+class _Seat:
+    """One block's place in the plan."""
+
+    def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
+        self._number, self._plan, self._buffers = number, plan, buffers
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **named)
+        given = (*args, *named.values())  # as positions, so that torch sees where one of them is changed in place
+        run = functools.partial(_call, forward, len(args), tuple(named))
+        budget = self._plan.budget
+        if budget is not None:
+            inputs = list(find_tensors(given))
+            if budget.wants(self._number, inputs):
+                budget.measure(self._number, inputs, functools.partial(run, *given), self._buffers)
+        chosen = self._plan.chosen
+        if chosen is not None and self._number not in chosen:
+            return forward(*args, **named)
+        contexts = self._contexts()
+        if contexts is None:
+            return checkpoint(run, *given, use_reentrant=False)
+        return checkpoint(run, *given, use_reentrant=False, context_fn=lambda: contexts)
+
+    def _contexts(self) -> Contexts | None:
+        guard = None if torch.compiler.is_compiling() else self._buffers.contexts()  # a compiled graph changes buffers once
+        if self._plan.how.kind != "operators":
+            return guard
+        kept = keep_products()
+        return kept if guard is None else (Both(guard[0], kept[0]), Both(guard[1], kept[1]))
+
+
+def _call(forward: Callable[..., Any], num_args: int, names: tuple[str, ...], *given: Any) -> Any:
+    return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+
+
+@functools.cache
+def _kind_that_forgets(kind: Any) -> type[nn.Module]:
+    """A class like `kind`, and of its name, whose forward goes through its seat: names, hooks and copies of a module stay what they are."""
+
+    def forward(self: nn.Module, *args: Any, **named: Tensor | Any) -> Any:
+        seat: _Seat = getattr(self, _SEAT)
+        return seat.run(functools.partial(kind.forward, self), args, named)
+
+    own = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    made: type[nn.Module] = type(kind)(kind.__name__, (kind,), own)
+    return made

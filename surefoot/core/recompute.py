@@ -1,0 +1,108 @@
+"""Recomputation: what its words mean, and which blocks to compute again so that the rest fits into a budget of bytes. Pure arithmetic.
+
+A block that is kept holds its inputs and all that its backward pass needs, from its forward pass on. One that is computed again
+holds its inputs alone, and the rest for the time of its own backward pass, when every block before it still holds what it holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from surefoot.core.errors import SpecError
+from surefoot.core.units import format_bytes, parse_bytes
+
+Kind = Literal["none", "full", "every", "operators", "budget"]
+RESOLUTION = 1 << 13  # times are counted in so small parts of all blocks' time; rounding 24 blocks costs under 0.15 %
+WORDS = '"none", "full", "every 2", "operators", or a budget as "12 MiB"'
+
+
+@dataclass(frozen=True)
+class How:
+    """What is computed again: no block, all, every `number`-th, the cheap operators of all, or as few as fit into `number` bytes."""
+
+    kind: Kind
+    number: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> How:
+        """Read "none", "full", "every N", "operators" or a number of bytes. Raises SpecError for anything else.
+
+        >>> How.parse("every 3"), How.parse("12 MiB")
+        (How(kind='every', number=3), How(kind='budget', number=12582912))
+        """
+        if text in ("none", "full", "operators"):
+            return cls(text)  # type: ignore[arg-type]
+        every = re.fullmatch(r"every ([1-9][0-9]{0,3})", text)
+        if every is not None:
+            return cls("every", int(every[1]))
+        try:
+            return cls("budget", parse_bytes(text))
+        except SpecError:
+            raise SpecError(f"{text!r} is no way to recompute", hint=f"use {WORDS}") from None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A block: the bytes of its inputs, those of all else that its backward pass needs, and the time to compute them again."""
+
+    name: str
+    input_bytes: int
+    inner_bytes: int
+    again_s: float
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.input_bytes + self.inner_bytes
+
+
+def smallest_budget(costs: Sequence[Cost]) -> int:
+    """The least that the blocks can hold: with each computed again, where one block whole and the inputs of all before it are most."""
+    return peak_bytes(costs, range(len(costs)))
+
+
+def peak_bytes(costs: Sequence[Cost], again: Container[int]) -> int:
+    """The most that the blocks hold at a time where those numbered in `again` are computed again.
+
+    >>> blocks = [Cost("a", 1, 10, 1.0), Cost("b", 1, 10, 1.0)]
+    >>> peak_bytes(blocks, ()), peak_bytes(blocks, {0}), peak_bytes(blocks, {1}), peak_bytes(blocks, {0, 1})
+    (22, 12, 22, 12)
+    """
+    held = peak = 0
+    for number, cost in enumerate(costs):
+        peak = max(peak, held + cost.whole_bytes)
+        held += cost.input_bytes if number in again else cost.whole_bytes
+    return peak
+
+
+def choose(costs: Sequence[Cost], budget_bytes: int) -> frozenset[int]:
+    """The numbers of the blocks to compute again, in the least time, so that all hold at most `budget_bytes` at any time.
+
+    A dynamic program over what is held after each block: of two choices that hold as much only the faster goes on. A larger budget
+    never takes more time. Raises SpecError, with the smallest budget that can be met, where this one cannot.
+
+    >>> sorted(choose([Cost("a", 1, 10, 3.0), Cost("b", 1, 10, 1.0), Cost("c", 1, 10, 1.0)], 30))
+    [1]
+    """
+    least = smallest_budget(costs)
+    if budget_bytes < least:
+        raise SpecError(
+            f"memory.recompute is {format_bytes(budget_bytes)}, and the blocks hold {format_bytes(least)} even when each is computed again",
+            hint=f'use "{-(-least // 1024)} KiB" or more, a smaller microbatch, or smaller blocks: memory.blocks',
+        )
+    unit_s = sum(cost.again_s for cost in costs) / RESOLUTION or 1.0
+    front = [(0, 0, 0)]  # bytes held, time in units, the blocks as bits: fewer bytes take more time
+    for number, cost in enumerate(costs):
+        spent = round(cost.again_s / unit_s)
+        grown = []
+        for held, time, bits in front:
+            if held + cost.whole_bytes <= budget_bytes:
+                grown += [(held + cost.whole_bytes, time, bits), (held + cost.input_bytes, time + spent, bits | 1 << number)]
+        front = []
+        for held, time, bits in sorted(grown):
+            if not front or time < front[-1][1]:
+                front.append((held, time, bits))
+    bits = front[-1][2]  # the fastest
+    return frozenset(number for number in range(len(costs)) if bits >> number & 1)
