@@ -18,24 +18,37 @@ from surefoot.components.profiler.formulas import DTYPES
 from surefoot.core.hardware import Peaks, find_machine
 from surefoot.core.shape import product_flops
 
-SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}  # of square matrices: larger ones are faster until they leave the caches
+Shape = tuple[int, int, int]  # rows, inner size, columns
+SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest differs with dtype and cores: thin ones stay in the caches
+    "cpu": ((512, 512, 512), (4096, 1024, 1024), (8192, 256, 256)),
+    "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
+}
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # past the last cache; of the memory at most a sixteenth
 CACHED_BYTES = 256 << 10  # the second cache of a core holds both sides
-LEAST_SAMPLES, LONGEST_S = 3, 0.5  # of the products of one size; what would take longer is left out
-BUDGET_S = 0.4  # of each dtype, and of the copies
+LEAST_SAMPLES, LONGEST_S = 2, 0.5  # of one product; what would take longer is left out
+# each shape and copy so many times for so long: a machine that others use too is slow for seconds at a time
+PASSES, BUDGET_S = 6, 0.04
 
 
 def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: Sequence[str] | None = None) -> Peaks:
     """Measure the device; of a CPU with `threads`, those that torch uses now by default. A dtype that it has no product for is left out."""
     with _threads(threads if device.type == "cpu" else None):
         wanted = {name: dtype for dtype, name in DTYPES.items() if dtypes is None or name in dtypes}
-        products = {name: _product_flops_per_s(device, dtype) for name, dtype in wanted.items()}
         size = min(COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"]), psutil.virtual_memory().total // 16)
+        products: dict[str, float] = {}
+        copied, cached = 0.0, 0.0
+        for _ in range(PASSES):
+            for name, dtype in list(wanted.items()):
+                found = _product_flops_per_s(device, dtype, products.get(name))
+                if found is None:
+                    del wanted[name]
+                else:
+                    products[name] = found
+            copied = max(copied, _copied_bytes_per_s(device, size))
+            cached = max(cached, _copied_bytes_per_s(device, CACHED_BYTES))
         return Peaks(
             device=device_name(device), threads=torch.get_num_threads() if device.type == "cpu" else None,
-            flops_per_s={name: value for name, value in products.items() if value is not None},
-            bytes_per_s=_copied_bytes_per_s(device, size), cache_bytes_per_s=_copied_bytes_per_s(device, CACHED_BYTES),
-            source="measured here",
+            flops_per_s=products, bytes_per_s=copied, cache_bytes_per_s=cached, source="measured here",
         )  # fmt: skip
 
 
@@ -57,18 +70,16 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _product_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The best of all sizes; the next size is left out where it would take too long, as with a dtype that is emulated."""
-    best: float | None = None
-    sizes = SIZES.get(device.type, SIZES["cpu"])
-    for size in sizes:
-        flops = product_flops(size * size, size)
+def _product_flops_per_s(device: torch.device, dtype: torch.dtype, best: float | None) -> float | None:
+    """The best of all shapes and `best`; a shape is left out where it would take too long, as with a dtype that is emulated."""
+    for rows, inner, columns in SHAPES.get(device.type, SHAPES["cpu"]):
+        flops = product_flops(rows * columns, inner)
         if best is not None and flops / best > LONGEST_S:
-            break
+            continue
         try:
-            one, other = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-            out = torch.empty(size, size, device=device, dtype=dtype)
-            fastest_s = _fastest_s(lambda: torch.mm(one, other, out=out), device, BUDGET_S / len(sizes))  # noqa: B023 - called here
+            one, other = (torch.ones(*size, device=device, dtype=dtype) for size in ((rows, inner), (inner, columns)))
+            out = torch.empty(rows, columns, device=device, dtype=dtype)
+            fastest_s = _fastest_s(lambda: torch.mm(one, other, out=out), device)  # noqa: B023 - called here
         except (RuntimeError, TypeError):  # no such product on this device
             return best
         best = max(best or 0.0, flops / fastest_s)
@@ -84,13 +95,12 @@ def _copied_bytes_per_s(device: torch.device, size: int) -> float:
         for _ in range(repeats):
             target.copy_(source)
 
-    return 2 * source.numel() * source.element_size() * repeats / _fastest_s(copy, device, BUDGET_S)
+    return 2 * source.numel() * source.element_size() * repeats / _fastest_s(copy, device)
 
 
-def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """The shortest of the calls that fit into the budget, three at least, after one that does not count."""
-    call()
-    until_s, samples = time.perf_counter() + budget_s, 0
+def _fastest_s(call: Callable[[], Any], device: torch.device) -> float:
+    """The shortest of the calls that fit into the budget, two at least: the first one is cold."""
+    until_s, samples = time.perf_counter() + BUDGET_S, 0
     best_s = float("inf")
     while samples < LEAST_SAMPLES or time.perf_counter() < until_s:
         best_s = min(best_s, _once_s(call, device))
