@@ -63,6 +63,7 @@ class Started(Event):
     notes: tuple[str, ...] = ()
     unit: str = "samples"
     parent: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ class Step(Event):
     step_s: tuple[float, ...] = ()
     outliers: tuple[Mapping[str, Any], ...] = ()
     device_memory: Mapping[str, int] = field(default_factory=dict)
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -156,7 +157,27 @@ class EvaluateTable(Table):
 
 
 class PrecisionTable(Table):
-    compute: Literal["fp32", "bf16"] = Field("fp32", description="dtype of forward and backward; weights and state stay fp32")
+    compute: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = Field(
+        "fp32",
+        description="dtype of forward and backward; weights and state stay fp32; auto: the best that the device has units for",
+    )
+    init_scale: float = Field(2.0**16, gt=0, description="the loss scale that fp16 begins with, a power of two")
+    growth_interval: Positive = Field(2000, description="so many steps without overflow double the loss scale")
+    min_scale: float = Field(1.0, gt=0, description="a loss scale below this ends the run: it would halve for ever")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        stated = [key for key in ("init_scale", "growth_interval", "min_scale") if key in self.model_fields_set]
+        if stated and self.compute not in ("fp16", "auto"):
+            raise ValueError(
+                f"{stated[0]} is given with compute = {self.compute!r}, whose range is that of fp32: no gradient overflows or vanishes "
+                f"that would not in fp32, so there is nothing to scale; drop it, or set compute = 'fp16'"
+            )
+        if math.frexp(self.init_scale)[0] != 0.5:
+            raise ValueError(f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, so that scaling is exact")
+        if self.min_scale > self.init_scale:
+            raise ValueError(f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}; use a smaller one")
+        return self
 
 
 class MemoryTable(Table):

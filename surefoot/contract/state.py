@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """The loss scale after a step, and whether its gradients overflowed; read when they are asked for."""
+
+    scale: float | Tensor
+    overflowed: bool | Tensor
+
+
 @dataclass(slots=True)
 class StepReport:
     """What one optimiser step did. Nothing waits for the device until `loss`, `gradient_norm` or `applied` is read.
@@ -25,6 +33,7 @@ class StepReport:
     norm: float | Tensor | None = field(repr=False)
     was_applied: bool | Tensor = field(repr=False)
     waiting_s: float = 0.0
+    scaling: Scaling | None = field(default=None, init=False, repr=False)
 
     @property
     def terms(self) -> dict[str, float | None]:
@@ -47,6 +56,16 @@ class StepReport:
     def applied(self) -> bool:
         """False when the step was skipped because its gradient was not finite."""
         return bool(self.was_applied)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether gradients overflowed fp16 though the losses are finite, which the loss scale answers."""
+        return self.scaling is not None and bool(self.scaling.overflowed)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale after this step; None without one."""
+        return None if self.scaling is None else float(self.scaling.scale)
 
 
 @dataclass(frozen=True, kw_only=True)

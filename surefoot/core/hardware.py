@@ -85,10 +85,20 @@ def find_machine() -> Machine:
     )
 
 
+def find_processor_flags() -> frozenset[str]:
+    """The instruction sets that Linux lists of the processor, as `avx512_bf16`; empty where nothing lists them."""
+    listed = _of_processor("flags") or _of_processor("Features") or ""  # x86, ARM
+    return frozenset(listed.split())
+
+
 def _processor_name() -> str | None:
+    return _of_processor("model name")
+
+
+def _of_processor(key: str) -> str | None:
+    """What /proc/cpuinfo says of the first processor."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return None
-    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
-    return next(names, None)
+    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith(key)), None)

@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +17,8 @@ from surefoot.components import optim
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.memory import Recomputed, recompute
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.precision import compute_context
+from surefoot.components.precision import PLAIN, Policy
+from surefoot.components.precision import build as build_policy
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
@@ -50,10 +50,10 @@ class Course:
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes: the device, the context of the forward pass, the average of the weights, and the step."""
+    """What computes: the device, in which precision, the average of the weights, and the step."""
 
     device: torch.device
-    compute: Callable[[], AbstractContextManager[Any]]
+    policy: Policy
     average: optim.WeightAverage | None
     stepper: Stepper
     recomputed: Recomputed
@@ -76,6 +76,12 @@ class Assembly:
     def feed(self) -> Feed:
         return self.course.feed
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What a person should hear at the start: a precision that was chosen, or that this device has no units for."""
+        policy = self.engine.policy
+        return () if policy.why == PLAIN.why else (f"computing in {policy.compute} ({policy.why})",)
+
     def started(
         self,
         generation: int,
@@ -93,7 +99,7 @@ class Assembly:
             data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
             total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, first_step=first_step,
-            parent=parent,
+            parent=parent, precision={"compute": self.engine.policy.compute, "why": self.engine.policy.why},
             **circumstances(str(self.engine.device)),
         )  # fmt: skip
 
@@ -107,7 +113,7 @@ class Assembly:
             num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
             samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
             phases=timing.phases, step_s=timing.step_s, outliers=timing.outliers,
-            device_memory=take_device_memory(self.engine.device),
+            device_memory=take_device_memory(self.engine.device), loss_scale=summary.loss_scale,
         )  # fmt: skip
 
 
@@ -157,11 +163,11 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     average = None
     if spec.optim.ema is not None:
         average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
-    compute = compute_context(spec.precision.compute, device)
+    policy = build_policy(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     stepper = Stepper(
-        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, compute=compute, average=average
+        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
-    engine = Engine(device, compute, average, stepper, recomputed)
+    engine = Engine(device, policy, average, stepper, recomputed)
     return Assembly(spec, resolved, model, read, updates, course, engine, notes)
 
 

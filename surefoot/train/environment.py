@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.components.precision import set_products
 from surefoot.components.stability import GuardFault
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
@@ -29,7 +30,7 @@ RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
 def apply(spec: RunSpec) -> Callable[[], None]:
-    """Set threads and deterministic kernels as the spec says; gives the function that puts them back."""
+    """Set threads, deterministic kernels and tf32 as the spec says; gives the function that puts them back."""
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -42,7 +43,10 @@ def apply(spec: RunSpec) -> Callable[[], None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         _DETERMINISM.fill_uninitialized_memory = False  # filling costs a pass over every new tensor
 
+    put_back_products = set_products(spec.precision.compute)
+
     def put_back() -> None:
+        put_back_products()
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         _DETERMINISM.fill_uninitialized_memory = fill

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from surefoot.components.checkpoint.load import check_fit
 from surefoot.components.checkpoint.tensors import lay_out
 from surefoot.components.data import size_of
 from surefoot.components.observe import Console
-from surefoot.components.precision import compute_context
-from surefoot.contract import spec_file
+from surefoot.components.precision import HALVES, Compute, compute_context
+from surefoot.contract import events, spec_file
+from surefoot.contract.events import Started
 from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
@@ -79,7 +80,7 @@ def evaluate_run(
     name = split or spec.evaluate.split
     device = torch.device("cpu")
     source = read_split(task, name)
-    own = spec.precision.compute
+    own = _own_precision(run, spec)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         results = [
             evaluate(
@@ -89,6 +90,14 @@ def evaluate_run(
             for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))
         ]  # fmt: skip
     return results, used
+
+
+def _own_precision(run: Path, spec: RunSpec) -> Compute:
+    """What the run computed in, as far as a CPU has it: "auto" as its newest attempt chose, tf32 as the fp32 that it stands for."""
+    compute: Any = spec.precision.compute
+    if compute == "auto":
+        compute = [each.precision.get("compute", "fp32") for each in events.read(run) if isinstance(each, Started)][-1]
+    return "fp32" if compute == "tf32" else cast("Compute", compute)
 
 
 def predict_run(
@@ -106,14 +115,14 @@ def predict_run(
     path = output or run / f"predictions-{name}.safetensors"
     collected: dict[str, list[Tensor]] = {}
     device = torch.device("cpu")
-    compute = compute_context(spec.precision.compute, device)
+    compute = compute_context(_own_precision(run, spec), device)
     source, num_done = read_split(task, name), 0
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
         for batch in batches(source, spec.evaluate.batch or spec.train.batch, device):
             with compute():
                 made = task.task.forward(model, batch)
             for key, tensor in _named(made).items():
-                collected.setdefault(key, []).append(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+                collected.setdefault(key, []).append(tensor.float() if tensor.dtype in HALVES.values() else tensor)
             num_done += size_of(batch)
             console.reading(name, num_done, len(source))
     arrays = {key: np.ascontiguousarray(torch.cat(parts).numpy()) for key, parts in collected.items()}

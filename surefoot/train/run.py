@@ -124,7 +124,7 @@ class Run:
         self.folder, self.generation = chosen.folder, self._lock.generation
         course = self.assembly.course
         self._scores = Scores(self.assembly)
-        self._guard = Guard(self.spec.stability)
+        self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
         checkpoint.clear_drafts(self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
         self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent)
@@ -144,7 +144,7 @@ class Run:
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
         self._clock.start(LOGGING)
-        said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note())
+        said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *self.assembly.said)
         told = environment.as_run(self.spec), digest, (*said, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
@@ -334,7 +334,7 @@ class Run:
             with self._averaged():
                 result = evaluate(
                     self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
-                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=spec.precision.compute,
+                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=self.assembly.engine.policy.compute,
                     tell=functools.partial(self._evaluating, name),
                 )  # fmt: skip
         except (Exception, SystemExit) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch import Tensor
 from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, WeightAverage, backward
+from surefoot.components.precision import PLAIN, Policy
 from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
-from surefoot.contract.state import StepReport
+from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
 
@@ -44,12 +44,12 @@ class Stepper:
 
     def __init__(
         self, *, model: Any, task: Resolved, feed: Feed, updates: list[LiveUpdate], seed: int, device: torch.device,
-        compute: Callable[[], AbstractContextManager[Any]] | None = None, average: WeightAverage | None = None,
+        policy: Policy = PLAIN, average: WeightAverage | None = None,
     ) -> None:  # fmt: skip
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
-        self._compute = compute or nullcontext
+        self._policy, self._scaler = policy, policy.scaler
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -72,13 +72,15 @@ class Stepper:
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
+        overflowed: bool | Tensor = False
         rate: float | Tensor = 0.0
         num_done = 0
         for index, update in enumerate(self._updates):
             if number % update.every:
                 continue
-            norm, was_applied = self._update(update, index, number, batches, totals)
+            norm, was_applied, did_overflow = self._update(update, index, number, batches, totals)
             applied = was_applied if num_done == 0 else applied & was_applied
+            overflowed = overflowed | did_overflow
             rate = update.guarded.groups[0]["lr"]
             num_done += 1
         if applied is not True:
@@ -86,10 +88,15 @@ class Stepper:
         if self._average is not None:
             self._average.update(applied)
         self.clock.end_step(number)
-        return StepReport(
+        report = StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_ns / 1e9,
         )  # fmt: skip
+        if self._scaler is not None:
+            if num_done:
+                self._scaler.update(overflowed)  # after all updates: one scale holds for the whole step
+            report.scaling = Scaling(self._scaler.scale, overflowed)
+        return report
 
     def _read(self, window: Window, ids: np.ndarray) -> Batch:
         batch = self._feed.source.read(ids)
@@ -103,7 +110,7 @@ class Stepper:
 
     def _update(
         self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: dict[str, tuple[Tensor, Count, float]]
-    ) -> tuple[float | Tensor, bool | Tensor]:
+    ) -> tuple[float | Tensor, bool | Tensor, bool | Tensor]:
         guarded, switch = update.guarded, self.clock.switch
         switch(FORWARD)
         guarded.clear_gradients()
@@ -116,7 +123,7 @@ class Stepper:
             if position:
                 switch(FORWARD)
             self._seed_draws(number, position, index)
-            with self._compute():
+            with self._policy.context():
                 loss = update.loss(self._model, batch)
             terms = loss.terms
             if len(batches) > 1:
@@ -131,12 +138,15 @@ class Stepper:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
         elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
+        if self._scaler is not None:
+            factor = factor / self._scaler.scale
         if self.before_update is not None:
             switch(CHECKPOINT)
             self.before_update()
             switch(OPTIMISER)
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
-        return guarded.step_if_finite(factor)
+        norm, applied = guarded.step_if_finite(factor)
+        return norm, applied, self._scaler is not None and _overflowed(norm, factor)
 
     def _known_counts(self, batches: list[Batch]) -> Mapping[str, float] | float | None:
         """The counts of the whole global batch where the task knows them before the forward pass, else None."""
@@ -169,12 +179,18 @@ class Stepper:
         """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""
         total = term.total
         if scale is not None:
-            return self._constant(term.weight * scale, total)
+            return self._scaled(self._constant(term.weight * scale, total))
         count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
         if isinstance(count, Tensor):
             count = count.to(torch.promote_types(total.dtype, torch.float32))  # 16 bits would round the count
-            return torch.where(count > 0, term.weight / count, 0.0).to(total)
-        return self._constant(term.weight / float(count) if count else 0.0, total)  # a term without items adds nothing
+            return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
+        return self._scaled(
+            self._constant(term.weight / float(count) if count else 0.0, total)
+        )  # a term without items adds nothing
+
+    def _scaled(self, factor: Tensor) -> Tensor:
+        """Times the loss scale where there is one: the whole step has the same."""
+        return factor if self._scaler is None else self._scaler.seed(factor)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
         """A scalar tensor, kept: counts mostly repeat from step to step."""
@@ -190,6 +206,13 @@ class Stepper:
         key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1
         for generator in self._generators:
             generator.manual_seed(key)
+
+
+def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
+    """Whether the gradients are not finite though the losses are: only that is a matter of the loss scale."""
+    if isinstance(norm, Tensor):
+        return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
+    return not math.isfinite(norm) and math.isfinite(float(factor))
 
 
 def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) -> None:

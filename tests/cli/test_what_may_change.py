@@ -33,7 +33,8 @@ EDITS = {
     "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
     "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
     "memory.recompute": ("full", "in place"), "memory.blocks": (("a*",), "in place"),
-    "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"),
+    "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"), "precision.init_scale": (2.0, "fork"),
+    "precision.growth_interval": (9, "fork"), "precision.min_scale": (0.5, "fork"),
 }  # fmt: skip
 
 
@@ -43,6 +44,7 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  
 def edited(key: str, value: Any) -> RunSpec:
     table, name = key.split(".")
     more = {"clip_value": {"clip": 0.0}, "blocks": {"recompute": "full"}}.get(name, {})
+    more = {"clip": 0.0} if name == "clip_value" else {"compute": "fp16"} if table == "precision" and name != "compute" else {}
     return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
 
 

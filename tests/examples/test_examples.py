@@ -31,7 +31,7 @@ TASKS = {
     "detector": "Detector", "contrastive": "Halves", "own_optimizer": "OwnOptimizer", "ema_state": "HardClasses",
     "bring_your_data": "AnyData",
 }  # fmt: skip
-LOOPS = ("attach", "plain_loop")
+LOOPS = ("attach", "loss_scaler", "plain_loop")
 READERS = ("read_checkpoint",)  # tried by tests/cli/test_checkpoint.py
 
 
@@ -136,6 +136,11 @@ def test_a_loop_with_surefoot_attached_learns_and_is_recorded(tmp_path: Path, mo
     made = list(events.read(tmp_path / "runs" / "attached"))
     assert isinstance(made[0], Started)
     assert (made[0].data["guarantee"], made[-1].kind) == ("replayed", "ended")
+
+
+def test_a_loop_in_fp16_with_a_scaler_of_its_own_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("loss_scaler").main() > 0.85  # chance 0.1
+    assert "a gradient overflowed, the step is left out; S is now 2^23" in capsys.readouterr().out
 
 
 def test_what_attach_adds_to_a_loop_is_three_lines() -> None:

@@ -83,6 +83,7 @@ HOW: dict[str, dict[str, Any]] = {
     "frozen weights": {"optim": {"freeze": ["0.*"]}},
     "blocking saves": {"checkpoint": {"background": False}},
     "bf16": {"precision": {"compute": "bf16"}},
+    "fp16 with its loss scale": {"precision": {"compute": "fp16", "growth_interval": 3}},
     "clipping by value": {"optim": {"clip": 0.0, "clip_value": 0.01}},
 }
 
@@ -128,10 +129,11 @@ def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(name: str, tmp
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard"])
+@pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard", "scaler"])
 def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes one part away while going on: the end must then differ, or the part would not be worth its place."""
-    how = spec(STEPS, checkpoint={"every": f"{EVERY} steps"}, evaluate={"every": "4 steps"})
+    precision = {"compute": "fp16", "growth_interval": 3} if lost == "scaler" else {}
+    how = spec(STEPS, checkpoint={"every": f"{EVERY} steps"}, evaluate={"every": "4 steps"}, precision=precision)
     train(tmp_path / "whole", how, Rich())
     train(tmp_path / "left", how, Rich(), leave_at=STOP)
     target = {
@@ -140,6 +142,7 @@ def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path:
         "task": "surefoot.train.resume.state._restore_of_task",
         "scores": "surefoot.train.record.scores.Scores.restore",
         "guard": "surefoot.components.stability.Guard.restore",
+        "scaler": "surefoot.components.precision.LossScaler.load_state_dict",
     }[lost]
     monkeypatch.setattr(target, lambda *given: None)
     train(tmp_path / "left", how, Rich())

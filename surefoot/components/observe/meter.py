@@ -37,6 +37,7 @@ class Summary:
     learning_rate: float
     elapsed_s: float
     waiting_s: float
+    loss_scale: float | None = None
 
     @property
     def samples_per_s(self) -> float | None:
@@ -86,5 +87,5 @@ class Meter:
             num_items=sum(float(count) for report in reports for _, count, _ in list(report.totals.values())[:1]),
             loss=sum(losses) if losses else None, terms=terms,
             gradient_norm=last.gradient_norm, learning_rate=float(last.learning_rate), elapsed_s=elapsed_s,
-            waiting_s=sum(report.waiting_s for report in reports),
+            waiting_s=sum(report.waiting_s for report in reports), loss_scale=last.loss_scale,
         )  # fmt: skip

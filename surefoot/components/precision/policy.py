@@ -1,18 +1,129 @@
-"""Which dtype forward and backward compute in; weights, gradients and optimiser state stay fp32."""
+"""Which dtype forward and backward compute in, and why; weights, gradients and optimiser state stay fp32.
+
+What a device computes products in is asked of it and never presumed: what it lacks is refused, or said where a CPU can do it in
+software.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 
-Compute = Literal["fp32", "bf16"]
+from surefoot.components.precision.scaler import LossScaler
+from surefoot.components.precision.wide import keep_wide_on_cpu
+from surefoot.contract.spec import PrecisionTable
+from surefoot.core.errors import SpecError
+from surefoot.core.hardware import find_machine, find_processor_flags
+
+Compute = Literal["fp32", "tf32", "bf16", "fp16"]
+HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and ARM, as /proc/cpuinfo names them
+FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
+BF16_SINCE, FP16_SINCE = "Ampere (2020)", "Volta (2017)"
+
+
+@dataclass(frozen=True)
+class Units:
+    """The formats besides fp32 that a device has units for; `kind` is cpu or cuda, `name` what the device is called."""
+
+    kind: str
+    name: str
+    formats: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What forward and backward compute in, why, a maker of contexts for the forward pass, and the scaler that fp16 needs."""
+
+    compute: Compute
+    why: str
+    context: Callable[[], AbstractContextManager[Any]]
+    scaler: LossScaler | None = None
+
+
+PLAIN = Policy("fp32", "as the spec says", nullcontext)
+
+
+def find_units(device: torch.device) -> Units:
+    """What `device` has units for: a GPU is asked through torch, a CPU through the flags that the system lists."""
+    if device.type != "cuda":
+        flags = find_processor_flags()
+        found = {name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known}
+        return Units("cpu", find_machine().processor, frozenset(found))
+    with torch.cuda.device(device):
+        half = torch.cuda.get_device_capability() >= (7, 0)
+        bf16, tf32 = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.is_tf32_supported()
+        found = {name for name, has in (("bf16", bf16), ("tf32", tf32), ("fp16", half)) if has}
+        return Units("cuda", torch.cuda.get_device_name(), frozenset(found))
+
+
+def choose(wanted: str, units: Units) -> tuple[Compute, str]:
+    """What "auto" is on such a device, or what was asked for, each with the reason. Raises SpecError for what a device lacks.
+
+    >>> choose("auto", Units("cuda", "Tesla V100", frozenset({"fp16"})))
+    ('fp16', 'auto: Tesla V100 has units for fp16 and none for bf16; with a loss scale')
+    """
+    if wanted == "auto":
+        return _best(units)
+    if wanted not in units.formats and wanted != "fp32":
+        if units.kind == "cpu" and wanted != "tf32":
+            return cast("Compute", wanted), f"as the spec says; {units.name} has no units for {wanted}: it will not be faster"
+        reason = "tf32 is a format of a GPU's tensor cores" if units.kind == "cpu" else f"it has no units for {wanted}"
+        since = FP16_SINCE if wanted == "fp16" else BF16_SINCE
+        hint = "use another: fp32, bf16" if units.kind == "cpu" else f"GPUs have them since {since}; auto takes the best there is"
+        raise SpecError(f"precision.compute is {wanted!r}, which {units.name} lacks: {reason}", hint=hint)
+    return cast("Compute", wanted), "as the spec says"
+
+
+def _best(units: Units) -> tuple[Compute, str]:
+    if "bf16" in units.formats:
+        return "bf16", f"auto: {units.name} has units for bf16, whose range is that of fp32"
+    if units.kind == "cuda" and "fp16" in units.formats:
+        return "fp16", f"auto: {units.name} has units for fp16 and none for bf16; with a loss scale"
+    return "fp32", f"auto: {units.name} has no units for 16 bits that need no loss scale; they would not be faster"
+
+
+def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool = False) -> Policy:
+    """The policy of a spec on `device`; `scales_on_device` where the update is decided there too. Raises SpecError."""
+    compute, why = choose(table.compute, find_units(device))
+    scaler = None
+    if compute == "fp16":
+        scaler = LossScaler(
+            table.init_scale,
+            growth_interval=table.growth_interval,
+            floor=table.min_scale,
+            device=device if scales_on_device else None,
+        )
+    return Policy(compute, why, compute_context(compute, device), scaler)
 
 
 def compute_context(compute: Compute, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass: nothing for fp32, autocast for bf16 (torch.amp, with the device given)."""
-    if compute == "fp32":
+    """A maker of contexts for the forward pass: nothing for 32 bits, autocast for bf16 and fp16 (torch.amp, with the device given).
+
+    Softmax, norms and sums stay fp32 on a CPU as they do on a GPU, in this process from the first such context on.
+    """
+    if compute not in HALVES:
         return nullcontext
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    if device.type == "cpu":
+        keep_wide_on_cpu()
+    return lambda: torch.autocast(device.type, dtype=HALVES[compute])
+
+
+def set_products(compute: str) -> Callable[[], None]:
+    """Let 32-bit products on a GPU be rounded to tf32, or not: fp32 means fp32, convolutions included. Gives what puts it back."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    switches = (cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [each.fp32_precision for each in switches]
+
+    def put_back() -> None:
+        for each, value in zip(switches, before, strict=True):
+            each.fp32_precision = value
+
+    for each in switches:
+        each.fp32_precision = "tf32" if compute == "tf32" else "ieee"
+    return put_back

@@ -29,8 +29,8 @@ class GuardFault:
 class Guard:
     """Watches reports as they come, judges them when a window is read: on an asynchronous device nobody waits for a single step."""
 
-    def __init__(self, table: StabilityTable) -> None:
-        self._table = table
+    def __init__(self, table: StabilityTable, *, min_scale: float = 0.0) -> None:
+        self._table, self._min_scale = table, min_scale
         self._unread: list[StepReport] = []
         self._applied_before = False
         self._skips_in_row = 0
@@ -61,7 +61,7 @@ class Guard:
         if loss is None:
             return None  # no update ran in this step
         if not report.applied:
-            return self._skipped(report, loss)
+            return self._overflowed(report) if report.overflowed else self._skipped(report, loss)
         self._applied_before = True
         self._skips_in_row = 0
         if self._first_loss is None:
@@ -93,6 +93,22 @@ class Guard:
                 f"step {report.step}: {detail}, {reason}", hint="look at the data and the model's output, or lower optim.lr"
             )
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
+
+    def _overflowed(self, report: StepReport) -> GuardFault:
+        """What the loss scale answers is no sign of a run that goes wrong, until the scale has no room left."""
+        self.num_skipped += 1
+        scale = report.loss_scale or 0.0
+        detail = f"gradients overflowed fp16 at a loss scale of {2 * scale:g}"
+        if scale >= self._min_scale:
+            return GuardFault(
+                report.step, "overflow", f"the step was skipped, nothing moved; the loss scale is now {scale:g}", detail
+            )
+        text = f"{detail}, and precision.min_scale is {self._min_scale:g}: the scale would halve for ever"
+        if self._ending is None:
+            self._ending = NumbersError(
+                f"step {report.step}: {text}", hint='use precision.compute = "bf16", which needs no scale'
+            )
+        return GuardFault(report.step, "overflow", "the run ends", text)
 
     def storage_fault(self, step: int, detail: str, given_up: str) -> GuardFault:
         return GuardFault(step, "storage", f"{given_up} was given up, the run goes on", detail)

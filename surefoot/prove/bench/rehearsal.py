@@ -71,7 +71,7 @@ class Rehearsal:
             if with_gradients:
                 update.guarded.clear_gradients()
             for batch in self._batches:
-                with engine.compute():
+                with engine.policy.context():
                     loss = update.loss(self.assembly.model, batch)
                 if with_gradients:
                     totals: list[Tensor] = [term.total for term in loss.terms]

@@ -27,7 +27,7 @@ ROOT = "state"  # the tree's names begin so
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
 COMPONENTS = {
     "optimizer": "optimizer", "random": "random states", "task": "task state", "buffers": "buffers", "plateau": "schedule",
-    "average": "average", "extra": "buffers",
+    "average": "average", "extra": "buffers", "scaler": "scaler",
 }  # fmt: skip
 Files = dict[str, dict[str, Tensor]]
 
@@ -37,6 +37,7 @@ class LiveState:
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model = assembly, assembly.model
+        self._scaler = assembly.engine.policy.scaler
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
 
     def num_bytes(self) -> int:
@@ -128,6 +129,7 @@ class LiveState:
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.course.schedule.state(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {name: copy.deepcopy(value) for name, value in state.items() if not isinstance(value, Tensor)},
             "buffers": {name: held for name, held in self._model.named_buffers() if name not in state},
             "task": {name: _of_task(name, value) for name, value in self._task_state().items()},
@@ -224,6 +226,8 @@ class LiveState:
         if self._assembly.engine.average is not None:
             self._assembly.engine.average.restore(tree["average"])
         self._assembly.course.schedule.restore(tree["plateau"])
+        if self._scaler is not None and tree.get("scaler") is not None:  # a fork, or a commit before there were any, has none
+            self._scaler.load_state_dict(tree["scaler"])
         buffers = dict(self._model.named_buffers())
         with torch.no_grad():
             for name, value in tree["buffers"].items():

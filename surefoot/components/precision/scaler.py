@@ -1,0 +1,86 @@
+"""Dynamic loss scaling for fp16, whose least number is 6e-8: small gradients would become zero on their way back.
+
+The loss is multiplied by a scale, the gradients are divided by it in the pass that updates. Where one of them overflows, the step is
+left out and the scale halves; after so many steps without, it doubles. P. Micikevicius et al., "Mixed precision training", 2018.
+
+    scaler = LossScaler()
+    (loss_sum * scaler.scale).backward()                            # every microbatch of the step
+    norm, applied = update.step_if_finite(1 / count / scaler.scale)  # unscales, checks, clips and updates in one pass
+    scaler.update(not applied)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import InputError
+
+INITIAL, GROWTH_INTERVAL, FLOOR = 2.0**16, 2000, 1.0
+LARGEST = 2.0**127  # the largest power of two in fp32
+
+
+class LossScaler:
+    """A scale that halves on overflow and doubles after `growth_interval` steps without; powers of two, so that scaling is exact.
+
+    With a `device` scale and count stand there, and nobody waits for them. Below `floor` a run should end: `is_exhausted`.
+    """
+
+    def __init__(
+        self, initial: float = INITIAL, *, growth_interval: int = GROWTH_INTERVAL, floor: float = FLOOR,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        if initial <= 0 or math.frexp(initial)[0] != 0.5:
+            raise InputError(
+                f"the loss scale is {initial:g}, which is no power of two", hint="use one as 65536.0: it rounds nothing"
+            )
+        self._growth_interval, self.floor, self._device = growth_interval, floor, device
+        self.scale: float | Tensor = initial
+        self._clean_steps: int | Tensor = 0
+        self.load_state_dict({"scale": initial, "clean_steps": 0})
+
+    def __repr__(self) -> str:
+        return f"LossScaler(scale={float(self.scale):g}, clean_steps={int(self._clean_steps)})"
+
+    def seed(self, gradient: Tensor) -> Tensor:
+        """The gradient that flows into a total, times the scale."""
+        scale = self.scale
+        return gradient * (scale.to(gradient.dtype) if isinstance(scale, Tensor) else scale)
+
+    def update(self, overflowed: bool | Tensor) -> None:
+        """Move on after a step: `overflowed` where its gradients were not finite, and it was left out."""
+        if isinstance(overflowed, Tensor) and self._device is not None:
+            self._update_on_device(overflowed)
+        elif overflowed:
+            self.scale, self._clean_steps = self.scale * 0.5, 0
+        elif int(self._clean_steps) + 1 == self._growth_interval:
+            self.scale, self._clean_steps = min(float(self.scale) * 2.0, LARGEST), 0
+        else:
+            self._clean_steps = self._clean_steps + 1
+
+    def _update_on_device(self, overflowed: Tensor) -> None:
+        """The same, without waiting; in new tensors, so that a report may hold the scale of its step."""
+        scale, clean = torch.as_tensor(self.scale), torch.where(overflowed, 0, self._clean_steps + 1)
+        grows = clean >= self._growth_interval
+        self.scale = torch.where(overflowed, scale * 0.5, torch.where(grows, (scale * 2.0).clamp(max=LARGEST), scale))
+        self._clean_steps = torch.where(grows, 0, clean)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the scale fell below its floor: gradients that overflow at any scale are not helped by one."""
+        return float(self.scale) < self.floor
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {"scale": float(self.scale), "clean_steps": int(self._clean_steps)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.scale, self._clean_steps = float(saved["scale"]), int(saved["clean_steps"])
+        if self._device is not None:
+            self.scale = torch.tensor(self.scale, device=self._device)
+            self._clean_steps = torch.tensor(self._clean_steps, device=self._device)

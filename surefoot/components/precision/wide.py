@@ -1,0 +1,44 @@
+"""The operators that stay fp32 under autocast on a CPU: softmax, norms and sums, as torch's autocast has them on a GPU.
+
+torch keeps losses in fp32 on both, and these on a GPU alone. They are registered with torch's dispatcher (`torch.library`) under the
+key that only autocast on a CPU asks, so that nothing changes where that is off.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NARROW = (torch.bfloat16, torch.float16)
+WIDE = (
+    "softmax.int", "log_softmax.int", "layer_norm", "group_norm", "rms_norm", "linalg_vector_norm", "norm.Scalar",
+    "norm.ScalarOpt_dim", "sum", "sum.dim_IntList", "cumsum", "pow.Tensor_Scalar",
+)  # fmt: skip
+
+
+@functools.cache
+def keep_wide_on_cpu() -> torch.library.Library:
+    """Register them, once a process; the library that is given holds the registration."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
+    for name in WIDE:
+        library.impl(name, _widened(name))  # type: ignore[no-untyped-call]
+    return library
+
+
+def _widened(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*given: Any, **named: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return operator(*map(_wide, given), **{key: _wide(value) for key, value in named.items()})
+
+    return run
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
