@@ -80,7 +80,7 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
     with untouched(model, assembly.task.state), torch.enable_grad():
         model.train()
         for update in assembly.updates:
-            with assembly.engine.compute():
+            with assembly.engine.policy.context():
                 update.loss(model, read(ids))
 
 

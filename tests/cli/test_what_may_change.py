@@ -41,10 +41,15 @@ EDITS = {
 UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  # as their neighbours
 
 
+NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
+    "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "precision.init_scale": {"compute": "fp16"},
+    "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"},
+}  # fmt: skip
+
+
 def edited(key: str, value: Any) -> RunSpec:
     table, name = key.split(".")
-    more = {"clip_value": {"clip": 0.0}, "blocks": {"recompute": "full"}}.get(name, {})
-    more = {"clip": 0.0} if name == "clip_value" else {"compute": "fp16"} if table == "precision" and name != "compute" else {}
+    more = NEEDS.get(key, {})
     return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
 
 
