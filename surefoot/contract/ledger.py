@@ -29,13 +29,14 @@ MOST_HELD_BYTES = 4096 * ROW.size  # held back at most: a kill loses them togeth
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What decides which samples a step consumes: `samples` in the set, their order's `seed` and `shuffle`, the batch."""
+    """What decides which samples a step consumes: `samples` in the set, their order's `seed` and `shuffle`, the batch and its ramp."""
 
     samples: int
     seed: int
     shuffle: bool
     batch: int
     drop_last: bool
+    ramp: tuple[tuple[int, int], ...] = ()
 
 
 class Row(NamedTuple):
@@ -168,8 +169,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _header(plan: Plan, after: int = 0) -> bytes:
-    begins = {"after": after} if after else {}
-    return json.dumps({"surefoot ledger": FORMAT, **asdict(plan), **begins}).encode().ljust(HEADER_BYTES - 1) + b"\n"
+    row = {"surefoot ledger": FORMAT, **asdict(plan), **({"after": after} if after else {})}
+    if not plan.ramp:
+        del row["ramp"]  # so that an older surefoot reads what it knows
+    text = json.dumps(row, separators=(",", ":") if plan.ramp else None).encode()
+    if len(text) >= HEADER_BYTES:
+        raise RunFolderError(f"the plan of the ledger is too long: {text.decode()}", hint="use fewer entries in train.ramp")
+    return text.ljust(HEADER_BYTES - 1) + b"\n"
 
 
 def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
@@ -226,7 +232,7 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
         if row.pop("surefoot ledger") != FORMAT:
             raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
         after = row.pop("after", 0)
-        plan = Plan(**row)
+        plan = Plan(**{**row, "ramp": tuple((int(samples), int(batch)) for samples, batch in row.get("ramp", ()))})
         return (plan, after) if min(plan.samples, plan.batch) >= 1 and after >= 0 else "it plans no samples"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -34,6 +35,7 @@ from surefoot.core.units import Duration, parse_bytes
 
 FORMAT = 1
 Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -95,19 +97,30 @@ class DataTable(Table):
 
 
 class OptimTable(Table):
-    name: Literal["sgd", "adam", "adamw", "muon", "task"] = Field("adamw", description="'task' is the task's own optimizer()")
+    name: Literal["sgd", "adam", "adamw", "muon", "lars", "lamb", "task"] = Field(
+        "adamw", description="'task' is the task's own optimizer()"
+    )
     lr: float = Field(1e-3, ge=0, description="base learning rate, multiplied by the schedule")
     decay: float = Field(0.01, ge=0, description="weight decay; norms, biases and embeddings are exempt")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="Adam's moments")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
-    momentum: Fraction = Field(0.9, description="of sgd and muon")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="moments of Adam and lamb")
+    eps: float = Field(1e-8, gt=0, description="epsilon of Adam and lamb; the paper of lamb has 1e-6")
+    momentum: Fraction = Field(0.9, description="of sgd, muon and lars")
     nesterov: bool = Field(False, description="of sgd and muon")
+    trust: float = Field(
+        0.001, gt=0, description="of lars: the rate of a layer is so many times the size of its weights over its gradient's"
+    )
+    reference_batch: Positive | None = Field(
+        None, description="the batch that lr was found for: the rate is multiplied by train.batch over this; none: it is not"
+    )
+    scaling: Literal["linear", "sqrt"] = Field("linear", description="by that ratio, or its square root (for Adam and its kin)")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 is off")
     clip_value: float | None = Field(None, gt=0, description="largest absolute gradient element; changes the direction")
     no_decay: tuple[str, ...] = Field((), description="patterns of further parameters without decay")
     rates: dict[str, float] = Field(default_factory=dict, description="pattern -> multiplier of the learning rate")
     freeze: tuple[str, ...] = Field((), description="patterns of parameters that are not trained")
-    fused: bool = Field(True, description="sgd and Adam in one pass where torch has it; false: as torch does it by itself")
+    fused: bool = Field(
+        True, description="the kernels of torch that update in one pass, where it has them; false: as torch does it by itself"
+    )
     ema: Fraction | None = Field(None, description="decay of the moving average of weights; evaluated and saved instead of them")
 
     @model_validator(mode="after")
@@ -115,6 +128,10 @@ class OptimTable(Table):
         if self.clip_value is not None and self.clip:
             raise ValueError(
                 f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; set clip = 0 or drop one"
+            )
+        if self.reference_batch is None and self.scaling != "linear":
+            raise ValueError(
+                f'scaling = "{self.scaling}" has nothing to scale from; state reference_batch, the batch that lr is for'
             )
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
@@ -127,6 +144,12 @@ class TrainTable(Table):
     length: DurationText = Field("10 epochs", description="how long the run is; a time is that of all its attempts")
     batch: Positive = Field(128, description="samples of one step, over all microbatches and ranks")
     microbatch: Positive | None = Field(None, description="samples of one forward pass; none: the whole batch")
+    ramp: tuple[tuple[Count, Positive], ...] = Field(
+        (), max_length=8, description="pairs (samples seen, batch from there on), from 0 up to train.batch: a batch that grows"
+    )
+    batchnorm: Literal["keep", "group", "layer"] = Field(
+        "keep", description="what BatchNorm is replaced by: keep it, or GroupNorm, or a LayerNorm over channels and positions"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, order, augmentation, dropout")
     deterministic: bool = Field(True, description="deterministic kernels where torch has them")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
@@ -142,10 +165,23 @@ class TrainTable(Table):
         if self.microbatch is not None and self.batch % self.microbatch:
             legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
             raise ValueError(f"microbatch = {self.microbatch} does not divide batch = {self.batch}; use one of {legal}")
+        self._check_ramp()
         length = Duration.parse(self.length)
         if length.unit == "s" and length.value < SHORTEST_RUN_S:
             raise ValueError(f"length = {self.length} is over before the first step; use at least {SHORTEST_RUN_S} s, or 1 step")
         return self
+
+    def _check_ramp(self) -> None:
+        if not self.ramp:
+            return
+        starts, batches = zip(*self.ramp, strict=True)
+        form = f"; it is [[0, SMALL], ..., [SAMPLES, {self.batch}]]: samples that rise from 0, and at last train.batch"
+        if starts[0] != 0 or any(later <= before for before, later in pairwise(starts)) or batches[-1] != self.batch:
+            raise ValueError(f"ramp = {[list(stage) for stage in self.ramp]} is no ramp{form}")
+        wrong = [size for size in batches if size % (self.microbatch or 1)]
+        if wrong:
+            legal = [size for size in range(1, math.gcd(*batches) + 1) if math.gcd(*batches) % size == 0]
+            raise ValueError(f"microbatch = {self.microbatch} does not divide {wrong[0]} of ramp; use one of {legal}")
 
 
 class EvaluateTable(Table):

@@ -8,12 +8,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, final
 
-from surefoot.core import schedules
+from surefoot.core import schedule_settings, schedules
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule_settings import ScheduleSettings
 from surefoot.core.schedules import Multiplier, Plateau
+from surefoot.core.units import Duration
 
-__all__ = ["Curve", "ScheduleSettings", "build", "preview"]
+__all__ = ["Curve", "ScheduleSettings", "build", "check_for_ramp", "preview"]
 
 ToSteps = Callable[[str], int]
 
@@ -91,6 +92,24 @@ def build(
         threshold=settings.value("threshold"),
     )  # fmt: skip
     return Curve(curve.with_warmup(), plateau=plateau)
+
+
+def check_for_ramp(settings: ScheduleSettings) -> None:
+    """Raise SpecError for a part of a schedule whose steps depend on where it begins: with a ramp only the steps themselves do not."""
+    pieces = settings.sequence or (settings,)
+    for piece in pieces:
+        for key, value in piece.effective().items():
+            texts = [] if key == "warmup" and not settings.sequence else value if isinstance(value, tuple) else (value,)
+            wrong = [
+                text
+                for text in texts
+                if key in schedule_settings.DURATIONS and text is not None and Duration.parse(text).unit != "steps"
+            ]
+            if wrong:
+                raise SpecError(
+                    f"schedule.{key} is {wrong[0]!r}, and with train.ramp that is another number of steps everywhere",
+                    hint="say it in steps; only schedule.warmup, which begins with the run, may be in epochs or samples",
+                )
 
 
 def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_steps: ToSteps) -> Multiplier:

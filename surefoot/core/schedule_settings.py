@@ -38,7 +38,8 @@ USES: Mapping[str, Mapping[str, Any]] = {
     "inverse_square_root": {"timescale": None, **_SPAN},
     "warmup": {"length": None, "warmup_shape": "linear", "warmup_start": 0.01},
 }  # fmt: skip
-_DURATIONS = ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")
+_SINGLE = ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")
+DURATIONS = (*_SINGLE, "milestones")
 _RANGES: Mapping[str, tuple[float, float]] = {
     "floor": (0.0, 1.0), "factor": (0.0, 1.0), "start_factor": (0.0, 1.0), "final_factor": (0.0, 1.0), "power": (0.01, 100.0),
     "cycle_factor": (1, 1000), "peak": (0.001, 0.999), "momentum_low": (0.0, 0.9999), "momentum_high": (0.0, 0.9999),
@@ -111,7 +112,7 @@ class ScheduleSettings:
     )
 
     def __post_init__(self) -> None:
-        for key in _DURATIONS:
+        for key in _SINGLE:
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, _canonical(key, getattr(self, key)))
         if self.milestones is not None:

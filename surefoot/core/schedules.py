@@ -20,6 +20,7 @@ Multiplier = Callable[[int], float]
 Shape = Literal["linear", "cosine"]
 DecayShape = Literal["linear", "cosine", "sqrt"]
 WarmupShape = Literal["linear", "cosine", "exponential"]
+BatchRule = Literal["linear", "sqrt"]
 
 
 def constant(step: int, factor: float = 1.0) -> float:
@@ -238,6 +239,19 @@ class Plateau:
             return math.isfinite(value)
         gain = self.best - value if self.mode == "min" else value - self.best
         return gain > self.threshold * abs(self.best)
+
+
+def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> float:
+    """What a rate found for a batch of `reference` is multiplied by for one of `batch`: their ratio, or its square root.
+
+    Linear for SGD: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. The root for Adam and its kin: S. Malladi et al.,
+    "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022. A batch is that of all ranks together.
+
+    >>> scale_to_batch(1024, 256), scale_to_batch(1024, 256, "sqrt"), scale_to_batch(64, 256)
+    (4.0, 2.0, 0.25)
+    """
+    ratio = batch / reference
+    return ratio if rule == "linear" else math.sqrt(ratio)
 
 
 def _share(step: int, length: int) -> float:

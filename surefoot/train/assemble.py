@@ -15,16 +15,18 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.components.data import Feed, Iterated, Order, as_source
+from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Recomputed, recompute
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.precision import PLAIN, Policy
 from surefoot.components.precision import build as build_policy
+from surefoot.components.stability import convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
 from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
-from surefoot.core.schedule_plan import Curve, ScheduleSettings
+from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.train.blame import describe
@@ -45,7 +47,11 @@ class Course:
 
     def to_steps(self, text: str) -> int | None:
         """A duration of the spec in steps of this run; None for one in time."""
-        return _to_steps(Duration.parse(text), self.feed, self.tokens_per_sample)
+        return to_steps(Duration.parse(text), self.feed, self.tokens_per_sample)
+
+    def rhythm(self, text: str) -> Callable[[int], bool]:
+        """Whether what comes every so often, which is no time, is due after a step."""
+        return find_rhythm(Duration.parse(text), self.feed, self.tokens_per_sample)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Assembly:
     course: Course
     engine: Engine
     notes: list[str]
+    told: list[str]  # notes that are said at the start, too
 
     @property
     def feed(self) -> Feed:
@@ -78,9 +85,9 @@ class Assembly:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """What a person should hear at the start: a precision that was chosen, or that this device has no units for."""
+        """What a person should hear at the start: a precision that was chosen, or that this device has no units for, and what was told."""
         policy = self.engine.policy
-        return () if policy.why == PLAIN.why else (f"computing in {policy.compute} ({policy.why})",)
+        return (*([] if policy.why == PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]), *self.told)
 
     def started(
         self,
@@ -130,8 +137,10 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         notes.append("the task was built here: what needs a fresh process needs one that can be imported, with [task] use")
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
-    model = _model(resolved, device)
+    model = _model(spec, resolved, device)
     feed = _feed(spec, source)
+    if spec.train.batchnorm != "keep":
+        notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
         notes.append(f'the last {feed.dropped} samples of each epoch are left out (data.last_batch = "drop")')
     if source.guarantee != "proven":
@@ -146,8 +155,8 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     if spec.fault.forget:
         notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
-    tokens = _tokens_per_sample(source)
-    total_steps = _to_steps(length, feed, tokens)
+    tokens = find_tokens_per_sample(source)
+    total_steps = to_steps(length, feed, tokens)
     split = spec.evaluate.split
 
     @functools.cache
@@ -156,10 +165,16 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
 
     better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device)
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
-    schedule = build_schedule(stated, total_steps, lambda text: _to_steps_or_refuse(text, feed, tokens), better=better)
+    if feed.ramp:
+        check_for_ramp(stated)
+    schedule = build_schedule(stated, total_steps, lambda text: to_steps_or_refuse(text, feed, tokens), better=better)
     course = Course(schedule, length, total_steps, feed, tokens)
-    updates, more = _updates(spec, resolved, model, schedule, total_steps)
+    curve = _curve(spec, resolved, schedule, feed, total_steps)
+    updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
+    told = optim.describe_scaling(spec.optim, feed.batch)
+    if not isinstance(source, Iterated):
+        told += optim.warn_of_large_batch(curve, feed.batch, total_steps, spec.optim.name)
     average = None
     if spec.optim.ema is not None:
         average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
@@ -168,7 +183,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
     engine = Engine(device, policy, average, stepper, recomputed)
-    return Assembly(spec, resolved, model, read, updates, course, engine, notes)
+    return Assembly(spec, resolved, model, read, updates, course, engine, notes, told)
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
@@ -232,8 +247,18 @@ def _failed_data(split: str, error: BaseException) -> TaskError:
     )
 
 
-def _model(task: Resolved, device: torch.device) -> nn.Module:
+def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
+    """The task's model with what the spec puts in the place of its parts. Raises SpecError where it has none of them."""
     model = task.task.model()
+    if spec.train.batchnorm != "keep" and isinstance(model, nn.Module) and not convert_batchnorm(model, spec.train.batchnorm):
+        raise SpecError(
+            f"train.batchnorm is {spec.train.batchnorm!r}, and the model has no BatchNorm", hint="leave train.batchnorm out"
+        )
+    return model
+
+
+def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
+    model = build_model(spec, task)
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
     optim.check_shaped(model)
@@ -256,42 +281,47 @@ def _feed(spec: RunSpec, source: Source) -> Feed:
                 f"train.batch is {batch}, and the source gives whole batches: {source.describe()}",
                 hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1",
             )
+        if spec.optim.reference_batch is not None:
+            raise SpecError(
+                f"optim.reference_batch is given, and the source gives whole batches: {source.describe()}",
+                hint="leave it out, and set optim.lr for the batches that there are",
+            )
+    if train.ramp:
+        _check_ramp(spec, source)
     order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
-    return Feed(source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop")
+    return Feed(
+        source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
+    )  # fmt: skip
 
 
-def _tokens_per_sample(source: Source) -> float | None:
-    tokens = getattr(source, "tokens_per_sample", None)
-    return float(tokens) if tokens is not None else None
+def _check_ramp(spec: RunSpec, source: Source) -> None:
+    """Raise SpecError for what goes with batches of one size alone."""
+    if isinstance(source, Iterated):
+        raise SpecError(f"train.ramp is given, and the source gives whole batches: {source.describe()}", hint="leave it out")
+    if spec.data.last_batch == "drop":
+        raise SpecError(
+            'data.last_batch is "drop", and with train.ramp another part of every epoch would be left out',
+            hint='use data.last_batch = "keep": the short last batch counts as what it is',
+        )
+    kept = spec.checkpoint.keep_every
+    if kept is not None and Duration.parse(kept).unit not in ("steps", "s"):
+        raise SpecError(
+            f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of steps everywhere",
+            hint="say it in steps, or as a time",
+        )
 
 
-def _to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
-    if duration.unit == "s":
-        return None
-    if duration.unit == "samples" and isinstance(feed.source, Iterated):
-        raise SpecError(f"{duration} cannot be counted: the source gives whole batches", hint="say it in steps or epochs")
-    if duration.unit == "samples":
-        return feed.steps_for(duration.value)
-    if duration.unit == "tokens" and tokens_per_sample is not None:
-        return feed.steps_for(duration.value / tokens_per_sample)
-    return duration.to_steps(feed.steps_per_epoch, feed.batch, None)
-
-
-def _to_steps_or_refuse(text: str, feed: Feed, tokens_per_sample: float | None) -> int:
-    steps = _to_steps(Duration.parse(text), feed, tokens_per_sample)
-    if steps is None:
-        raise SpecError(f"a schedule cannot use the time {text!r}", hint="say it in steps, epochs, samples or tokens")
-    return steps
+def _curve(spec: RunSpec, task: Resolved, schedule: Curve, feed: Feed, total_steps: int | None) -> Callable[[int], float]:
+    """What multiplies the rate at each step: the schedule, and the batch where the spec says so."""
+    own = _own_schedule(spec, task)
+    return optim.scaled(schedule if own is None else _own_curve(own, spec, total_steps), spec.optim, feed.batch_at)
 
 
 def _updates(
-    spec: RunSpec, task: Resolved, model: nn.Module, schedule: Curve, total_steps: int | None
+    spec: RunSpec, task: Resolved, model: nn.Module, schedule: Curve, curve: Callable[[int], float], total_steps: int | None
 ) -> tuple[list[LiveUpdate], list[str]]:
     notes: list[str] = []
-    curve: Callable[[int], float] = schedule
-    own = _own_schedule(spec, task)
-    if own is not None:
-        curve = _own_curve(own, spec, total_steps)
+    if _own_schedule(spec, task) is not None:
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
     stated = _stated_updates(task, model)
     many = len(stated) > 1
@@ -390,7 +420,8 @@ def _optimizers(
     own = task.optimizer if "name" not in table.model_fields_set or table.name == "task" else None
     if table.name == "task" and own is None:
         raise SpecError(
-            f"optim.name is 'task', but task {task.name} has no optimizer(groups)", hint="name sgd, adam, adamw or muon"
+            f"optim.name is 'task', but task {task.name} has no optimizer(groups)",
+            hint="name sgd, adam, adamw, muon, lars or lamb",
         )
     groups = None
     if task.parameter_groups is not None and not many:
@@ -431,7 +462,7 @@ def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
     """A rate that the spec states overrules that of the task's own optimiser; what only surefoot's optimisers have is refused."""
-    idle = sorted(table.model_fields_set & {"betas", "eps", "momentum", "nesterov"})
+    idle = sorted(table.model_fields_set & {"betas", "eps", "momentum", "nesterov", "trust"})
     if idle:
         raise SpecError(
             f"optim.{idle[0]} is given, but the optimiser is the task's own",

@@ -26,7 +26,7 @@ from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, TaskError
-from surefoot.train.assemble import load_task, read_split
+from surefoot.train.assemble import build_model, load_task, read_split
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
@@ -43,8 +43,9 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     """
     if task is None:
         return load_with_task(Path(run), step)[0]
-    model = resolve(task).task.model()
-    checkpoint.load_into(model, Path(run), _find_step(Path(run), step))
+    found = _find_step(Path(run), step)
+    model = build_model(spec_file.read(str((Path(run) / SPEC_FILE).resolve())).spec, resolve(task))
+    checkpoint.load_into(model, Path(run), found)
     return model.eval()
 
 
@@ -58,7 +59,7 @@ def load_with_task(run: Path, step: int | str = "best", *, data: str | None = No
             f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
         )
     task = load_task(origin.spec)
-    model = task.task.model()
+    model = build_model(origin.spec, task)
     checkpoint.load_into(model, run, found)
     return model.eval(), task, origin.spec, found
 
@@ -167,7 +168,9 @@ def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | Non
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
     if chosen == "safetensors":
-        made = export.export_weights(model, task.task.model, lambda one: task.task.forward(one, samples[0]), to)
+        made = export.export_weights(
+            model, functools.partial(build_model, spec, task), lambda one: task.task.forward(one, samples[0]), to
+        )
         return made, used
     with torch.no_grad():
         calls = [export.capture(model, functools.partial(task.task.forward, model, batch)) for batch in samples]
@@ -176,7 +179,7 @@ def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | Non
 
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
     """Raise RunFolderError, listing both sides, unless `weights` are those of the spec's model by name and shape."""
-    model = load_task(spec).task.model()
+    model = build_model(spec, load_task(spec))
     own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     stored = {
         name: torch.empty(tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta")

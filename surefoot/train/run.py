@@ -15,12 +15,12 @@ import torch
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Saved
-from surefoot.components.data import Feed
+from surefoot.components.data.consumed import plan_of
 from surefoot.components.observe import Console, Journal, Meter, TensorBoard
 from surefoot.components.profiler import CHECKPOINT, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
 from surefoot.contract import events, ledger
-from surefoot.contract.ledger import Ledger, Plan
+from surefoot.contract.ledger import Ledger
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core import signals
@@ -137,9 +137,9 @@ class Run:
         )
         journal = Journal(self.folder)
         self._opened.callback(journal.abandon)
-        self._ledger = Ledger(self.folder, _plan(self.assembly.feed), self.generation)
+        self._ledger = Ledger(self.folder, plan_of(self.assembly.feed), self.generation)
         self._opened.callback(self._ledger.close)
-        self._window = max(1, course.to_steps(self.spec.observe.every) or 1)
+        self._ends_window = course.rhythm(self.spec.observe.every)
         self._clock = self.assembly.engine.stepper.clock
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
@@ -194,7 +194,7 @@ class Run:
         begun = begin(start, self.assembly)
         if begun.saved is not None:
             self._take(begun.step, begun.saved)
-            ledger.begin_fork(start.run, self.folder, _plan(self.assembly.feed), begun.step)
+            ledger.begin_fork(start.run, self.folder, plan_of(self.assembly.feed), begun.step)
         return begun
 
     def _commit_first(self, begun: Begun) -> list[Saved]:
@@ -247,7 +247,7 @@ class Run:
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport after each optimiser step until the spec's length, a stop, or the reader's own end."""
         self._check_begun()
-        stepper, total, window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._window
+        stepper, total, ends_window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._ends_window
         if (owed := self._scores.take_owed()) is not None:
             self._keeper.saved_step = 0  # this step's commit is without it
             self.evaluate(owed)
@@ -266,7 +266,7 @@ class Run:
             self.num_samples += report.num_samples
             self._meter.add(report)
             self._guard.watch(report)
-            if number % window == 0 or number == 1 or report.was_applied is False:
+            if ends_window(number) or number == 1 or report.was_applied is False:
                 self._close_window()
             self.profiling.step_done(report)
             yield report
@@ -482,11 +482,6 @@ class Run:
             return "stopped", f"the loop was left at step {self.step}", EXIT_OK
         outcome, cause = self._stop or WHOLE
         return outcome, cause, self._stop_code if outcome == "interrupted" else EXIT_OK
-
-
-def _plan(feed: Feed) -> Plan:
-    order = feed.order
-    return Plan(samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0)
 
 
 def drive(run: Run) -> None:

@@ -26,7 +26,8 @@ def main(words: Sequence[str] | None = None) -> None:
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
     with Run(spec, folder=asked.run) as run:
-        device = run.assembly.engine.device
+        device, feed = run.assembly.engine.device, run.assembly.feed
+        measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
         steps, clock = run.steps(), Clock()
         for report in islice(steps, asked.warmup):
             if report.step == 1 and asked.started is not None:

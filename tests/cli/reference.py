@@ -49,6 +49,8 @@ def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
         return "duration"
     if schema["type"] == "array":
         inside = schema.get("prefixItems") or [schema["items"]]
+        if inside[0].get("type") == "array":
+            return "list of pairs"
         return f"list of {len(inside)} numbers" if "prefixItems" in schema else "list of texts"
     names = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "table of numbers"}
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}

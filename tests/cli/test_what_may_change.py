@@ -25,9 +25,11 @@ EDITS = {
     "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
     "data.last_batch": ("drop", "fork"), "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
     "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),
+    "optim.trust": (0.5, "fork"), "optim.reference_batch": (64, "fork"), "optim.scaling": ("sqrt", "fork"),
     "optim.clip": (0.0, "fork"), "optim.clip_value": (0.5, "fork"), "optim.no_decay": (("a*",), "fork"),
     "optim.rates": ({"a*": 0.5}, "fork"), "optim.freeze": (("a*",), "refused"), "optim.ema": (0.5, "refused"),
     "schedule.name": ("constant", "fork"), "schedule.warmup": ("3 steps", "fork"), "train.length": ("99 steps", "fork"),
+    "train.ramp": (((0, 64), (999, 128)), "fork"), "train.batchnorm": ("group", "refused"),
     "train.batch": (256, "fork"), "train.microbatch": (2, "fork"), "train.seed": (7, "fork"), "train.deterministic": (False, "fork"),
     "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
     "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
@@ -43,7 +45,7 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
     "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "precision.init_scale": {"compute": "fp16"},
-    "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"},
+    "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"}, "optim.scaling": {"reference_batch": 64},
 }  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def fill(folder: Path, *, leaving: int = 0) -> Path:
 
 OPTIMIZERS = {
     "adamw": {"name": "adamw"}, "adam": {"name": "adam", "decay": 0.1}, "sgd": {"name": "sgd", "momentum": 0.9, "nesterov": True},
-    "plain sgd": {"name": "sgd", "momentum": 0.0}, "muon": {"name": "muon"},
+    "plain sgd": {"name": "sgd", "momentum": 0.0}, "muon": {"name": "muon"}, "lars": {"name": "lars", "lr": 1.0}, "lamb": {"name": "lamb"},
 }  # fmt: skip
 
 

@@ -78,6 +78,10 @@ HOW: dict[str, dict[str, Any]] = {
     **{f"optim {name}": {"optim": table} for name, table in OPTIMIZERS.items()},
     "an average of the weights": {"optim": {"ema": 0.9}},
     "accumulation": {"train": {"microbatch": 2}},
+    "a batch that grows": {
+        "train": {"batch": 8, "microbatch": 2, "ramp": [[0, 2], [10, 4], [50, 8]]},
+        "optim": {"reference_batch": 8},
+    },
     "a plateau schedule": {"schedule": {"name": "plateau", "patience": 1}},
     "one-cycle": {"schedule": {"name": "one_cycle"}, "optim": {"name": "sgd"}},
     "frozen weights": {"optim": {"freeze": ["0.*"]}},

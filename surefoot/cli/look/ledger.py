@@ -59,8 +59,9 @@ def _tell(found: Consumed) -> None:
     plan = found.plan
     order = f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in their own order"
     short = ", the short last one left out" if plan.drop_last else ""
+    grows = ", ".join(f"{batch:,} from sample {samples:,} on" for samples, batch in plan.ramp)
     steps = f"steps {found.after + 1:,} to {found.last:,}" if found.last > found.after else "no step"
-    pairs = [("plan", f"{plan.samples:,} samples, {order}, in batches of {plan.batch:,}{short}"),
+    pairs = [("plan", f"{plan.samples:,} samples, {order}, in batches of {grows or f'{plan.batch:,}'}{short}"),
              ("consumed", f"{steps}: {found.num_samples:,} samples, {format_number(found.epochs)} epochs"),
              ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} steps were done again")]  # fmt: skip
     if found.after:

@@ -69,7 +69,7 @@ def check(run: Path) -> Consumed:
     samples = _samples(feed, steps)
     return Consumed(
         plan=plan, after=after, last=max(steps, default=after), attempts=tuple(sorted({row.generation for row in rows} - {0})),
-        num_rows=len(rows), num_overruled=overruled, num_samples=samples, epochs=len(steps) / feed.steps_per_epoch,
+        num_rows=len(rows), num_overruled=overruled, num_samples=samples, epochs=_epochs(feed, steps, samples),
         torn_bytes=(run / ledger.FILE).stat().st_size % ledger.ROW.size, faults=tuple(sorted(faults, key=lambda each: each.step)),
     )  # fmt: skip
 
@@ -81,8 +81,8 @@ def find_sample(run: Path, sample: int) -> list[Use]:
         raise RunFolderError(f"there is no sample {sample}", hint=f"the set has {plan.samples:,}, counted from 0")
     feed = feed_of(plan)
     kept = {row.step for row in ledger.consumed(ledger.read(run))[0]}
-    epochs = sorted({(step - 1) // feed.steps_per_epoch for step in kept})
-    found = (Use(epoch * feed.steps_per_epoch + position // plan.batch + 1, epoch + 1) for epoch in epochs
+    epochs = sorted({feed.window(step - 1).epoch for step in kept})
+    found = (Use(feed.step_of(epoch, position) + 1, epoch + 1) for epoch in epochs
              if (position := _position(feed, epoch, sample)) is not None)  # fmt: skip
     return [use for use in found if use.step in kept]
 
@@ -90,12 +90,20 @@ def find_sample(run: Path, sample: int) -> list[Use]:
 def feed_of(plan: Plan) -> Feed:
     """The order and the batches of a plan, without its data."""
     order = Order(plan.samples, plan.seed, shuffle=plan.shuffle)
-    return Feed(cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last)
+    return Feed(cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last, ramp=plan.ramp)
+
+
+def plan_of(feed: Feed) -> Plan:
+    """What decides which samples each step of a feed consumes."""
+    order = feed.order
+    return Plan(
+        samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0, ramp=feed.ramp
+    )  # fmt: skip
 
 
 def _position(feed: Feed, epoch: int, sample: int) -> int | None:
     """Where a sample stands in an epoch; None where it is left out with the short last batch."""
-    end = min(feed.order.n, feed.steps_per_epoch * feed.batch)
+    end = feed.order.n - feed.dropped
     for start in range(0, end, SEARCHED):
         hits = np.flatnonzero(feed.order.ids(epoch, start, min(start + SEARCHED, end)) == sample)
         if len(hits):
@@ -105,8 +113,11 @@ def _position(feed: Feed, epoch: int, sample: int) -> int | None:
 
 def _samples(feed: Feed, steps: set[int]) -> int:
     """Samples of these steps; the last of an epoch may be short."""
-    full, short = feed.batch, feed.order.n - feed.dropped - (feed.steps_per_epoch - 1) * feed.batch
-    return sum(short if step % feed.steps_per_epoch == 0 else full for step in steps)
+    return sum(feed.samples_after(step) - feed.samples_after(step - 1) for step in steps)
+
+
+def _epochs(feed: Feed, steps: set[int], samples: int) -> float:
+    return samples / feed.order.n if feed.steps_per_epoch is None else len(steps) / feed.steps_per_epoch
 
 
 def _damaged(run: Path, rows: list[Row]) -> list[Fault]:

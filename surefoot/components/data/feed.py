@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from surefoot.components.data.order import Order, Permutation, derive
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import DataError
 
+Ramp = tuple[tuple[int, int], ...]
 BLOCK_SAMPLES = 4096  # positions looked up at once: the cost of a look-up is then under 0.1 us a sample
 
 
@@ -25,25 +27,43 @@ class Window(NamedTuple):
     ids: np.ndarray
 
 
-class Feed:
-    """Step -> samples. A pure function of (order, batch), so the sequence does not change with workers or restarts.
+class Piece(NamedTuple):
+    """A part of a run with one batch: it begins with `step` (from 0), which reads from position `start` of `epoch` on."""
 
-    `drop_last` leaves out the short last batch of an epoch; `dropped` says how many samples that is.
+    step: int
+    epoch: int
+    start: int
+    batch: int
+
+
+class Feed:
+    """Step -> samples. A pure function of (order, batch, ramp), so the sequence does not change with workers or restarts.
+
+    `ramp` holds (samples, batch): from so many samples on, counted over all epochs, a step has that batch; the last one is `batch`.
+    `drop_last` leaves out the short last batch of an epoch; `dropped` says how many samples that is. It goes without a ramp alone.
     """
 
     def __init__(
-        self, source: Source, order: Order, *, batch: int, microbatch: int | None = None, drop_last: bool = False
-    ) -> None:
-        self.source, self.order, self.batch = source, order, batch
+        self, source: Source, order: Order, *, batch: int, microbatch: int | None = None, drop_last: bool = False, ramp: Ramp = (),
+    ) -> None:  # fmt: skip
+        self.source, self.order, self.batch, self.ramp = source, order, batch, ramp
         self.microbatch = microbatch or batch
         n = order.n
-        self.steps_per_epoch = n // batch if drop_last else -(-n // batch)
-        self.dropped = n - self.steps_per_epoch * batch if drop_last else 0
-        if self.steps_per_epoch == 0:
+        self.dropped = n % batch if drop_last else 0
+        self._end = n - self.dropped
+        if self._end == 0:
             raise DataError(
                 f"a batch of {batch} is larger than the set of {n} samples, and last_batch is 'drop'",
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
+        self._pieces = [Piece(0, 0, 0, ramp[0][1] if ramp else batch)]
+        for samples, next_batch in ramp[1:]:
+            step = self.steps_for(samples)
+            made = Piece(step, *self._place(step), next_batch)
+            self._pieces = [piece for piece in self._pieces if piece.step < step] + [
+                made
+            ]  # one that is over before its first step
+        self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # with one they become fewer
         self._epoch = -1
         self._permutation: Permutation | None = None
         self._block = np.empty(0, dtype=np.int64)
@@ -51,9 +71,8 @@ class Feed:
 
     def window(self, step: int) -> Window:
         """The samples of the step numbered `step`, from 0."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        start = within * self.batch
-        stop = min(start + self.batch, self.order.n)
+        epoch, start = self._place(step)
+        stop = min(start + self.batch_at(step), self._end)
         if epoch != self._epoch or start < self._block_start or stop > self._block_start + len(self._block):
             self._look_up(epoch, start)
         offset = start - self._block_start
@@ -74,14 +93,56 @@ class Feed:
             return [window.ids]
         return [window.ids[at : at + self.microbatch] for at in range(0, len(window.ids), self.microbatch)]
 
-    def steps_for(self, samples: float) -> int:
+    @property
+    def num_unlike(self) -> int:
+        """The epochs of a ramp: all after them end alike."""
+        return self._pieces[-1].epoch + 1 if self.ramp else 0
+
+    def batch_at(self, step: int) -> int:
+        """The batch of the step numbered `step`, from 0; the last one of an epoch may have fewer samples."""
+        return self._piece(step).batch
+
+    def samples_after(self, steps: int) -> int:
+        """The samples that so many steps consume, from the first on."""
+        epoch, start = self._place(steps)
+        return epoch * self._end + start
+
+    def steps_for(self, samples: float | Fraction) -> int:
         """The steps that consume so many samples, the short last batch of each epoch counted as what it is."""
-        epochs, rest = divmod(samples, self.order.n - self.dropped)
-        return int(epochs) * self.steps_per_epoch + min(self.steps_per_epoch, math.ceil(rest / self.batch))
+        piece = next(each for each in reversed(self._pieces) if each.epoch * self._end + each.start <= samples)
+        epochs, rest = divmod(samples, self._end)
+        if epochs == piece.epoch:
+            return piece.step + min(self._left(piece), math.ceil((rest - piece.start) / piece.batch))
+        whole = -(-self._end // piece.batch)
+        return (
+            piece.step + self._left(piece) + (int(epochs) - piece.epoch - 1) * whole + min(whole, math.ceil(rest / piece.batch))
+        )
+
+    def step_of(self, epoch: int, position: int) -> int:
+        """The step, from 0, that reads what stands at `position` of `epoch`."""
+        return self.steps_for(epoch * self._end + position + 1) - 1
 
     def epoch_of(self, step: int) -> float:
         """How much of the data has been seen after `step` steps, in epochs."""
-        return step / self.steps_per_epoch
+        if self.steps_per_epoch is not None:
+            return step / self.steps_per_epoch
+        return self.samples_after(step) / self._end
+
+    def _piece(self, step: int) -> Piece:
+        return next(each for each in reversed(self._pieces) if each.step <= step)
+
+    def _left(self, piece: Piece) -> int:
+        """The steps that a piece takes to the end of its first epoch."""
+        return -(-(self._end - piece.start) // piece.batch)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """Epoch and position at which a step begins."""
+        piece = self._piece(step)
+        done = step - piece.step
+        if done < self._left(piece):
+            return piece.epoch, piece.start + done * piece.batch
+        epochs, within = divmod(done - self._left(piece), -(-self._end // piece.batch))
+        return piece.epoch + 1 + epochs, within * piece.batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,17 +1,21 @@
-"""Optimisers: groups, the guarded fused update, Muon over filters, averages of weights."""
+"""Optimisers: groups, the guarded fused update, Muon over filters, LARS and LAMB, averages of weights."""
 
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
+from surefoot.components.optim.layerwise import Lamb, Lars
 from surefoot.components.optim.muon import FlatMuon
+from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch
 from surefoot.components.optim.update import GuardedUpdate
 
 __all__ = [
     "Built",
     "FlatMuon",
     "GuardedUpdate",
+    "Lamb",
+    "Lars",
     "LiveBuffers",
     "Named",
     "WeightAverage",
@@ -20,6 +24,9 @@ __all__ = [
     "build_groups",
     "check_cover",
     "check_shaped",
+    "describe_scaling",
     "find_trained",
     "freeze",
+    "scaled",
+    "warn_of_large_batch",
 ]

@@ -10,11 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from surefoot.components.optim.groups import Named, build_groups
+from surefoot.components.optim.layerwise import FUSED_DEVICES, Lamb, Lars
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.contract.spec import OptimTable
 
-FUSED_DEVICES = ("cpu", "cuda")
 ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
+PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,20 @@ def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, An
         group.setdefault("weight_decay", table.decay)
     if table.name == "muon":
         return _muon(table, trained, groups)
+    if table.name in ("lars", "lamb"):
+        groups = _layers(trained, groups)
     made = _one(table, groups)
     return Built((made,), _describe(table.name, made))
 
 
+def _layers(trained: Sequence[Named], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of a layer-wise optimiser: a user's own may say by itself whether it adapts."""
+    adapted, rest = _split(trained, groups, PLAIN_KINDS)
+    return [{"adapt": True, **group} for group in adapted] + [{"adapt": False, **group} for group in rest]
+
+
 def _muon(table: OptimTable, trained: Sequence[Named], groups: Sequence[dict[str, Any]]) -> Built:
-    names = {id(each.parameter): each.name for each in trained}
-    groups = [{**group, "names": [names[id(p)] for p in group["params"]]} for group in groups]
-    kinds = {id(each.parameter): each.kind for each in trained}
-    matrices, rest = _split(groups, kinds)
+    matrices, rest = _split(trained, groups, ADAM_KINDS)
     made: list[Optimizer] = []
     if matrices:
         made.append(FlatMuon(matrices, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov))
@@ -53,22 +59,26 @@ def _muon(table: OptimTable, trained: Sequence[Named], groups: Sequence[dict[str
     return Built(tuple(made), tuple(line for each in made for line in _describe(type(each).__name__, each)))
 
 
-def _split(groups: Sequence[dict[str, Any]], kinds: dict[int, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Each group in two: hidden matrices, and what Adam takes."""
-    matrices: list[dict[str, Any]] = []
-    rest: list[dict[str, Any]] = []
+def _split(
+    trained: Sequence[Named], groups: Sequence[dict[str, Any]], others: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Each group in two: what the optimiser is for, and the parameters of the kinds `others`."""
+    named = {id(each.parameter): each for each in trained}
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        pairs = list(zip(group["params"], group["names"], strict=True))
-        for into, chosen in (
-            (matrices, [pair for pair in pairs if kinds[id(pair[0])] not in ADAM_KINDS]),
-            (rest, [pair for pair in pairs if kinds[id(pair[0])] in ADAM_KINDS]),
-        ):
+        members = [named[id(parameter)] for parameter in group["params"] if id(parameter) in named]  # the others are frozen
+        for is_other, into in enumerate(parts):
+            chosen = [each for each in members if (each.kind in others) is bool(is_other)]
             if chosen:
-                into.append({**group, "params": [p for p, _ in chosen], "names": [name for _, name in chosen]})
-    return matrices, rest
+                into.append({**group, "params": [each.parameter for each in chosen], "names": [each.name for each in chosen]})
+    return parts
 
 
 def _one(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
+    if table.name == "lars":
+        return Lars(groups, table.lr, momentum=table.momentum, trust=table.trust, fused=None if table.fused else False)
+    if table.name == "lamb":
+        return Lamb(groups, table.lr, betas=table.betas, eps=table.eps, fused=None if table.fused else False)
     first = groups[0]["params"][0]
     fused = first.device.type in FUSED_DEVICES and all(torch.is_floating_point(p) for group in groups for p in group["params"])
     how: dict[str, Any] = {} if not table.fused else {"fused": True} if fused else {"foreach": True}
@@ -82,5 +92,6 @@ def _describe(name: str, optimizer: Optimizer) -> tuple[str, ...]:
     rows = []
     for group in optimizer.param_groups:
         numbers = sum(parameter.numel() for parameter in group["params"])
-        rows.append(f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, decay {group['weight_decay']:g}")
+        own = ", a rate of its own for each layer" if group.get("adapt") else ""
+        rows.append(f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, decay {group['weight_decay']:g}{own}")
     return tuple(rows)

@@ -7,7 +7,7 @@ goes through `optimizer.step()` with the same numbers; a test holds both against
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ def create_state(optimizer: Optimizer) -> None:
             state["step"] = shared
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+class Group(Protocol):
+    """One parameter group that can be told to divide its gradients by `grad_scale`, and to leave all as it is where `found_inf` is 1."""
+
+    @property
+    def group(self) -> dict[str, Any]: ...
+
+    def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None: ...
 
 
 class FusedGroup:
@@ -115,6 +124,21 @@ def norm_of(grads: Sequence[Tensor]) -> Tensor:
     """The global 2-norm of the gradients as a scalar tensor."""
     norms = torch._foreach_norm(list(grads))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each tensor, as one vector."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
+def times(tensors: Sequence[Tensor], factors: float | Sequence[Tensor]) -> list[Tensor]:
+    """New tensors: each times `factors`, or times its own scalar tensor of them."""
+    return list(torch._foreach_mul(list(tensors), factors if isinstance(factors, float) else list(factors)))
+
+
+def add_products(tensors: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[Tensor], sign: int = 1) -> None:
+    """Add to every tensor its partner times its scalar tensor, in place."""
+    torch._foreach_addcmul_(list(tensors), list(others), list(factors), value=sign)
 
 
 def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:

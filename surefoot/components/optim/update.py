@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from surefoot.components.optim import fused, saving
+from surefoot.components.optim.layerwise import Lamb, Lars, LayerwiseGroup
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 
@@ -59,10 +60,7 @@ class GuardedUpdate:
 
     def _take_groups(self) -> None:
         """The fused groups hold the tensors of the state as lists: taken again whenever those are replaced."""
-        self._fused = [
-            [fused.FusedGroup(each, group) for group in each.param_groups] if fused.supports(each) else None
-            for each in self.optimizers
-        ]
+        self._fused = [_groups_of(each) for each in self.optimizers]
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
         """All that a checkpoint must hold, by the parameters' `names` (id -> name); tensors are not copied."""
@@ -176,6 +174,15 @@ class GuardedUpdate:
             each.step(rate, grad_scale, found_inf)
         self._applied += finite
         return norm, finite
+
+
+def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
+    """The groups of an optimiser that divides and skips by itself; None for one that cannot."""
+    if fused.supports(optimizer):
+        return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
+    if isinstance(optimizer, Lars | Lamb) and all(group["fused"] for group in optimizer.param_groups):
+        return [LayerwiseGroup(optimizer, group) for group in optimizer.param_groups]
+    return None
 
 
 def _holders(optimizer: Optimizer) -> list[Tensor]:

@@ -28,7 +28,7 @@ class Scores:
         table = assembly.spec.evaluate
         every = Duration.parse(table.every)
         self._every_s = every.value if every.unit == "s" else None
-        self._every_steps = None if self._every_s is not None else max(1, assembly.course.to_steps(table.every) or 1)
+        self._rhythm = None if self._every_s is not None else assembly.course.rhythm(table.every)
         self._last_s = time.perf_counter()
         self._since_best = 0
         self.best: Evaluation | None = None
@@ -58,8 +58,8 @@ class Scores:
         return owed
 
     def is_due(self, step: int) -> bool:
-        if self._every_steps is not None:
-            return step % self._every_steps == 0
+        if self._rhythm is not None:
+            return self._rhythm(step)
         return self._every_s is not None and time.perf_counter() - self._last_s >= self._every_s
 
     def add(self, step: int, result: Evaluation) -> bool:

@@ -44,6 +44,8 @@ RULES = (
     Rule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
     Rule("train.length", "fork", "a longer or shorter run; its schedule follows"),
     Rule("train.batch", "fork", "step n reads what step n reads of a run that always had this batch"),
+    Rule("train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"),
+    Rule("train.batchnorm", "refused", "another norm has another state"),
     Rule("train.seed", "fork", "the order of the data is that of the new seed from the first new step"),
     Rule("data.*", "fork", "the order of the data is another from the first new step"),
     Rule("evaluate.split", "fork", "scores begin anew"),

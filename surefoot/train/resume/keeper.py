@@ -27,7 +27,7 @@ class Keeper:
         self._table = table = assembly.spec.checkpoint
         every = None if table.every is None else Duration.parse(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
-        self._every_steps = None if every is None or self._every_s is not None else _steps(assembly, str(table.every))
+        self._rhythm = None if every is None or self._every_s is not None else assembly.course.rhythm(str(table.every))
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
         self._state = LiveState(assembly)
         self._store = None if table.store is None else checkpoint.Store(table.store)
@@ -44,8 +44,8 @@ class Keeper:
         """Whether the spec, or `ask`, wants a save after this step."""
         if self._asked:
             return True
-        if self._every_steps is not None:
-            return step % self._every_steps == 0
+        if self._rhythm is not None:
+            return self._rhythm(step)
         return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s and not self._saver.is_busy
 
     def ask(self) -> None:
@@ -186,10 +186,4 @@ def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float
     if text is None:
         return None, None
     duration = Duration.parse(text)
-    return (None, duration.value) if duration.unit == "s" else (_steps(assembly, text), None)
-
-
-def _steps(assembly: Assembly, text: str) -> int:
-    steps = assembly.course.to_steps(text)
-    assert steps is not None, text  # a time, which the callers take first
-    return max(1, steps)
+    return (None, duration.value) if duration.unit == "s" else (max(1, assembly.course.to_steps(text) or 1), None)

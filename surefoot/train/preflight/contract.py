@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run: the contract is tried on a few samples, and nothing is written."""
+"""The contract, tried on a few samples: what a loss must be, and what comes in batches."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
 def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
     """Raise TaskError where a batch of one sample comes and a norm over the batch cannot take it: else that ends the first epoch."""
     feed, model, total = assembly.feed, assembly.model, assembly.course.total_steps
-    last = feed.window(min(feed.steps_per_epoch, total or feed.steps_per_epoch) - 1)
-    lone = feed.microbatches(last)[-1]
+    ends = (feed.step_of(epoch, feed.order.n - feed.dropped - 1) for epoch in range(feed.num_unlike + 1))
+    lone = min((feed.microbatches(feed.window(min(end, (total or end + 1) - 1)))[-1] for end in ends), key=len)
     norms: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if isinstance(module, OVER_BATCHES)}
     if len(lone) > 1 or not norms or feed.source.guarantee != "proven":
         return

@@ -1,0 +1,55 @@
+"""Durations of a spec as steps of a feed: how long, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.sources import Iterated
+from surefoot.contract.task import Source
+from surefoot.core.errors import SpecError
+from surefoot.core.units import Duration
+
+
+def find_tokens_per_sample(source: Source) -> float | None:
+    """What a source says that a sample of it has; None where it does not."""
+    tokens = getattr(source, "tokens_per_sample", None)
+    return float(tokens) if tokens is not None else None
+
+
+def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
+    """The steps that a duration from the beginning of a run takes; None for a time. Raises SpecError for one that cannot be counted."""
+    if duration.unit == "s":
+        return None
+    if duration.unit == "samples" and isinstance(feed.source, Iterated):
+        raise SpecError(f"{duration} cannot be counted: the source gives whole batches", hint="say it in steps or epochs")
+    samples = to_samples(duration, feed, tokens_per_sample)
+    return feed.steps_for(samples) if samples is not None else duration.to_steps(feed.steps_per_epoch or 1, feed.batch, None)
+
+
+def to_samples(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> float | Fraction | None:
+    """A duration in samples where those are what counts: an epoch is a number of steps, unless the batch grows in it."""
+    if duration.unit == "epochs" and feed.ramp:
+        return Fraction(str(duration.value)) * feed.order.n
+    if duration.unit == "tokens" and tokens_per_sample is not None:
+        return duration.value / tokens_per_sample
+    return duration.value if duration.unit == "samples" else None
+
+
+def to_steps_or_refuse(text: str, feed: Feed, tokens_per_sample: float | None) -> int:
+    """The same for a schedule, which has no use for a time. Raises SpecError for one."""
+    steps = to_steps(Duration.parse(text), feed, tokens_per_sample)
+    if steps is None:
+        raise SpecError(f"a schedule cannot use the time {text!r}", hint="say it in steps, epochs, samples or tokens")
+    return steps
+
+
+def find_rhythm(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> Callable[[int], bool]:
+    """Whether what comes every so often, which is no time, is due after a step."""
+    period = to_samples(duration, feed, tokens_per_sample) if feed.ramp else None
+    if period is None:
+        every = max(1, to_steps(duration, feed, tokens_per_sample) or 1)
+        return lambda step: step % every == 0
+    seen = feed.samples_after  # with a ramp the steps have no common length
+    return lambda step: seen(step) // period > seen(step - 1) // period

@@ -1,0 +1,183 @@
+"""LARS and LAMB: each layer's step is in proportion to the size of its weights, so that large batches may take large steps.
+
+Both are torch optimisers like any other. Every pass over memory that torch has a fused kernel for is that kernel's: `fused` in a group
+says so, and then the gradients are divided by `grad_scale` and nothing moves where `found_inf` is 1, on the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from surefoot.components.optim import fused
+
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+class _Layerwise(Optimizer, ABC):
+    """What both share: a step of all groups, each by `step_group`; whether the kernels are fused."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            if group["fused"] is None:
+                group["fused"] = all(each.device.type in FUSED_DEVICES for each in group["params"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group, group["lr"])
+        return loss
+
+    @abstractmethod
+    def create_state(self, group: dict[str, Any]) -> None:
+        """Create what there is not of the state of a group's parameters."""
+
+    @abstractmethod
+    def step_group(
+        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """Update one group at the rate `lr`; the last two are for fused groups alone."""
+
+
+@final
+class Lars(_Layerwise):
+    """Layer-wise adaptive rate scaling: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
+
+        r = trust * |w| / (|g| + decay * |w|)
+        v = momentum * v + lr * r * (g + decay * w)
+        w = w - v
+
+    That is algorithm 1 of https://arxiv.org/abs/1708.03888, where the rate stands inside the momentum; its polynomial decay of `lr` is
+    left to a schedule. It says nothing of two cases: where |w| or |g| is 0, r is 1; and in a group with `adapt` false r is 1 for all
+    (for biases and norms). A layer is one tensor.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.1, *, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001,
+        adapt: bool = True, fused: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            params,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": adapt, "fused": fused},
+        )
+
+    def create_state(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def step_group(
+        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        params, grads = _with_gradients(group)
+        if not params:
+            return
+        self.create_state(group)
+        rates: float | Tensor = lr
+        if group["adapt"]:
+            weights, slopes = fused.norms_of(params), fused.norms_of(grads)
+            if grad_scale is not None:
+                slopes = slopes / grad_scale
+            whole = slopes + group["weight_decay"] * weights
+            rates = lr * torch.where((weights > 0) & (slopes > 0), group["trust"] * weights / whole, 1.0)
+        decays = _each(rates * group["weight_decay"], params)
+        moves = fused.times(grads, _each(rates if grad_scale is None else rates / grad_scale, params))
+        fused.add_products(moves, params, decays)
+        sgd(
+            params, moves, [self.state[parameter]["momentum_buffer"] for parameter in params], momentum=group["momentum"], lr=1.0,
+            weight_decay=0.0, dampening=0.0, nesterov=False, maximize=False, fused=group["fused"], foreach=not group["fused"],
+            found_inf=found_inf,
+        )  # fmt: skip
+
+
+@final
+class Lamb(_Layerwise):
+    """Layer-wise adaptive moments: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
+
+        m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w
+        w = w - lr * |w| / |u| * u
+
+    That is algorithm 2 of https://arxiv.org/abs/1904.00962 with phi(z) = z, which the paper leaves open. It says nothing of two cases:
+    where |w| or |u| is 0, the ratio is 1; and in a group with `adapt` false it is 1 for all (for biases and norms). A layer is one tensor.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
+        weight_decay: float = 0.0, adapt: bool = True, fused: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt, "fused": fused}
+        )
+
+    def create_state(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def step_group(
+        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        params, grads = _with_gradients(group)
+        if not params:
+            return
+        self.create_state(group)
+        states = [self.state[parameter] for parameter in params]
+        moves = fused.times(params, float(group["weight_decay"]))
+        adam(  # on what is not the weights, and upwards: decay * w plus the direction
+            moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
+            [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
+            weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"], foreach=not group["fused"],
+            grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+        rates: float | Tensor = lr
+        if group["adapt"]:
+            weights, lengths = fused.norms_of(params), fused.norms_of(moves)
+            rates = lr * torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+        if found_inf is not None:
+            rates = rates * (1.0 - found_inf)
+        fused.add_products(params, moves, _each(rates, params), sign=-1)
+
+
+@dataclass(frozen=True)
+class LayerwiseGroup:
+    """One group of LARS or LAMB, with its state: what is restored goes where that lies."""
+
+    optimizer: Lars | Lamb
+    group: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.optimizer.create_state(self.group)
+
+    def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        self.optimizer.step_group(self.group, lr, grad_scale, found_inf)
+
+
+def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    params = [parameter for parameter in group["params"] if parameter.grad is not None]
+    return params, [parameter.grad for parameter in params]
+
+
+def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """A scalar for every parameter: its own of a vector, else the same for all."""
+    if isinstance(rates, Tensor) and rates.ndim:
+        return list(rates.unbind())
+    return [torch.as_tensor(rates, dtype=torch.float32, device=params[0].device)] * len(params)

@@ -1,0 +1,42 @@
+"""The learning rate for another batch than the one that it was found for, and where that rule ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from surefoot.contract.spec import OptimTable
+from surefoot.core.schedules import scale_to_batch
+
+LARGEST_PLAIN = 8192  # the largest batch that the linear rule was shown to hold for, with warm-up: Goyal et al., 2017
+LOOKED_AT = 200  # steps of a curve that are looked at for a rise
+
+Curve = Callable[[int], float]
+
+
+def scaled(curve: Curve, table: OptimTable, batch_at: Callable[[int], int]) -> Curve:
+    """The curve times what `optim.reference_batch` makes of the batch at each step; itself where none is stated."""
+    reference = table.reference_batch
+    if reference is None:
+        return curve
+    return lambda step: curve(step) * scale_to_batch(batch_at(step), reference, table.scaling)
+
+
+def describe_scaling(table: OptimTable, batch: int) -> list[str]:
+    """What the rule makes of the rate, in words; nothing where it is off."""
+    if table.reference_batch is None:
+        return []
+    factor = scale_to_batch(batch, table.reference_batch, table.scaling)
+    return [
+        f"the learning rate is x {factor:.4g} for a batch of {batch:,}: optim.lr is for {table.reference_batch:,} ({table.scaling})"
+    ]
+
+
+def warn_of_large_batch(curve: Curve, batch: int, total_steps: int | None, optimizer: str) -> list[str]:
+    """A warning for a batch above 8,192 whose rate does not rise at first; nothing for any other."""
+    total = total_steps or LOOKED_AT
+    later = max(curve(step) for step in range(0, total, max(1, total // LOOKED_AT)))
+    if batch <= LARGEST_PLAIN or curve(0) < later:
+        return []
+    also = "" if optimizer in ("lars", "lamb") else ', and name optim.name = "lars" (for "sgd") or "lamb" (for "adamw")'
+    why = f"above {LARGEST_PLAIN:,} the first steps are too large for a rate that was scaled up"
+    return [f'a batch of {batch:,} without warm-up: {why}; set schedule.warmup = "5 epochs"{also}']

@@ -1,0 +1,67 @@
+"""What BatchNorm makes of a batch that is accumulated: its statistics are those of a microbatch, and by how much that tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data import Keys, to_device
+from surefoot.components.stability import find_batch_norms
+from surefoot.contract.task import Batch
+from surefoot.core.units import format_percent
+from surefoot.train.assemble import Assembly
+from surefoot.train.quiet import untouched
+from surefoot.train.step import LiveUpdate
+
+MOST_MICROBATCHES = 4  # that are computed as one: memory is why a batch is split
+
+
+def check(assembly: Assembly) -> list[str]:
+    """A warning, with the measured effect, where a batch is split and the model has BatchNorm in training mode; else nothing."""
+    window, feed = assembly.feed.window(0), assembly.feed
+    norms = [module for module in find_batch_norms(assembly.model).values() if module.training]
+    parts = feed.microbatches(window)
+    if len(parts) < 2 or not norms or feed.source.guarantee != "proven":
+        return []
+    parts = parts[:MOST_MICROBATCHES]
+    seed, augment = assembly.spec.train.seed, assembly.task.augment
+
+    def read(ids: np.ndarray) -> Batch:
+        batch = to_device(feed.source.read(ids), assembly.engine.device)
+        return batch if augment is None else augment(batch, Keys(seed, window.epoch, ids))
+
+    with untouched(assembly.model, assembly.task.state), torch.enable_grad():
+        for module in norms:
+            module.train()  # and nothing else: dropout would draw otherwise for the whole and for its parts
+        shares = [_apart(assembly, update, [read(np.concatenate(parts))], list(map(read, parts))) for update in assembly.updates]
+    told = max((share for share in shares if share is not None), default=None)
+    moved = f"which moves the gradient of its first {sum(map(len, parts)):,} samples by {format_percent(told)}"
+    cure = 'train.batchnorm = "group" (or "layer") puts a norm in its place that sees each sample by itself'
+    return [f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of {feed.batch_at(0):,}, {moved}; {cure}"]
+
+
+def _apart(assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts: Sequence[Batch]) -> float | None:
+    """The difference of the two gradients as a share of the first; None where there is nothing to divide by."""
+    one, other = (_gradient(assembly, update, batches) for batches in (whole, parts))
+    size = math.sqrt(sum(float(each.square().sum()) for each in one))
+    apart = math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs in zip(one, other, strict=True)))
+    return apart / size if size > 0 and math.isfinite(apart) else None
+
+
+def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) -> list[Tensor]:
+    """Of the mean loss over all of `batches`, in 32 bits."""
+    params = [each for each in update.guarded.parameters if each.requires_grad]
+    found = [torch.zeros_like(each) for each in params]
+    count = 0.0
+    for batch in batches:
+        loss = update.loss(assembly.model, batch)
+        total = torch.stack([term.total * term.weight for term in loss.terms]).sum()
+        for into, part in zip(found, torch.autograd.grad(total, params, allow_unused=True), strict=True):
+            if part is not None:
+                into += part
+        count += sum(float(term.count) for term in loss.terms)
+    return [each / count for each in found]

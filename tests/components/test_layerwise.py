@@ -1,0 +1,165 @@
+"""LARS and LAMB: against their formulas by hand and in numpy, in a loop of one's own and in the guarded update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from surefoot.components import optim
+from surefoot.contract.spec import OptimTable
+from tests.components.test_optim import STEPS, gradients_of, network
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "lars": lambda p, **how: optim.Lars(p, lr=0.5, momentum=0.9, weight_decay=0.01, trust=0.02, **how),
+    "lamb": lambda p, **how: optim.Lamb(p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01, **how),
+}
+
+
+def reference(name: str, start: list[np.ndarray], gradients: list[list[np.ndarray]], adapts: list[bool]) -> list[np.ndarray]:
+    """The weights after all steps, in float64, written down from the papers."""
+    ends = []
+    for number, (w, adapt) in enumerate(zip(start, adapts, strict=True)):
+        w, m, v = w.astype(np.float64), np.zeros_like(w, np.float64), np.zeros_like(w, np.float64)
+        for t, step in enumerate(gradients, start=1):
+            g = step[number].astype(np.float64)
+            if name == "lars":
+                rate = 0.02 * np.linalg.norm(w) / (np.linalg.norm(g) + 0.01 * np.linalg.norm(w)) if adapt else 1.0
+                m = 0.9 * m + 0.5 * rate * (g + 0.01 * w)
+                w = w - m
+            else:
+                m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g**2
+                u = (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-6) + 0.01 * w
+                w = w - 0.02 * (np.linalg.norm(w) / np.linalg.norm(u) if adapt else 1.0) * u
+        ends.append(w)
+    return ends
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_the_weights_after_many_steps_equal_those_of_the_papers_formulas_in_numpy(name: str, is_fused: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes, adapts = [(6, 5), (4, 3, 3, 3), (7,)], [True, True, False]
+    weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(20)]
+    start = [weight.detach().numpy().copy() for weight in weights]
+    optimizer = KINDS[name]([{"params": weights[:2]}, {"params": weights[2:], "adapt": False}], fused=is_fused)
+    for step in gradients:
+        for weight, gradient in zip(weights, step, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+    expected = reference(name, start, [[g.numpy() for g in step] for step in gradients], adapts)
+    for weight, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(weight.detach().numpy(), other, rtol=0, atol=1e-6 * np.abs(other).max())
+
+
+def test_a_step_of_lars_and_of_lamb_done_by_hand() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))  # |w| = 5
+    weight.grad = torch.tensor([0.0, 2.0])  # |g| = 2
+    optim.Lars([weight], lr=0.1, momentum=0.9, weight_decay=0.1, trust=0.5).step()
+    # r = 0.5 * 5 / (2 + 0.1 * 5) = 1; v = 0.1 * (g + 0.1 w) = (0.03, 0.24)
+    torch.testing.assert_close(weight.detach(), torch.tensor([2.97, 3.76]), rtol=0, atol=1e-6)
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([0.5, -2.0])
+    optim.Lamb([weight], lr=0.1, eps=1e-12, weight_decay=0.0).step()
+    # the first direction of Adam is the sign, (1, -1), whose norm is sqrt(2)
+    torch.testing.assert_close(weight.detach(), torch.tensor([3 - 0.5 / 2**0.5, 4 + 0.5 / 2**0.5]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_where_a_norm_is_zero_the_ratio_is_one(name: str) -> None:
+    of_nothing, at_rest = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+    of_nothing.grad, at_rest.grad = torch.full((4,), 2.0), torch.zeros(4)
+    if name == "lars":
+        optim.Lars([of_nothing, at_rest], lr=0.5, weight_decay=0.1).step()
+        expected = (-1.0, 1 - 0.5 * 0.1)
+    else:
+        optim.Lamb([of_nothing, at_rest], lr=0.5, weight_decay=0.0).step()
+        expected = (-0.5, 1.0)
+    assert of_nothing.tolist() == pytest.approx([expected[0]] * 4, rel=1e-5)
+    assert at_rest.tolist() == pytest.approx([expected[1]] * 4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_biases_norms_and_embeddings_move_at_the_rate_of_all(name: str) -> None:
+    model = nn.ModuleDict({"emb": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
+    built = optim.build(OptimTable.model_validate({"name": name}), optim.find_trained(model))
+    adapts = {name: group["adapt"] for each in built.optimizers for group in each.param_groups for name in group["names"]}
+    assert adapts == {
+        "emb.weight": False, "norm.weight": False, "norm.bias": False, "mid.weight": True, "mid.bias": False, "head.weight": True,
+        "head.bias": False,
+    }  # fmt: skip
+    assert sum("a rate of its own for each layer" in line for line in built.summary) == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_guarded_update_divides_clips_and_skips_as_by_hand(name: str) -> None:
+    for is_fused in (True, False):
+        ours, theirs = network(), network()
+        guarded = optim.GuardedUpdate([KINDS[name](ours.parameters(), fused=is_fused)], clip=0.05)
+        optimizer = KINDS[name](theirs.parameters(), fused=is_fused)
+        for step in range(STEPS):
+            gradients_of(ours, step)
+            if step == 3:
+                ours[4].weight.grad[0, 0] = float("nan")
+                assert guarded.step_if_finite(0.25)[1] is False
+                continue
+            gradients_of(theirs, step)
+            assert guarded.step_if_finite(0.25)[1] is True
+            for parameter in theirs.parameters():
+                parameter.grad *= 0.25
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+            optimizer.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_on_an_asynchronous_device_a_step_that_is_not_finite_moves_nothing(name: str) -> None:
+    results = []
+    for on_device in (False, True):
+        model = network()
+        made = KINDS[name](model.parameters())
+        guarded = optim.GuardedUpdate(
+            [made], clip=0.05, curve=lambda step: 1 / (1 + step), total_steps=20, on_device=on_device
+        )  # fmt: skip
+        assert guarded.on_device is on_device
+        for step in range(STEPS):
+            gradients_of(model, step)
+            if step in (0, 4):
+                next(iter(model.parameters())).grad.fill_(float("inf"))  # type: ignore[union-attr]
+                before = copy.deepcopy([*model.parameters(), *(value for row in made.state.values() for value in row.values())])
+                assert not guarded.step_if_finite(0.5)[1]
+                after = [*model.parameters(), *(value for row in made.state.values() for value in row.values())]
+                assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+            else:
+                assert guarded.step_if_finite(0.5)[1]
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_state_dict_goes_on_exactly_and_a_parameter_may_be_without_a_gradient(name: str) -> None:
+    whole, parts = network(), network()
+    one, two = KINDS[name](whole.parameters()), KINDS[name](parts.parameters())
+    for step in range(STEPS):
+        for model in (whole, parts):
+            gradients_of(model, step)
+            if step % 3 == 1:
+                model[6].weight.grad = None
+        if step == STEPS // 2:
+            saved = copy.deepcopy(two.state_dict())
+            two = KINDS[name](parts.parameters())
+            two.load_state_dict(saved)
+        one.step()
+        two.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(whole.parameters(), parts.parameters(), strict=True))
+    for is_fused in (True, False):
+        made = KINDS[name](whole.parameters(), fused=is_fused)
+        assert optim.GuardedUpdate([made], total_steps=1, on_device=True).on_device is is_fused

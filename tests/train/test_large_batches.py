@@ -1,0 +1,241 @@
+"""What goes with large batches: the rate that follows them, BatchNorm under accumulation, a batch that grows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import surefoot
+from surefoot.components.data import Arrays, consumed
+from surefoot.contract import ledger
+from surefoot.contract.events import Evaluated, Started, Step
+from surefoot.core.errors import SpecError
+from surefoot.train.run import Run, drive
+from tests.train.small import SAMPLES, Small, records, spec
+from tests.train.test_resume import Left
+
+
+def notes(folder: Path) -> tuple[str, ...]:
+    started = records(folder)[0]
+    assert isinstance(started, Started)
+    return tuple(started.notes)
+
+
+def finish(folder: Path, task: Any = None, **tables: dict[str, Any]) -> Run:
+    with Run(spec(**tables), task or Small(), folder=folder, quiet=True) as run:
+        drive(run)
+    return run
+
+
+# ---- the rate
+
+
+def rates(folder: Path) -> list[float]:
+    return [event.learning_rates["loss"] for event in records(folder) if isinstance(event, Step)]
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_is_scaled_to_the_batch_where_that_is_asked_for_and_it_is_said(rule: str, factor: float, tmp_path: Path) -> None:
+    more = {"observe": {"every": "1 step"}, "optim": {"lr": 0.01}}
+    finish(tmp_path / "plain", **more)
+    finish(tmp_path / "scaled", **{**more, "optim": {"lr": 0.01, "reference_batch": 1, "scaling": rule}})
+    assert rates(tmp_path / "scaled") == pytest.approx([factor * rate for rate in rates(tmp_path / "plain")])
+    assert f"the learning rate is x {factor:g} for a batch of 4: optim.lr is for 1 ({rule})" in notes(tmp_path / "scaled")
+    assert not any("the learning rate is x" in note for note in notes(tmp_path / "plain"))
+
+
+def test_a_rule_without_a_batch_to_scale_from_is_refused() -> None:
+    with pytest.raises(SpecError, match='scaling = "sqrt" has nothing to scale from'):
+        spec(optim={"scaling": "sqrt"})
+
+
+class Wide(Small):
+    def data(self, split: str) -> Arrays:
+        return Arrays(torch.zeros(8200, 4), torch.arange(8200) % 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "schedule", "optimizer", "says"),
+    [
+        (8200, {"name": "cosine"}, "sgd", 'warmup = "5 epochs", and name optim.name = "lars"'),
+        (8200, {"name": "cosine"}, "lamb", 'set schedule.warmup = "5 epochs"'),
+        (8200, {"name": "cosine", "warmup": "3 steps"}, "sgd", None),
+        (8200, {"name": "one_cycle"}, "sgd", None),
+        (8192, {"name": "cosine"}, "sgd", None),
+    ],
+)
+def test_above_8192_without_warm_up_the_start_warns(
+    batch: int, schedule: dict[str, Any], optimizer: str, says: str | None, tmp_path: Path
+) -> None:
+    tables: dict[str, Any] = {"train": {"batch": batch}, "schedule": schedule, "optim": {"name": optimizer}}
+    with Run(spec(12, **tables), Wide(), folder=tmp_path / "run", quiet=True):
+        pass
+    warned = [note for note in notes(tmp_path / "run") if "without warm-up" in note]
+    assert len(warned) == (says is not None)
+    assert says is None or says in warned[0]
+    assert ("lars" in "".join(warned)) == (says is not None and "lars" in says)
+
+
+# ---- BatchNorm
+
+
+class Normed(nn.Module):
+    """Convolutions and a BatchNorm that the data make sensitive to who stands beside whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(1, 16, 3), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(self.norm(self.conv(x[:, None])).relu().mean(2))
+        return made
+
+
+class Convolved(Small):
+    def model(self) -> nn.Module:
+        return Normed()
+
+
+def weights(run: Run) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
+
+
+@pytest.mark.parametrize("to", ["group", "layer"])
+def test_a_converted_model_trains_accumulated_as_whole(to: str, tmp_path: Path) -> None:
+    def ends(folder: str, **train: Any) -> Tensor:
+        made = {"train": {"batch": 12, **train}, "optim": {"name": "sgd", "lr": 0.1}}
+        return weights(finish(tmp_path / folder, Convolved(), **made))
+
+    torch.testing.assert_close(ends("split", microbatch=3, batchnorm=to), ends("whole", batchnorm=to), rtol=0, atol=1e-6)
+    assert (ends("kept split", microbatch=3) - ends("kept")).abs().max() > 1e-3, "BatchNorm itself does not"
+    model = surefoot.load(tmp_path / "split", "last", task=Convolved())
+    assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
+    assert any("GroupNorm stands in the place of BatchNorm" in note for note in notes(tmp_path / "split"))
+
+
+def test_batchnorm_under_accumulation_is_told_with_what_it_does_to_the_gradient(tmp_path: Path) -> None:
+    finish(tmp_path / "run", Convolved(), train={"batch": 12, "microbatch": 3})
+    (told,) = (note for note in notes(tmp_path / "run") if note.startswith("BatchNorm sees"))
+    assert "a microbatch of 3 samples, not the batch of 12" in told
+    assert 'train.batchnorm = "group"' in told
+    found = re.search(r"of its first 12 samples by ([\d.]+) %", told)
+    assert found is not None
+    with Run(spec(train={"batch": 12, "microbatch": 3}), Convolved(), folder=tmp_path / "again", quiet=True) as run:
+        batches = [run.task.augment(batch, keys) for batch, keys in _first(run)]  # type: ignore[misc]
+        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        one, other = _gradient(run, [whole]), _gradient(run, batches)
+    assert float(found[1]) == pytest.approx(100 * float((one - other).norm() / one.norm()), rel=1e-2)
+    assert float(found[1]) > 1
+
+
+def _first(run: Run) -> list[tuple[Any, Any]]:
+    from surefoot.components.data import Keys
+
+    feed = run.assembly.feed
+    return [(feed.source.read(ids), Keys(run.spec.train.seed, 0, ids)) for ids in feed.microbatches(feed.window(0))]
+
+
+def _gradient(run: Run, batches: list[Any]) -> Tensor:
+    run.model.zero_grad()
+    for x, y in batches:
+        (nn.functional.cross_entropy(run.model(x), y, reduction="sum") / 12).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in run.model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize("tables", [{"batch": 12}, {"batch": 12, "microbatch": 3, "batchnorm": "group"}])
+def test_nothing_is_said_of_batchnorm_where_there_is_nothing_to_say(tables: dict[str, Any], tmp_path: Path) -> None:
+    finish(tmp_path / "run", Convolved(), train=tables)
+    assert not any("BatchNorm sees" in note for note in notes(tmp_path / "run"))
+
+
+def test_a_conversion_without_a_batchnorm_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="the model has no BatchNorm"):
+        finish(tmp_path / "run", train={"batchnorm": "group"})
+
+
+# ---- the ramp
+
+RAMP = [[0, 2], [10, 4], [60, 8]]
+GROWING = {"train": {"batch": 8, "microbatch": 2, "ramp": RAMP, "length": "4 epochs"}}
+
+
+def test_a_run_whose_batch_grows_sees_every_sample_once_an_epoch_and_its_rate_follows_only_where_asked(tmp_path: Path) -> None:
+    more = {
+        "observe": {"every": "1 step"},
+        "evaluate": {"every": "1 epoch"},
+        "optim": {"lr": 0.01},
+        "schedule": {"name": "constant"},
+    }
+    run = finish(tmp_path / "run", **GROWING, **more)
+    steps = [event for event in records(tmp_path / "run") if isinstance(event, Step)]
+    assert [event.num_samples for event in steps] == [2] * 5 + [4, 4, 4, 2] + [4] * 6 + [4, 4, 4] + [8, 4] + [8] * 3
+    assert run.num_samples == 4 * SAMPLES
+    assert set(rates(tmp_path / "run")) == {0.01}
+    evaluated = [event.step for event in records(tmp_path / "run") if isinstance(event, Evaluated)]
+    assert evaluated == [event.step for event in steps if event.epoch in (1.0, 2.0, 3.0, 4.0)]
+    found = consumed.check(tmp_path / "run")
+    assert (found.holds, found.num_samples, found.epochs) == (True, 4 * SAMPLES, 4.0)
+    assert "[[0,2],[10,4],[60,8]]" in (tmp_path / "run" / ledger.FILE).read_bytes()[:256].decode()
+    assert [use.epoch for use in consumed.find_sample(tmp_path / "run", 7)] == [1, 2, 3, 4]
+    finish(tmp_path / "scaled", **GROWING, **{**more, "optim": {"lr": 0.01, "reference_batch": 8}})
+    batches = [2] * 5 + [4] * 13 + [8] * 5
+    assert rates(tmp_path / "scaled") == pytest.approx([0.01 * batch / 8 for batch in batches])
+
+
+def test_a_ledger_of_another_ramp_does_not_hold(tmp_path: Path) -> None:
+    finish(tmp_path / "run", **GROWING)
+    path = tmp_path / "run" / ledger.FILE
+    header = path.read_bytes()
+    assert b"[10,4]" in header
+    path.write_bytes(header.replace(b"[10,4]", b"[18,4]"))
+    assert not consumed.check(tmp_path / "run").holds
+
+
+def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_due(tmp_path: Path) -> None:
+    how = spec(checkpoint={"every": "3 steps"}, observe={"every": "1 step"}, **GROWING)
+    with pytest.raises(Left), Run(how, Small(), folder=tmp_path / "run", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 11:
+                raise Left
+    with Run(how, Small(), folder=tmp_path / "run", quiet=True) as run:
+        assert run.step == 9
+        drive(run)
+    assert consumed.check(tmp_path / "run").holds
+    assert run.num_samples == 4 * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"train": {"batch": 8, "ramp": [[5, 2], [9, 8]]}}, "is no ramp"),
+        ({"train": {"batch": 8, "ramp": [[0, 2], [0, 8]]}}, "is no ramp"),
+        ({"train": {"batch": 8, "ramp": [[0, 2], [9, 4]]}}, "at last train.batch"),
+        ({"train": {"batch": 8, "microbatch": 4, "ramp": [[0, 2], [9, 8]]}}, r"does not divide 2 of ramp; use one of \[1, 2\]"),
+    ],
+)
+def test_a_ramp_that_is_none_is_refused(tables: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        spec(**tables)
+    assert re.search(says, f"{caught.value.message}; {caught.value.hint}")
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"data": {"last_batch": "drop"}}, "another part of every epoch"),
+        ({"checkpoint": {"keep_every": "1 epoch"}}, "another number of steps"),
+        ({"schedule": {"name": "step", "every": "1 epoch"}}, "schedule.every is '1 epoch'"),
+        ({"schedule": {"name": "exponential"}}, "schedule.every is '1 epoch'"),
+        ({"schedule": {"name": "multi_step", "milestones": ["3 steps", "9 samples"]}}, "schedule.milestones is '9 samples'"),
+        ({"schedule": {"sequence": [{"name": "constant", "length": "2 epochs"}, {"name": "cosine"}]}}, "schedule.length"),
+    ],
+)
+def test_what_needs_steps_of_one_length_is_refused_with_a_ramp(tables: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=says):
+        finish(tmp_path / "run", **GROWING, **tables)
+    finish(tmp_path / "warm", **GROWING, schedule={"warmup": "1 epoch"})
