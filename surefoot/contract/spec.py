@@ -222,6 +222,10 @@ class MemoryTable(Table):
     )
     blocks: tuple[str, ...] = Field((), description="patterns of the modules to compute again; none: those that repeat")
 
+    update_in_backward: bool = Field(
+        False, description="update each parameter as soon as its gradient is there, and let the gradient go"
+    )
+
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.blocks and self.recompute == "none":
@@ -313,6 +317,12 @@ class RunSpec(Table):
         except ValidationError as error:
             raise explain(error) from None
 
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.memory.update_in_backward:
+            _check_update_in_backward(self)
+        return self
+
     def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
         """The same run with some keys changed: `spec.replace(optim={"lr": 0.1})`. Raises SpecError."""
         merged = self.as_tables()
@@ -343,6 +353,24 @@ class RunSpec(Table):
         tables = {table: keys for table, keys in tables.items() if keys}
         text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _check_update_in_backward(spec: RunSpec) -> None:
+    """Raise SpecError for what needs all gradients at once."""
+    train, optim = spec.train, spec.optim
+    reasons = (
+        (train.microbatch not in (None, train.batch), "several microbatches are summed first", "leave train.microbatch out"),
+        (bool(optim.clip), f"optim.clip = {optim.clip:g} needs the norm of all gradients", "set optim.clip = 0"),
+        (optim.clip_value is not None, "optim.clip_value clips all gradients at once", "leave optim.clip_value out"),
+        (optim.name in ("muon", "task"), f"optim.name = {optim.name!r} updates all at once", 'set optim.name = "adamw"'),
+        (not optim.fused, "the update of one parameter is that of a fused kernel", "leave optim.fused out"),
+        (spec.stability.nonfinite == "skip", "a step that is partly applied cannot be skipped", 'set stability.nonfinite = "stop"'),
+    )  # fmt: skip
+    for applies, reason, hint in reasons:
+        if applies:
+            raise SpecError(
+                f"memory.update_in_backward does not go with this spec: {reason}", hint=hint, key=("memory", "update_in_backward")
+            )
 
 
 def with_tuples(value: Any) -> Any:

@@ -179,6 +179,11 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     if spec.optim.ema is not None:
         average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
     policy = build_policy(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
+    if policy.scaler is not None and spec.memory.update_in_backward:
+        raise SpecError(
+            f"memory.update_in_backward does not go with {policy.compute}: its gradients are scaled, and divided after all are there",
+            hint='set precision.compute = "bf16" or "fp32"',
+        )
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
@@ -325,6 +330,11 @@ def _updates(
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
     stated = _stated_updates(task, model)
     many = len(stated) > 1
+    if many and spec.memory.update_in_backward:
+        raise SpecError(
+            f"memory.update_in_backward goes with one update, and task {task.name} has {len(stated)}",
+            hint="set memory.update_in_backward = false",
+        )
     if many:
         optim.build_groups(
             optim.find_trained(model), decay=0.0, no_decay=spec.optim.no_decay, rates=spec.optim.rates
@@ -338,7 +348,8 @@ def _updates(
             momentum_curve=_momentum_of(schedule, update.every),
             total_steps=total_steps if schedule.is_pure else None,
         )  # fmt: skip
-        made.append(LiveUpdate(update.name, update.loss, guarded, update.every))
+        in_backward = optim.UpdateInBackward(guarded) if spec.memory.update_in_backward else None
+        made.append(LiveUpdate(update.name, update.loss, guarded, update.every, in_backward))
     _check_cover(task, model, made)
     return made, notes
 

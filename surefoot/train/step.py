@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
-from surefoot.components.optim import GuardedUpdate, LiveBuffers, WeightAverage, backward
+from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward
 from surefoot.components.precision import PLAIN, Policy
 from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
 from surefoot.contract.state import Scaling, StepReport
@@ -37,6 +37,7 @@ class LiveUpdate:
     loss: Callable[[Any, Batch], Loss]
     guarded: GuardedUpdate
     every: int = 1
+    in_backward: UpdateInBackward | None = None  # where it is, the backward pass updates
 
 
 class Stepper:
@@ -129,6 +130,10 @@ class Stepper:
             if len(batches) > 1:
                 check_splittable(update.name, loss, counts is not None)
             factors = [self._factor(term, counts, scale) for term in terms]
+            if update.in_backward is not None:
+                _add(totals, terms)
+                named = f"step {number}: the loss of update {update.name}"
+                return *self._update_in_backward(update.in_backward, terms, factors, named), False
             switch(BACKWARD)
             backward([term.total for term in terms], factors, inputs)
             _add(mine, terms)
@@ -147,6 +152,24 @@ class Stepper:
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         norm, applied = guarded.step_if_finite(factor)
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
+
+    def _update_in_backward(
+        self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor], named: str
+    ) -> tuple[float, bool]:
+        """Backward and update in one: what must be right is asked before, since nothing can be taken back."""
+        for term in terms:
+            check_count(term.name, term.count)
+        if not any(float(term.count) for term in terms):
+            raise NumbersError(f"{named} counts 0 items", hint="a batch must hold at least one item that counts")
+        if not all(math.isfinite(term.total.item()) for term in terms):
+            return math.nan, False
+        if self.before_update is not None:
+            self.clock.switch(CHECKPOINT)
+            self.before_update()
+        self.clock.switch(BACKWARD)
+        norm = update.step(lambda: backward([term.total for term in terms], factors))
+        self.clock.switch(OPTIMISER)
+        return norm, True
 
     def _known_counts(self, batches: list[Batch]) -> Mapping[str, float] | float | None:
         """The counts of the whole global batch where the task knows them before the forward pass, else None."""

@@ -40,7 +40,7 @@ EDITS = {
 }  # fmt: skip
 
 
-UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory"}  # as their neighbours
+UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "memory.update_in_backward"}  # as their neighbours
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with

@@ -5,6 +5,7 @@ from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
+from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.layerwise import Lamb, Lars
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch
@@ -18,6 +19,7 @@ __all__ = [
     "Lars",
     "LiveBuffers",
     "Named",
+    "UpdateInBackward",
     "WeightAverage",
     "backward",
     "build",

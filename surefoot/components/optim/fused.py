@@ -80,6 +80,10 @@ class FusedGroup:
             return
         self._call(self._params, grads, (self._steps, self._first, self._second, self._momentum), lr, grad_scale, found_inf)  # type: ignore[arg-type]
 
+    def step_one(self, number: int, lr: float | Tensor, found_inf: Tensor | None) -> None:
+        """Update the parameter at place `number` alone, unless `found_inf` is 1."""
+        self._step_some([number], lr, None, found_inf)
+
     def _step_some(self, kept: Sequence[int], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         if not kept:
             return

@@ -124,7 +124,7 @@ class GuardedUpdate:
             fused.scale_gradients(grads, factor)
             fused.clamp_gradients(grads, self._clip_value)
             factor = 1.0
-        self._move_schedule()
+        self.move_schedule()
         scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is None:
@@ -135,7 +135,14 @@ class GuardedUpdate:
         self.applied_steps += 1
         return norm, True
 
-    def _move_schedule(self) -> None:
+    def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
+        """The id of each parameter -> its fused group and its place there; None where an optimiser has no fused kernel."""
+        groups = [each for held in self._fused for each in held or ()]
+        if not all(held is not None for held in self._fused):
+            return None
+        return {id(parameter): (each, place) for each in groups for place, parameter in enumerate(each.group["params"])}
+
+    def move_schedule(self) -> None:
         """Set every group's rate, and its momentum where the schedule moves that, for this update."""
         multiplier = self._curve(self.applied_steps)
         if not math.isfinite(multiplier):

@@ -1,0 +1,71 @@
+"""The update inside the backward pass: each parameter moves as soon as its gradient is there, and the gradient is let go.
+
+All gradients never exist at once, so nothing can be done with all of them: no accumulation, no global norm to clip by, and a step
+with a gradient that is not finite is partly applied when that is known. After Lv et al., "Full Parameter Fine-tuning for Large
+Language Models with Limited Resources", 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from surefoot.components.optim.fused import FusedGroup
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.core.errors import InputError, NumbersError
+
+
+class UpdateInBackward:
+    """Lets the optimisers of `guarded` update inside `step`. Raises InputError for an optimiser without a fused kernel."""
+
+    def __init__(self, guarded: GuardedUpdate) -> None:
+        if guarded.places() is None:
+            raise InputError(
+                "the update cannot run inside the backward pass with this optimiser",
+                hint="it goes with torch.optim.SGD, Adam and AdamW, fused; set memory.update_in_backward = false",
+            )
+        self._guarded = guarded
+        self._places: dict[int, tuple[FusedGroup, int]] = {}
+        self._norms: list[Tensor] = []
+        self._is_on = False
+        for parameter in guarded.parameters:
+            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+
+    def step(self, run_backward: Callable[[], None]) -> float:
+        """Run the backward pass and update on the way; gives the norm of all gradients.
+
+        Raises NumbersError for a gradient that is not finite: its parameter stays as it was, others have moved.
+        """
+        guarded = self._guarded
+        guarded.move_schedule()
+        self.run(run_backward)
+        norm = float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
+        if not math.isfinite(norm):
+            raise NumbersError(
+                "a gradient is not finite, and the update inside the backward pass has applied a part of the step",
+                hint="surefoot resume goes on from the newest commit; memory.update_in_backward = false can skip such a step",
+            )
+        guarded.applied_steps += 1
+        return norm
+
+    def run(self, run_backward: Callable[[], None]) -> None:
+        """The pass alone, at the rates that are set."""
+        self._places = self._guarded.places() or {}  # taken again: a resume replaces them
+        self._norms, self._is_on = [], True
+        try:
+            run_backward()
+        finally:
+            self._is_on = False
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        if not self._is_on or parameter.grad is None:
+            return
+        group, place = self._places[id(parameter)]
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        self._norms.append(norm)
+        group.step_one(place, group.group["lr"], (~torch.isfinite(norm)).float())
+        parameter.grad = None
