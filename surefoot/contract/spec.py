@@ -360,9 +360,10 @@ def _check_update_in_backward(spec: RunSpec) -> None:
     train, optim = spec.train, spec.optim
     reasons = (
         (train.microbatch not in (None, train.batch), "several microbatches are summed first", "leave train.microbatch out"),
+        (bool(train.ramp), "a batch that grows is cut into microbatches", "leave train.ramp out"),
         (bool(optim.clip), f"optim.clip = {optim.clip:g} needs the norm of all gradients", "set optim.clip = 0"),
         (optim.clip_value is not None, "optim.clip_value clips all gradients at once", "leave optim.clip_value out"),
-        (optim.name in ("muon", "task"), f"optim.name = {optim.name!r} updates all at once", 'set optim.name = "adamw"'),
+        (optim.name not in ("sgd", "adam", "adamw"), f"optim.name = {optim.name!r} updates all at once", 'set optim.name = "adamw"'),
         (not optim.fused, "the update of one parameter is that of a fused kernel", "leave optim.fused out"),
         (spec.stability.nonfinite == "skip", "a step that is partly applied cannot be skipped", 'set stability.nonfinite = "stop"'),
     )  # fmt: skip

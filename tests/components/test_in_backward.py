@@ -87,6 +87,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_ends_the_run(tmp_path: Path
         ({"optim": {}}, "optim.clip = 1 needs the norm"),
         ({"optim": {"clip": 0.0, "clip_value": 1.0}}, "clip_value clips all"),
         ({"optim": {"clip": 0.0, "name": "muon"}}, "'muon' updates all at once"),
+        ({"optim": {"clip": 0.0, "name": "lamb"}}, "'lamb' updates all at once"),
         ({"optim": {"clip": 0.0, "fused": False}}, "that of a fused kernel"),
         ({"stability": {}}, "partly applied cannot be skipped"),
     ],

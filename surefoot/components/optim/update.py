@@ -137,10 +137,13 @@ class GuardedUpdate:
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
         """The id of each parameter -> its fused group and its place there; None where an optimiser has no fused kernel."""
-        groups = [each for held in self._fused for each in held or ()]
-        if not all(held is not None for held in self._fused):
-            return None
-        return {id(parameter): (each, place) for each in groups for place, parameter in enumerate(each.group["params"])}
+        places = {}
+        for held in self._fused:
+            for each in held or (None,):
+                if not isinstance(each, fused.FusedGroup):
+                    return None
+                places |= {id(parameter): (each, place) for place, parameter in enumerate(each.group["params"])}
+        return places
 
     def move_schedule(self) -> None:
         """Set every group's rate, and its momentum where the schedule moves that, for this update."""
