@@ -137,7 +137,7 @@ class GuardedUpdate:
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
         """The id of each parameter -> its fused group and its place there; None where an optimiser has no fused kernel."""
-        places = {}
+        places: dict[int, tuple[fused.FusedGroup, int]] = {}
         for held in self._fused:
             for each in held or (None,):
                 if not isinstance(each, fused.FusedGroup):
