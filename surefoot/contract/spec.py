@@ -200,6 +200,13 @@ class PrecisionTable(Table):
     init_scale: float = Field(2.0**16, gt=0, description="the loss scale that fp16 begins with, a power of two")
     growth_interval: Positive = Field(2000, description="so many steps without overflow double the loss scale")
     min_scale: float = Field(1.0, gt=0, description="a loss scale below this ends the run: it would halve for ever")
+    keep: tuple[str, ...] = Field((), description="patterns of modules that compute in fp32, by their names or their parameters'")
+    weights: Literal["fp32", "bf16"] = Field(
+        "fp32", description="what weights are stored in; norms and what `keep` names stay fp32"
+    )
+    master: Literal["fp32", "none"] = Field(
+        "fp32", description="what updates of bf16 weights are added up in; none: small updates are lost"
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -213,6 +220,14 @@ class PrecisionTable(Table):
             raise ValueError(f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, so that scaling is exact")
         if self.min_scale > self.init_scale:
             raise ValueError(f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}; use a smaller one")
+        if self.weights == "bf16" and self.compute != "bf16":
+            raise ValueError(
+                f"weights = 'bf16' with compute = {self.compute!r} would be widened in each pass; set compute = 'bf16'"
+            )
+        if self.master == "none" and self.weights == "fp32":
+            raise ValueError(
+                "master = 'none' is given with fp32 weights, which have no masters; set weights = 'bf16', or drop it"
+            )
         return self
 
 
@@ -364,6 +379,10 @@ def _check_update_in_backward(spec: RunSpec) -> None:
         (bool(optim.clip), f"optim.clip = {optim.clip:g} needs the norm of all gradients", "set optim.clip = 0"),
         (optim.clip_value is not None, "optim.clip_value clips all gradients at once", "leave optim.clip_value out"),
         (optim.name not in ("sgd", "adam", "adamw"), f"optim.name = {optim.name!r} updates all at once", 'set optim.name = "adamw"'),
+        (
+            spec.precision.weights == "bf16" and spec.precision.master == "fp32",
+            "masters gather the gradients of the weights first", 'set precision.weights = "fp32"',
+        ),
         (not optim.fused, "the update of one parameter is that of a fused kernel", "leave optim.fused out"),
         (spec.stability.nonfinite == "skip", "a step that is partly applied cannot be skipped", 'set stability.nonfinite = "stop"'),
     )  # fmt: skip

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from surefoot.components import optim
+from surefoot.components import optim, precision
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Recomputed, recompute
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.precision import PLAIN, Policy
-from surefoot.components.precision import build as build_policy
 from surefoot.components.stability import convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
@@ -59,7 +57,7 @@ class Engine:
     """What computes: the device, in which precision, the average of the weights, and the step."""
 
     device: torch.device
-    policy: Policy
+    policy: precision.Policy
     average: optim.WeightAverage | None
     stepper: Stepper
     recomputed: Recomputed
@@ -87,7 +85,7 @@ class Assembly:
     def said(self) -> tuple[str, ...]:
         """What a person should hear at the start: a precision that was chosen, or that this device has no units for, and what was told."""
         policy = self.engine.policy
-        return (*([] if policy.why == PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]), *self.told)
+        return (*([] if policy.why == precision.PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]), *self.told)
 
     def started(
         self,
@@ -148,6 +146,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     frozen = optim.freeze(model, spec.optim.freeze)
     if frozen:
         notes.append(f"{len(frozen)} parameters are frozen")
+    notes += set_storage(model, spec)
     recomputed = recompute(model, spec.memory.recompute, blocks=_blocks(spec, resolved, model))
     if recomputed.blocks:
         notes += [recomputed.words] if recomputed.budget is None else []  # with one it is chosen once the blocks are measured
@@ -163,7 +162,8 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     def read(split: str) -> Source:
         return read_split(resolved, split)
 
-    better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device)
+    stored = spec.precision.weights  # what is stored in bf16 cannot be computed with in fp32
+    better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device, precision=stored)
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -177,8 +177,8 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         told += optim.warn_of_large_batch(curve, feed.batch, total_steps, spec.optim.name)
     average = None
     if spec.optim.ema is not None:
-        average = optim.WeightAverage([p for p in model.parameters() if p.requires_grad], spec.optim.ema)
-    policy = build_policy(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
+        average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
+    policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:
         raise SpecError(
             f"memory.update_in_backward does not go with {policy.compute}: its gradients are scaled, and divided after all are there",
@@ -274,6 +274,14 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
 def _blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:
     """What may be computed again: as the spec names it, else the task, else what repeats."""
     return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
+
+
+def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -> list[str]:
+    """Store weights, and keep modules in fp32, as [precision] says; gives notes. Raises SpecError for a pattern that matches nothing."""
+    kept = precision.keep_in_fp32(model, spec.precision.keep)
+    if spec.precision.weights == "bf16":
+        optim.store_narrow(model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32")
+    return [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
 
 
 def _feed(spec: RunSpec, source: Source) -> Feed:
@@ -415,8 +423,14 @@ def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
 def _optimizers(
     spec: RunSpec, task: Resolved, model: nn.Module, update: Update, many: bool
 ) -> tuple[Sequence[torch.optim.Optimizer], Sequence[str]]:
-    mine = {id(parameter) for parameter in update.parameters}
+    parameters = list(update.parameters)
+    mine = {id(optim.master_of(parameter)) for parameter in parameters}
     if update.optimizer is not None:
+        if any(optim.master_of(parameter) is not parameter for parameter in parameters):
+            raise SpecError(
+                f"precision.weights is 'bf16', and update {update.name} has an optimiser of its own, which knows no masters",
+                hint='let surefoot build it, or set precision.master = "none"',
+            )
         held = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
         if held != mine:
             raise TaskError(
@@ -436,7 +450,7 @@ def _optimizers(
         )
     groups = None
     if task.parameter_groups is not None and not many:
-        groups = [dict(group) for group in task.parameter_groups(model)]
+        groups = [{**group, "params": list(map(optim.master_of, group["params"]))} for group in task.parameter_groups(model)]
         optim.check_cover(model, groups)
     if own is None:
         built = optim.build(table, trained, groups)

@@ -104,15 +104,16 @@ def _batch_size(source: Source, batch: int) -> int:
 
 
 def find_direction(
-    model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device
-) -> Better:
+    model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device,
+    precision: Compute = "fp32",
+) -> Better:  # fmt: skip
     """Whether the score is better when "higher" or "lower", from the metrics of a few samples.
 
     Raises SpecError when `score` names no metric, TaskError when a metric fails.
     """
     try:
         few = _Few(source, min(NUM_TRIED, len(source)))
-        return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score).better
+        return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision).better
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:

@@ -26,7 +26,7 @@ from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, TaskError
-from surefoot.train.assemble import build_model, load_task, read_split
+from surefoot.train.assemble import build_model, load_task, read_split, set_storage
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
@@ -44,7 +44,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     if task is None:
         return load_with_task(Path(run), step)[0]
     found = _find_step(Path(run), step)
-    model = build_model(spec_file.read(str((Path(run) / SPEC_FILE).resolve())).spec, resolve(task))
+    model = _build(resolve(task), spec_file.read(str((Path(run) / SPEC_FILE).resolve())).spec)
     checkpoint.load_into(model, Path(run), found)
     return model.eval()
 
@@ -59,9 +59,17 @@ def load_with_task(run: Path, step: int | str = "best", *, data: str | None = No
             f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
         )
     task = load_task(origin.spec)
-    model = build_model(origin.spec, task)
+    model = _build(task, origin.spec)
     checkpoint.load_into(model, run, found)
     return model.eval(), task, origin.spec, found
+
+
+def _build(task: Resolved, spec: RunSpec) -> nn.Module:
+    """The model as its weights are saved: in fp32 where they have masters."""
+    model = build_model(spec, task)
+    if spec.precision.master == "none":
+        set_storage(model, spec)
+    return model
 
 
 def _find_step(run: Path, step: int | str) -> int:
@@ -82,11 +90,12 @@ def evaluate_run(
     device = torch.device("cpu")
     source = read_split(task, name)
     own = _own_precision(run, spec)
+    set_storage(model, spec, with_masters=False)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         results = [
             evaluate(
-                model, task, source, split=name, batch=spec.evaluate.batch or spec.train.batch, device=device,
-                score=spec.evaluate.score, precision=precision, tell=functools.partial(console.reading, name),
+                model.float() if precision == "fp32" else model, task, source, split=name, device=device, precision=precision,
+                batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, tell=functools.partial(console.reading, name),
             )
             for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))
         ]  # fmt: skip
@@ -117,6 +126,7 @@ def predict_run(
     collected: dict[str, list[Tensor]] = {}
     device = torch.device("cpu")
     compute = compute_context(_own_precision(run, spec), device)
+    set_storage(model, spec, with_masters=False)
     source, num_done = read_split(task, name), 0
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
         for batch in batches(source, spec.evaluate.batch or spec.train.batch, device):

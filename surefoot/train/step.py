@@ -18,7 +18,7 @@ from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
-from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward
+from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of
 from surefoot.components.precision import PLAIN, Policy
 from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
 from surefoot.contract.state import Scaling, StepReport
@@ -118,7 +118,7 @@ class Stepper:
         counts = self._known_counts(batches)
         scale = 2.0 ** -round(math.log2(max(1, sum(map(size_of, batches))))) if len(batches) > 1 and counts is None else None
         # a GAN's generator must not leave gradients in the critic
-        inputs = [each for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
+        inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
         for position, batch in enumerate(batches):
             if position:

@@ -7,6 +7,7 @@ from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
 from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.layerwise import Lamb, Lars
+from surefoot.components.optim.masters import leaf_of, master_of, publish, store_narrow
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch
 from surefoot.components.optim.update import GuardedUpdate
@@ -29,6 +30,10 @@ __all__ = [
     "describe_scaling",
     "find_trained",
     "freeze",
+    "leaf_of",
+    "master_of",
+    "publish",
     "scaled",
+    "store_narrow",
     "warn_of_large_batch",
 ]

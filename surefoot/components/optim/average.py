@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.optim.fused import move_towards
+from surefoot.components.optim.masters import publish
 
 
 class WeightAverage:
@@ -59,3 +60,4 @@ class WeightAverage:
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)
+        publish(self.parameters)

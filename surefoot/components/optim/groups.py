@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from surefoot.components.optim.masters import master_of
 from surefoot.core.errors import SpecError, TaskError
 
 
 @dataclass(frozen=True)
 class Named:
-    """One trained parameter with what decides its group. `kind`: matrix, embedding, head, norm or vector."""
+    """One trained parameter, or its master, with what decides its group. `kind`: matrix, embedding, head, norm or vector."""
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     kind: str
 
 
@@ -58,7 +59,7 @@ def find_trained(model: nn.Module) -> list[Named]:
                 kinds[id(parameter)] = kind
     if head is not None and kinds[id(head.weight)] == "matrix":
         kinds[id(head.weight)] = "head"
-    return [Named(name, p, kinds[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
+    return [Named(name, master_of(p), kinds[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
@@ -98,7 +99,7 @@ def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     for group in groups:
         for parameter in group["params"]:
             seen[id(parameter)] = seen.get(id(parameter), 0) + 1
-    named = [(name, id(p)) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, id(master_of(p))) for name, p in model.named_parameters() if p.requires_grad]
     twice = [name for name, key in named if seen.get(key, 0) > 1]
     never = [name for name, key in named if key not in seen]
     if twice:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from surefoot.components.optim import fused, saving
 from surefoot.components.optim.layerwise import Lamb, Lars, LayerwiseGroup
+from surefoot.components.optim.masters import leaf_of, publish
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 
@@ -39,6 +40,7 @@ class GuardedUpdate:
         self._held = [_holders(each) for each in self.optimizers]
         self.parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
         self.applied_steps = 0
+        self._masters = [parameter for parameter in self.parameters if leaf_of(parameter) is not parameter]
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._base_rates = [float(group["lr"]) * group.get("rate", 1.0) for group in self.groups]
@@ -112,7 +114,9 @@ class GuardedUpdate:
         if not grads:
             return 0.0, False
         raw = fused.norm_of(grads)
-        return self._on_device(raw, factor) if self.on_device else self._on_host(raw, float(factor), grads)
+        done = self._on_device(raw, factor) if self.on_device else self._on_host(raw, float(factor), grads)
+        publish(self._masters)
+        return done
 
     def _on_host(self, raw: Tensor, factor: float, grads: list[Tensor]) -> tuple[float, bool]:
         norm = raw.item() * factor

@@ -1,5 +1,6 @@
 """Precision: which dtype computes what, and the loss scale that fp16 needs."""
 
+from surefoot.components.precision.keep import keep_in_fp32
 from surefoot.components.precision.policy import (
     HALVES,
     PLAIN,
@@ -25,5 +26,6 @@ __all__ = [
     "choose",
     "compute_context",
     "find_units",
+    "keep_in_fp32",
     "set_products",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def check(assembly: Assembly) -> list[str]:
             return _try(update.name, update.loss, assembly.model, batch)
 
     splits = assembly.spec.train.microbatch is not None and assembly.spec.train.microbatch < assembly.spec.train.batch
-    with untouched(assembly.model, state):
+    with untouched(assembly.model, state), computing(assembly):
         batch = _first(read, ids)
         for update in assembly.updates:
             whole = attempt(update, batch)
@@ -67,7 +68,8 @@ def check(assembly: Assembly) -> list[str]:
                     notes.append(unknown)
                     continue
             notes += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
-    _check_lone_sample(assembly, read)
+    with computing(assembly):
+        _check_lone_sample(assembly, read)
     if assembly.engine.recomputed.budget is not None:
         _measure_blocks(assembly, read)
         notes.append(assembly.engine.recomputed.words)
@@ -82,6 +84,11 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
         for update in assembly.updates:
             with assembly.engine.policy.context():
                 update.loss(model, read(ids))
+
+
+def computing(assembly: Assembly) -> AbstractContextManager[Any]:
+    """In fp32, which tells a sum from a mean best; what is stored in bf16 cannot be computed with in fp32."""
+    return assembly.engine.policy.context() if assembly.spec.precision.weights == "bf16" else nullcontext()
 
 
 def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:

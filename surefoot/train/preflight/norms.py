@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data import Keys, to_device
+from surefoot.components.optim import leaf_of
 from surefoot.components.stability import find_batch_norms
 from surefoot.contract.task import Batch
 from surefoot.core.units import format_percent
 from surefoot.train.assemble import Assembly
+from surefoot.train.preflight.contract import computing
 from surefoot.train.quiet import untouched
 from surefoot.train.step import LiveUpdate
 
@@ -54,11 +56,12 @@ def _apart(assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts
 
 def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) -> list[Tensor]:
     """Of the mean loss over all of `batches`, in 32 bits."""
-    params = [each for each in update.guarded.parameters if each.requires_grad]
-    found = [torch.zeros_like(each) for each in params]
+    params = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
+    found = [torch.zeros_like(each, dtype=torch.float32) for each in params]
     count = 0.0
     for batch in batches:
-        loss = update.loss(assembly.model, batch)
+        with computing(assembly):
+            loss = update.loss(assembly.model, batch)
         total = torch.stack([term.total * term.weight for term in loss.terms]).sum()
         for into, part in zip(found, torch.autograd.grad(total, params, allow_unused=True), strict=True):
             if part is not None:

@@ -42,6 +42,8 @@ RULES = (
     Rule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
     Rule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),
     Rule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
+    Rule("precision.weights", "refused", "weights and the optimiser's state are of another format"),
+    Rule("precision.master", "refused", "weights and the optimiser's state are of another format"),
     Rule("train.length", "fork", "a longer or shorter run; its schedule follows"),
     Rule("train.batch", "fork", "step n reads what step n reads of a run that always had this batch"),
     Rule("train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"),

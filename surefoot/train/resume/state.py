@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
+from surefoot.components.optim import master_of, publish
 from surefoot.contract.manifest import Piece
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.train.assemble import Assembly
@@ -38,7 +39,8 @@ class LiveState:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model = assembly, assembly.model
         self._scaler = assembly.engine.policy.scaler
-        self._names = {id(parameter): name for name, parameter in self._model.named_parameters(remove_duplicate=False)}
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        self._names = {id(each): name for name, parameter in named for each in (parameter, master_of(parameter))}
 
     def num_bytes(self) -> int:
         """About how large a commit is: weights, buffers and average; the optimiser as two numbers a trained one, until it has state."""
@@ -91,10 +93,10 @@ class LiveState:
             elif not tensor.requires_grad:
                 moving.setdefault(frozen, {})[name] = tensor
             elif averages:
-                moving.setdefault(trained, {})[name] = averages[id(tensor)]
-                moving.setdefault(LIVE, {})[name] = tensor
+                moving.setdefault(trained, {})[name] = averages[id(master_of(tensor))]
+                moving.setdefault(LIVE, {})[name] = master_of(tensor)
             else:
-                moving.setdefault(trained, {})[name] = tensor
+                moving.setdefault(trained, {})[name] = master_of(tensor)
         return copied, moving
 
     def _averages(self) -> dict[int, Tensor]:
@@ -167,7 +169,8 @@ class LiveState:
 
         `adapt` may change the tree of what is neither weight nor tensor of the optimiser: a fork takes some of it from its own spec.
         """
-        own = {name: tensor for name, tensor in self._model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+        state = self._model.state_dict(keep_vars=True)
+        own = {name: master_of(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
         skeleton = commit.json("state.json")
         self._check_fit(commit, skeleton)
         averages = self._averages()
@@ -176,6 +179,7 @@ class LiveState:
         if averages:
             live = {name: tensor for name, tensor in own.items() if id(tensor) in averages}
             checkpoint.read_weights(commit, live, LIVE)
+        publish(self._model.parameters())
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
         tensors = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) | commit.read(STATE)
         with checkpoint.taken_from(commit.folder):

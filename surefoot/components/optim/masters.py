@@ -1,0 +1,75 @@
+"""Weights stored in bf16 with an fp32 master each: the model computes with the one, the optimiser moves the other.
+
+bf16 keeps 8 bits, so 1.0 + 0.0001 is 1.0 again and small updates are lost; the master adds them up until they show. Gradients of all
+microbatches are summed up in the master's `.grad`, in fp32, and the model's own are let go as soon as they are there.
+
+    store_narrow(model)
+    optimizer = torch.optim.AdamW([master_of(parameter) for parameter in model.parameters()])
+    loss.backward(); optimizer.step(); publish(model.parameters())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.optim.fused import copy_tensors
+
+NARROW = torch.bfloat16
+
+
+def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_masters: bool = True) -> list[str]:
+    """Store the fp32 parameters of `model` in bf16, those of norms and of the modules `wide` left out; gives their names.
+
+    Those that are trained get a master, unless their updates are to be lost.
+    """
+    left = {
+        id(parameter) for module in model.modules() if module in wide or _is_norm(module) for parameter in module.parameters()
+    }
+    narrowed = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32 or id(parameter) in left:
+            continue
+        master = nn.Parameter(parameter.detach().clone())
+        parameter.data = parameter.data.to(NARROW)
+        if parameter.requires_grad and with_masters:
+            master.served, parameter.master = parameter, master  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
+        narrowed.append(name)
+    return narrowed
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _hand_over(parameter: Tensor) -> None:
+    master, gradient = master_of(parameter), parameter.grad
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad.add_(gradient)
+    parameter.grad = None
+
+
+def master_of(parameter: Tensor) -> Tensor:
+    """What the optimiser moves: the parameter's master, or itself where it has none."""
+    master: Tensor = getattr(parameter, "master", parameter)
+    return master
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """What the model computes with: the parameter that `tensor` is the master of, or itself."""
+    parameter: Tensor = getattr(tensor, "served", tensor)
+    return parameter
+
+
+@torch.no_grad()
+def publish(parameters: Iterable[Tensor]) -> None:
+    """Round every master into its parameter; those that have none stay."""
+    pairs = [(leaf, master) for leaf in map(leaf_of, parameters) if (master := master_of(leaf)) is not leaf]
+    if pairs:
+        copy_tensors([leaf.detach() for leaf, _ in pairs], [master for _, master in pairs])
