@@ -91,6 +91,7 @@ class Step(Event):
     outliers: tuple[Mapping[str, Any], ...] = ()
     device_memory: Mapping[str, int] = field(default_factory=dict)
     loss_scale: float | None = None
+    noise: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

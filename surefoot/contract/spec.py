@@ -273,6 +273,7 @@ class StabilityTable(Table):
 class ObserveTable(Table):
     every: DurationText = Field("10 steps", description="steps that one Step event sums up")
     tensorboard: bool | None = Field(None, description="none: when the extra is installed")
+    noise: bool = Field(False, description="the gradient noise scale, from the first microbatch of each step and the whole of it")
 
 
 def _read_schedule(given: Any) -> Any:

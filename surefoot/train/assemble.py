@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from surefoot.components import optim, precision
 from surefoot.components.data import Feed, Iterated, Order, as_source
-from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
+from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Recomputed, recompute
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.stability import convert_batchnorm
+from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
@@ -82,6 +82,12 @@ class Assembly:
         return self.course.feed
 
     @property
+    def noise(self) -> Noise | None:
+        """The noise of the gradient in the last steps; None where it was not asked for, or they are too few."""
+        watched = self.engine.stepper.noise
+        return None if watched is None else watched.estimate()
+
+    @property
     def said(self) -> tuple[str, ...]:
         """What a person should hear at the start: a precision that was chosen, or that this device has no units for, and what was told."""
         policy = self.engine.policy
@@ -119,6 +125,7 @@ class Assembly:
             samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
             phases=timing.phases, step_s=timing.step_s, outliers=timing.outliers,
             device_memory=take_device_memory(self.engine.device), loss_scale=summary.loss_scale,
+            noise={} if (noise := self.noise) is None else asdict(noise),
         )  # fmt: skip
 
 
@@ -187,6 +194,8 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
+    if spec.observe.noise:
+        stepper.noise = _noise(feed, updates)
     engine = Engine(device, policy, average, stepper, recomputed)
     return Assembly(spec, resolved, model, read, updates, course, engine, notes, told)
 
@@ -252,6 +261,17 @@ def _failed_data(split: str, error: BaseException) -> TaskError:
     )
 
 
+def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
+    """What watches the noise of the gradient. Raises SpecError where there are not two batch sizes of one gradient to compare."""
+    if feed.microbatch >= feed.batch or len(updates) > 1:
+        raise SpecError(
+            "observe.noise compares the gradient of a microbatch with that of its batch, and there "
+            + ("are several updates" if len(updates) > 1 else f"is one pass over all {feed.batch:,} samples"),
+            hint=f"surefoot whatif SPEC --noise needs none; or set train.microbatch = {max(1, feed.batch // 4)}",
+        )
+    return GradientNoise()
+
+
 def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
     """The task's model with what the spec puts in the place of its parts. Raises SpecError where it has none of them."""
     model = task.task.model()
@@ -300,28 +320,11 @@ def _feed(spec: RunSpec, source: Source) -> Feed:
                 hint="leave it out, and set optim.lr for the batches that there are",
             )
     if train.ramp:
-        _check_ramp(spec, source)
+        check_ramp(spec, source)
     order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
     return Feed(
         source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
     )  # fmt: skip
-
-
-def _check_ramp(spec: RunSpec, source: Source) -> None:
-    """Raise SpecError for what goes with batches of one size alone."""
-    if isinstance(source, Iterated):
-        raise SpecError(f"train.ramp is given, and the source gives whole batches: {source.describe()}", hint="leave it out")
-    if spec.data.last_batch == "drop":
-        raise SpecError(
-            'data.last_batch is "drop", and with train.ramp another part of every epoch would be left out',
-            hint='use data.last_batch = "keep": the short last batch counts as what it is',
-        )
-    kept = spec.checkpoint.keep_every
-    if kept is not None and Duration.parse(kept).unit not in ("steps", "s"):
-        raise SpecError(
-            f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of steps everywhere",
-            hint="say it in steps, or as a time",
-        )
 
 
 def _curve(spec: RunSpec, task: Resolved, schedule: Curve, feed: Feed, total_steps: int | None) -> Callable[[int], float]:

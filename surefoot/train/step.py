@@ -21,6 +21,7 @@ from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of
 from surefoot.components.precision import PLAIN, Policy
 from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
+from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
@@ -58,6 +59,7 @@ class Stepper:
         self.consumed = np.empty(0, dtype=np.int64)  # the samples of the step before, in the order they were read
         self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
+        self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -137,6 +139,8 @@ class Stepper:
             switch(BACKWARD)
             backward([term.total for term in terms], factors, inputs)
             _add(mine, terms)
+            if self.noise is not None and position == 0:
+                first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
         switch(OPTIMISER)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:
@@ -151,6 +155,9 @@ class Stepper:
             switch(OPTIMISER)
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         norm, applied = guarded.step_if_finite(factor)
+        if self.noise is not None:
+            share = first[1] / mine[terms[0].name][1]
+            self.noise.add((first[0] * factor / share) ** 2, norm**2, size_of(batches[0]), sum(map(size_of, batches)))
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
 
     def _update_in_backward(

@@ -19,7 +19,8 @@ from tests.cli.test_resume import SPEC, STEPS, STOP, snapshot, train
 from tests.train.small import write_task
 
 EDITS = {
-    "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
+    "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"),
+    "observe.noise": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
     "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
     "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
     "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),

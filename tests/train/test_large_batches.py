@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import surefoot
 from surefoot.components.data import Arrays, consumed
+from surefoot.components.stability import GradientNoise
 from surefoot.contract import ledger
 from surefoot.contract.events import Evaluated, Started, Step
 from surefoot.core.errors import SpecError
+from surefoot.prove.whatif.noise import gradient_of
 from surefoot.train.run import Run, drive
 from tests.train.small import SAMPLES, Small, records, spec
 from tests.train.test_resume import Left
@@ -239,3 +241,37 @@ def test_what_needs_steps_of_one_length_is_refused_with_a_ramp(tables: dict[str,
     with pytest.raises(SpecError, match=says):
         finish(tmp_path / "run", **GROWING, **tables)
     finish(tmp_path / "warm", **GROWING, schedule={"warmup": "1 epoch"})
+
+
+# ---- noise
+
+
+def test_the_noise_of_a_run_is_that_of_its_first_microbatches_against_its_batches(tmp_path: Path) -> None:
+    how = {
+        "train": {"batch": 8, "microbatch": 2},
+        "optim": {"lr": 0.0, "clip": 0.01},
+        "observe": {"noise": True, "every": "4 steps"},
+    }
+    run = finish(tmp_path / "run", **how)
+    by_hand, feed = GradientNoise(), run.assembly.feed
+    for step in range(12):
+        window = feed.window(step)
+        first, whole = (gradient_of(run.assembly, ids, window.epoch) for ids in (window.ids[:2], window.ids))
+        by_hand.add(float(first.square().sum()), float(whole.square().sum()), 2, 8)
+    expected = by_hand.estimate()
+    assert expected is not None
+    steps = [event for event in records(tmp_path / "run") if isinstance(event, Step)]
+    assert [event.noise.get("num_steps") for event in steps] == [None, None, 8, 12]
+    assert steps[-1].noise["low"] == pytest.approx(expected.low, rel=1e-4)
+    assert steps[-1].noise["scale"] == (None if expected.scale is None else pytest.approx(expected.scale, rel=1e-4))
+    assert run.summary["noise"]["advice"] == expected.advise(8)
+    plain = finish(tmp_path / "plain", **{**how, "observe": {"every": "4 steps"}})
+    assert "noise" not in plain.summary
+    assert weights(plain).equal(weights(run)), "what is observed changes no number"
+
+
+@pytest.mark.parametrize("train", [{"batch": 8}, {"batch": 8, "microbatch": 8}])
+def test_noise_without_two_batch_sizes_is_refused(train: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="one pass over all 8 samples") as caught:
+        finish(tmp_path / "run", train=train, observe={"noise": True})
+    assert "train.microbatch = 2" in str(caught.value.hint)

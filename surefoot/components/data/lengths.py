@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.sources import Iterated
+from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import SpecError
 from surefoot.core.units import Duration
@@ -53,3 +54,20 @@ def find_rhythm(duration: Duration, feed: Feed, tokens_per_sample: float | None)
         return lambda step: step % every == 0
     seen = feed.samples_after  # with a ramp the steps have no common length
     return lambda step: seen(step) // period > seen(step - 1) // period
+
+
+def check_ramp(spec: RunSpec, source: Source) -> None:
+    """Raise SpecError for what goes with batches of one size alone."""
+    if isinstance(source, Iterated):
+        raise SpecError(f"train.ramp is given, and the source gives whole batches: {source.describe()}", hint="leave it out")
+    if spec.data.last_batch == "drop":
+        raise SpecError(
+            'data.last_batch is "drop", and with train.ramp another part of every epoch would be left out',
+            hint='use data.last_batch = "keep": the short last batch counts as what it is',
+        )
+    kept = spec.checkpoint.keep_every
+    if kept is not None and Duration.parse(kept).unit not in ("steps", "s"):
+        raise SpecError(
+            f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of steps everywhere",
+            hint="say it in steps, or as a time",
+        )

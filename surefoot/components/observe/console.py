@@ -184,8 +184,16 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("slow steps", format_outliers(summary["outliers"])))
     if summary.get("num_skipped"):
         rows.append(("skipped steps", str(summary["num_skipped"])))
+    if summary.get("noise"):
+        rows.append(("gradient noise", format_noise(summary["noise"])))
     rows += [("ended", summary["cause"]), ("run folder", summary["folder"])]
     return rows
+
+
+def format_noise(row: Mapping[str, Any]) -> str:
+    """`812 samples [600, 1100]: a batch of 64 ...`; what is not known is n/a."""
+    scale, low, high = ("n/a" if row[name] is None else f"{row[name]:,.0f}" for name in ("scale", "low", "high"))
+    return f"{scale} samples [{low}, {high}]: {row['advice']}"
 
 
 def phase_shares(phases: Mapping[str, float]) -> str:

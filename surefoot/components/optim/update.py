@@ -105,6 +105,10 @@ class GuardedUpdate:
         multiplier = self._curve(self.applied_steps)
         return [base * multiplier for base in self._base_rates]
 
+    def norm(self) -> Tensor:
+        """The global norm of the gradients as they are; there must be some."""
+        return fused.norm_of([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
         """Update with the gradients times `factor`, clipped, unless their norm is not finite.
 

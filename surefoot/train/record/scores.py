@@ -113,8 +113,14 @@ class Scores:
             "num_samples": run.num_samples, "elapsed_s": elapsed_s, "training_s": run.training_s,
             "samples_per_s": run.num_samples / run.training_s if run.training_s > 0 else None,
             "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
-            **timing_rows(timing),
+            **timing_rows(timing), **_noise_row(self._assembly),
         }  # fmt: skip
+
+
+def _noise_row(assembly: Assembly) -> dict[str, Any]:
+    """The noise of the gradient in the last steps with what follows from it, where that was asked for."""
+    noise = assembly.noise
+    return {} if noise is None else {"noise": {**asdict(noise), "advice": noise.advise(assembly.feed.batch)}}
 
 
 def timing_rows(timing: Timing) -> dict[str, Any]:

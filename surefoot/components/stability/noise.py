@@ -1,0 +1,86 @@
+"""The gradient noise scale: the batch above which more samples a step add little.
+
+S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162, appendix A. The gradient of
+a batch of B samples is the true one, G, plus noise of variance S / B. So the mean squares of the gradients of two batch sizes,
+b < B, tell both: |G_b|^2 = |G|^2 + S / b. The simple noise scale is S / |G|^2, in samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+LEVEL, RESAMPLED = 0.95, 1000
+LEAST, MOST = 8, 200  # steps that an estimate is made of: with fewer its interval says nothing, and older weights are others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """An estimate over the last `num_steps`: the noise scale in samples, and the ends of its 95 % interval.
+
+    `scale` and `high` are None where the gradient itself is not told from its noise: the scale is then at least `low`.
+    """
+
+    scale: float | None
+    low: float
+    high: float | None
+    num_steps: int
+
+    def advise(self, batch: int) -> str:
+        """What follows for a batch. After the paper's model, S = S_min (1 + scale / B) steps and E = E_min (1 + B / scale) samples."""
+        if self.scale is None or self.high is None:
+            return f"the noise scale is {self.low:,.0f} samples or more: a batch above {batch:,} saves steps nearly in proportion"
+        steps, samples = (f"{1 + share:.3g}x" for share in (self.scale / batch, batch / max(self.scale, 1e-9)))
+        costs = f"a batch of {batch:,} takes {steps} the fewest steps and {samples} the fewest samples"
+        if batch < self.low:
+            return (
+                f"{costs}: a larger one, up to about {self.scale:,.0f}, saves steps nearly in proportion; raise the rate with it"
+            )
+        if batch > self.high:
+            return f"{costs}: a smaller one, down to about {self.scale:,.0f}, saves samples"
+        return f"{costs}: about as large as is worth it"
+
+
+class GradientNoise:
+    """Collects, for each step, the squared norms of the gradient of a part of its batch and of all of it."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._unread: deque[tuple[float | Tensor, float | Tensor, int, int]] = deque(maxlen=most)
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=most)  # estimates of |G|^2 and S, each without bias
+
+    def add(self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int) -> None:
+        """One step: `part_square` is |gradient|^2 of the mean over `part` of its `whole` samples. Nothing waits for the device."""
+        self._unread.append((part_square, whole_square, part, whole))
+
+    def _read(self) -> None:
+        """What is not finite says nothing."""
+        while self._unread:
+            one, other, part, whole = self._unread.popleft()
+            part_square, whole_square = float(one), float(other)
+            if 0 < part < whole and math.isfinite(part_square) and math.isfinite(whole_square):
+                signal = (whole * whole_square - part * part_square) / (whole - part)
+                self._pairs.append((signal, (part_square - whole_square) / (1 / part - 1 / whole)))
+
+    def estimate(self) -> Noise | None:
+        """The ratio of the means with its interval by the bootstrap over steps; None for fewer than eight of them."""
+        self._read()
+        if len(self._pairs) < LEAST:
+            return None
+        pairs = np.array(self._pairs)
+        drawn = np.random.default_rng(0).integers(0, len(pairs), (RESAMPLED, len(pairs)))
+        signals, noises = pairs[:, 0][drawn].mean(1), pairs[:, 1][drawn].mean(1)
+        ratios = np.sort(np.where(signals > 0, np.maximum(noises, 0) / np.where(signals > 0, signals, 1), np.inf))
+        tail = (1 - LEVEL) / 2
+        low, high = ratios[int(tail * RESAMPLED)], ratios[int((1 - tail) * RESAMPLED)]
+        signal, noise = pairs.mean(0)
+        if not math.isfinite(low):  # nothing but noise: what is certain is that it is more than was looked at
+            low = ratios[0] if math.isfinite(ratios[0]) else max(0.0, noise) / abs(signal)
+        is_known = signal > 0 and math.isfinite(high)
+        return Noise(
+            scale=float(max(noise, 0) / signal) if is_known else None, low=float(low), high=float(high) if is_known else None,
+            num_steps=len(pairs),
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What another spec would cost, or gain, measured before it is chosen."""

@@ -1,0 +1,152 @@
+"""The noise of the gradient at fixed weights: how its variance falls with the batch, and the batch above which more adds little."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components import checkpoint
+from surefoot.components.data import Iterated, Keys, to_device
+from surefoot.components.optim import leaf_of
+from surefoot.components.stability import GradientNoise, Noise
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError
+from surefoot.train import environment
+from surefoot.train.assemble import Assembly, assemble
+from surefoot.train.quiet import untouched
+
+GROUP = 8  # draws that one pair of batch sizes is made of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A batch size: the variance of its gradient, summed over all weights, from so many `pairs` of batches."""
+
+    batch: int
+    variance: float
+    pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseLab:
+    """What was measured. `slope` is that of log(variance) over log(batch): -1 where samples are independent."""
+
+    batch: int
+    levels: tuple[Level, ...]
+    slope: float
+    mean_norm: float
+    noise: Noise | None
+
+    def as_row(self) -> dict[str, Any]:
+        return {**asdict(self), "advice": None if self.noise is None else self.noise.advise(self.batch)}
+
+
+class Pyramid:
+    """Means of 1, 2, 4 ... vectors that come one by one, and the variance of each: half the mean square of the difference of two."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Tensor | None] = []
+        self.squares: list[list[float]] = []
+
+    def add(self, vector: Tensor) -> None:
+        for level in range(len(self.waiting) + 1):
+            if level == len(self.waiting):
+                self.waiting.append(None)
+                self.squares.append([])
+            other = self.waiting[level]
+            if other is None:
+                self.waiting[level] = vector
+                return
+            self.squares[level].append(float((vector - other).square().sum()) / 2)
+            self.waiting[level], vector = None, (vector + other) / 2
+
+    def levels(self, size: int) -> tuple[Level, ...]:
+        return tuple(
+            Level(batch=size << level, variance=sum(found) / len(found), pairs=len(found))
+            for level, found in enumerate(self.squares) if found
+        )  # fmt: skip
+
+    @property
+    def mean(self) -> Tensor:
+        """Of all vectors, where their number is a power of two."""
+        top = self.waiting[-1]
+        assert top is not None
+        return top
+
+
+def measure_noise(spec: RunSpec, *, run: Path | None = None, size: int | None = None, draws: int = 128) -> NoiseLab:
+    """Draw batches with replacement at the weights of `run` (its newest), or at those that `spec` starts with, and compare them.
+
+    `size` is the smallest batch (default: an eighth of the spec's), `draws` their number. Raises InputError for numbers that measure
+    nothing, and for data that do not seek.
+    """
+    if draws < 2 * GROUP or draws & (draws - 1):
+        raise InputError(f"--draws is {draws}", hint=f"a power of two, {2 * GROUP} or more")
+    if size is not None and size < 1:
+        raise InputError(f"--size is {size}", hint="1 or more samples")
+    put_back = environment.apply(spec)
+    try:
+        assembly = assemble(spec)
+        if isinstance(assembly.feed.source, Iterated) or assembly.feed.source.guarantee != "proven":
+            raise InputError(
+                f"batches cannot be drawn from it: {assembly.feed.source.describe()}",
+                hint="use a source that seeks, as a map dataset",
+            )
+        if run is not None:
+            checkpoint.load_into(assembly.model, run, checkpoint.find_step(run, "last"))
+        return _measure(assembly, size or max(1, spec.train.batch // GROUP), draws)
+    finally:
+        put_back()
+
+
+def _measure(assembly: Assembly, size: int, draws: int) -> NoiseLab:
+    pyramid, noise, drawn = Pyramid(), GradientNoise(), np.random.default_rng(assembly.spec.train.seed)
+    squares, total = 0.0, torch.zeros(())
+    for number in range(draws):
+        vector = gradient_of(assembly, drawn.integers(0, assembly.feed.order.n, size), number)
+        pyramid.add(vector)
+        squares, total = squares + float(vector.square().sum()), total.to(vector) + vector
+        if number % GROUP == GROUP - 1:
+            noise.add(squares / GROUP, float((total / GROUP).square().sum()), size, size * GROUP)
+            squares, total = 0.0, torch.zeros(())
+    levels = pyramid.levels(size)
+    return NoiseLab(
+        batch=assembly.spec.train.batch, levels=levels, slope=find_slope(levels), mean_norm=float(pyramid.mean.norm()),
+        noise=noise.estimate(),
+    )  # fmt: skip
+
+
+def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
+    """The gradient of the mean loss over these samples, as one vector; the weights stay as they are."""
+    augment, model = assembly.task.augment, assembly.model
+    batch = to_device(assembly.feed.source.read(ids), assembly.engine.device)
+    if augment is not None:
+        batch = augment(batch, Keys(assembly.spec.train.seed, draw, ids))
+    update = assembly.updates[0]
+    params = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
+    with untouched(model, assembly.task.state), torch.enable_grad():
+        model.train()
+        torch.manual_seed(draw)
+        with assembly.engine.policy.context():
+            loss = update.loss(model, batch)
+        total = torch.stack([term.total * (term.weight / float(term.count)) for term in loss.terms if float(term.count)]).sum()
+        parts = torch.autograd.grad(total, params, allow_unused=True)
+    return torch.cat(
+        [(torch.zeros_like(p) if part is None else part).flatten().float() for p, part in zip(params, parts, strict=True)]
+    )
+
+
+def find_slope(levels: tuple[Level, ...]) -> float:
+    """Of log(variance) over log(batch), each level weighing as many pairs as it is made of; nan where nothing varies."""
+    if min((level.variance for level in levels), default=0.0) <= 0 or len(levels) < 2:
+        return math.nan
+    x, y = (np.log([getattr(level, name) for level in levels]) for name in ("batch", "variance"))
+    weights = np.array([level.pairs for level in levels], dtype=float)
+    x, y = x - np.average(x, weights=weights), y - np.average(y, weights=weights)
+    return float((weights * x * y).sum() / (weights * x * x).sum())

@@ -1,0 +1,107 @@
+"""`surefoot whatif`: batches and their splits in fresh processes, and the noise of the gradient."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from surefoot.contract import spec_file
+from surefoot.core.errors import InputError
+from surefoot.prove.whatif.batch import find_splits
+from surefoot.prove.whatif.noise import gradient_of, measure_noise
+from surefoot.train.assemble import assemble
+from tests.cli.conftest import Command, surefoot
+from tests.train.small import write_task
+
+__all__ = ["surefoot"]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f'[task]\nuse = "{write_task(tmp_path)}"\n[train]\nbatch = 8\nlength = "99 steps"\n[checkpoint]\nevery = "5 steps"\n'
+    )
+    return path
+
+
+def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(spec: Path, tmp_path: Path, surefoot: Command) -> None:
+    words = ("--batch", "8,5", "--microbatch", "5,2", "--updates", "3", "--rounds", "1", "--csv", str(tmp_path / "out.csv"))
+    answer = surefoot("whatif", str(spec), *words, "--json")
+    assert answer.code == 0, answer.err
+    rows = {(row["batch"], row["microbatch"]): row for row in answer.row["rows"]}
+    assert list(rows) == [(8, 2), (5, 5)]
+    assert [row["num_microbatches"] for row in rows.values()] == [4, 1]
+    assert [row["updates_per_epoch"] for row in rows.values()] == [3, 5]
+    for row in rows.values():
+        assert row["failure"] is None
+        assert min(row["peak_bytes"], row["samples_per_s"]) > 0
+        assert row["items_per_s"] == pytest.approx(row["samples_per_s"])
+        assert row["communications_per_epoch"] == row["updates_per_epoch"]
+    with (tmp_path / "out.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [(int(row["batch"]), int(row["microbatch"])) for row in written] == list(rows)
+
+
+def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("whatif", str(spec), "--batch", "8,9", "--microbatch", "4")
+    assert (answer.code, answer.out) == (2, "")
+    assert "no microbatch of [4] divides a batch of 9" in answer.err
+    assert "these do: [1, 3, 9]" in answer.err
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--batch", "8", "--noise"), ("--batch", "8;9"), ("--batch", "0"), ("--noise", "--draws", "100")]
+)
+def test_a_question_that_is_none_is_refused(words: tuple[str, ...], spec: Path, surefoot: Command) -> None:
+    answer = surefoot("whatif", str(spec), *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert "hint:" in answer.err
+
+
+def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("whatif", str(spec), "--batch", "8", "--microbatch", "4", "--rounds", "1", "--set", "task.width=-1")
+    assert answer.code == 3
+    assert "no row could be measured" in answer.err
+
+
+def test_without_a_microbatch_the_batch_is_halved_three_times() -> None:
+    assert find_splits([12], []) == [(12, 12), (12, 6), (12, 3)]
+    with pytest.raises(InputError, match="more than a person waits for"):
+        find_splits(range(1, 100), [1])
+
+
+# ---- noise
+
+
+def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_is_the_full_gradient(spec: Path) -> None:
+    made = spec_file.read(str(spec)).spec
+    lab = measure_noise(made, size=2, draws=512)
+    assert lab.slope == pytest.approx(-1.0, abs=0.1)
+    assert [level.batch for level in lab.levels[:4]] == [2, 4, 8, 16]
+    assembly = assemble(made)
+    whole = gradient_of(assembly, np.arange(24))
+    single = torch.stack([gradient_of(assembly, np.array([number])) for number in range(24)])
+    torch.testing.assert_close(single.mean(0), whole)
+    variance = float((single - whole).square().sum(1).mean())  # S: that of one sample, with replacement
+    assert lab.levels[0].variance == pytest.approx(variance / 2, rel=0.1)
+    assert lab.mean_norm == pytest.approx(float(whole.norm()), abs=3 * (variance / (2 * 512)) ** 0.5)
+    assert lab.noise is not None
+    assert lab.noise.scale == pytest.approx(variance / float(whole.square().sum()), rel=0.3)
+
+
+def test_the_noise_of_a_run_is_that_at_its_weights(spec: Path, tmp_path: Path, surefoot: Command) -> None:
+    assert surefoot("train", str(spec), "--run", "run", "--steps", "40", "--set", "optim.lr=0.1", "--quiet").code == 0
+    begun = surefoot("whatif", str(spec), "--noise", "--size", "4", "--json").row
+    ended = surefoot("whatif", "run", "--noise", "--size", "4", "--json").row
+    assert begun["slope"] == pytest.approx(-1, abs=0.25)
+    assert ended["mean_norm"] < begun["mean_norm"]
+    assert ended["noise"]["low"] > 0
+    assert begun["advice"]
+    answer = surefoot("whatif", "run", "--noise", "--set", "optim.lr=1.0")
+    assert answer.code == 2
+    assert "a run is measured as it is" in answer.err
