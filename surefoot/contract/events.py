@@ -95,6 +95,16 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dtypes(Event):
+    """What parameters and operators were in, as observed in the first step of an attempt; operators in that of the run alone."""
+
+    kind: ClassVar[str] = "dtypes"
+    step: int
+    parameters: tuple[Mapping[str, Any], ...]
+    operators: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """A split was evaluated with the weights after `step`."""
 
@@ -153,7 +163,7 @@ class Ended(Event):
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in (Started, Step, Evaluated, Committed, Fault, Ended)}
+KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in (Started, Step, Dtypes, Evaluated, Committed, Fault, Ended)}
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
 _NO_COUNTS = ("seed",)  # torch draws one of 64 bits for a process that sets none
 _PLAIN: dict[str, type | tuple[type, ...]] = {

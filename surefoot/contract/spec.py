@@ -192,6 +192,10 @@ class EvaluateTable(Table):
     patience: Positive | None = Field(None, description="stop after so many evaluations without a better score")
 
 
+Role = Literal["storage", "compute", "gradient", "reduce", "master", "state"]
+Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+
+
 class PrecisionTable(Table):
     compute: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = Field(
         "fp32",
@@ -206,6 +210,10 @@ class PrecisionTable(Table):
     )
     master: Literal["fp32", "none"] = Field(
         "fp32", description="what updates of bf16 weights are added up in; none: small updates are lost"
+    )
+
+    contract: dict[Role, Format] = Field(
+        default_factory=dict, description="role -> dtype that step 1 must show of every trained parameter, as master -> fp32"
     )
 
     @model_validator(mode="after")

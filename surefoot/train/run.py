@@ -37,6 +37,7 @@ from surefoot.core.errors import (
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
+from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
@@ -251,6 +252,7 @@ class Run:
         if (owed := self._scores.take_owed()) is not None:
             self._keeper.saved_step = 0  # this step's commit is without it
             self.evaluate(owed)
+        self._first_step = self.step + 1
         self._meter.restart_clock()
         self._clock.begin_steps()
         while self._stop is None and not self._is_over(total):
@@ -268,6 +270,8 @@ class Run:
             self._guard.watch(report)
             if ends_window(number) or number == 1 or report.was_applied is False:
                 self._close_window()
+            if number == self._first_step:
+                tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
             if self._keeper.is_due(number):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
 from surefoot.components.data.order import derive, mix
-from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of
-from surefoot.components.precision import PLAIN, Policy
+from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of, master_of
+from surefoot.components.precision import PLAIN, DtypeRecord, Policy
 from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
@@ -52,6 +53,8 @@ class Stepper:
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
         self._policy, self._scaler = policy, policy.scaler
+        self.record: DtypeRecord | None = None  # of the first step that was done here
+        self._look: AbstractContextManager[Any] | None = None
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -78,6 +81,10 @@ class Stepper:
         overflowed: bool | Tensor = False
         rate: float | Tensor = 0.0
         num_done = 0
+        is_first = self.record is None
+        if self.record is None:
+            self.record = DtypeRecord(self._model, tf32=self._policy.compute == "tf32")
+            self._look = self.record if number == 1 else None  # the same whether a run was left before this step, or not
         for index, update in enumerate(self._updates):
             if number % update.every:
                 continue
@@ -90,6 +97,9 @@ class Stepper:
             self._buffers.put_back_unless(applied)
         if self._average is not None:
             self._average.update(applied)
+        if is_first:
+            self._look = None
+            self.record.see_update((each for update in self._updates for each in update.guarded.states()), master_of)
         self.clock.end_step(number)
         report = StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
@@ -122,25 +132,26 @@ class Stepper:
         # a GAN's generator must not leave gradients in the critic
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
-        for position, batch in enumerate(batches):
-            if position:
-                switch(FORWARD)
-            self._seed_draws(number, position, index)
-            with self._policy.context():
-                loss = update.loss(self._model, batch)
-            terms = loss.terms
-            if len(batches) > 1:
-                check_splittable(update.name, loss, counts is not None)
-            factors = [self._factor(term, counts, scale) for term in terms]
-            if update.in_backward is not None:
-                _add(totals, terms)
-                named = f"step {number}: the loss of update {update.name}"
-                return *self._update_in_backward(update.in_backward, terms, factors, named), False
-            switch(BACKWARD)
-            backward([term.total for term in terms], factors, inputs)
-            _add(mine, terms)
-            if self.noise is not None and position == 0:
-                first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
+        with nullcontext() if self._look is None else self._look:
+            for position, batch in enumerate(batches):
+                if position:
+                    switch(FORWARD)
+                self._seed_draws(number, position, index)
+                with self._policy.context():
+                    loss = update.loss(self._model, batch)
+                terms = loss.terms
+                if len(batches) > 1:
+                    check_splittable(update.name, loss, counts is not None)
+                factors = [self._factor(term, counts, scale) for term in terms]
+                if update.in_backward is not None:
+                    _add(totals, terms)
+                    named = f"step {number}: the loss of update {update.name}"
+                    return *self._update_in_backward(update.in_backward, terms, factors, named), False
+                switch(BACKWARD)
+                backward([term.total for term in terms], factors, inputs)
+                _add(mine, terms)
+                if self.noise is not None and position == 0:
+                    first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
         switch(OPTIMISER)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:

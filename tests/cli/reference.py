@@ -53,6 +53,8 @@ def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
             return "list of pairs"
         return f"list of {len(inside)} numbers" if "prefixItems" in schema else "list of texts"
     names = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "table of numbers"}
+    if schema["type"] == "object" and "propertyNames" in schema:
+        return f"table of {_values(schema['propertyNames'], False)} to {_values(schema['additionalProperties'], False)}"
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     limits = [f"{sign} {schema[limit]:g}" for limit, sign in signs.items() if limit in schema]
     return " ".join([names[schema["type"]], ", ".join(limits)]).strip()

@@ -39,6 +39,7 @@ EDITS = {
     "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"), "precision.init_scale": (2.0, "fork"),
     "precision.growth_interval": (9, "fork"), "precision.min_scale": (0.5, "fork"),
     "precision.keep": (("0*",), "fork"), "precision.weights": ("bf16", "refused"), "precision.master": ("none", "refused"),
+    "precision.contract": ({"state": "fp32"}, "fork"),
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_started_says_what_where_and_with_which_versions(folder: Path) -> None:
 
 def test_every_line_is_one_versioned_record_with_units_in_its_names(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / events.FILE).read_text().splitlines()]
-    assert [row["kind"] for row in rows] == ["started", *["step"] * 5, "evaluated", "committed", "ended"]
+    assert [row["kind"] for row in rows] == ["started", "step", "dtypes", *["step"] * 4, "evaluated", "committed", "ended"]
     assert all(row["v"] == events.VERSION and row["generation"] == 1 and row["time_s"] > 0 for row in rows)
     assert {"elapsed_s", "waiting_s", "samples_per_s", "peak_bytes", "gradient_norm", "loss"} <= set(rows[1])
 

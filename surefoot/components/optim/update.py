@@ -7,7 +7,7 @@ counter and learning rate stay tensors on the device and nobody waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,12 @@ class GuardedUpdate:
     def _take_groups(self) -> None:
         """The fused groups hold the tensors of the state as lists: taken again whenever those are replaced."""
         self._fused = [_groups_of(each) for each in self.optimizers]
+
+    def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Each tensor that is moved, with what its optimiser keeps of it."""
+        for optimizer, held in zip(self.optimizers, self._held, strict=True):
+            moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            yield from ((holder, optimizer.state.get(parameter, {})) for holder, parameter in zip(held, moved, strict=True))
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
         """All that a checkpoint must hold, by the parameters' `names` (id -> name); tensors are not copied."""

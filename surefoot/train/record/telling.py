@@ -18,7 +18,7 @@ class Telling:
         self, journal: Journal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int
     ) -> None:  # fmt: skip
         self.journal, self.console = journal, console
-        self._tensorboard, self._guard, self._clock, self._generation = tensorboard, guard, clock, generation
+        self._tensorboard, self._guard, self._clock, self.generation = tensorboard, guard, clock, generation
 
     def say(self, text: str) -> None:
         with self._clock.within(LOGGING):
@@ -36,7 +36,7 @@ class Telling:
     def judge(self, step: int) -> None:
         """Record and say what the guard found in the steps up to `step`."""
         for fault in self._guard.judge(step):
-            self.write(environment.fault(self._generation, fault))
+            self.write(environment.fault(self.generation, fault))
             self.say(f"step {fault.step}: {fault.detail}; {fault.action}")
 
     def evaluated(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
@@ -53,7 +53,7 @@ class Telling:
     def fault(self, fault: GuardFault) -> None:
         """Record what went wrong, and say it even to who wants quiet."""
         with self._clock.within(LOGGING):
-            self._record(environment.fault(self._generation, fault))
+            self._record(environment.fault(self.generation, fault))
             self.console.warn(f"{fault.detail}; {fault.action}")
 
     def _record(self, event: events.Event) -> None:

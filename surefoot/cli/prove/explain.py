@@ -1,0 +1,66 @@
+"""`surefoot explain`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, NumbersError
+
+if TYPE_CHECKING:
+    from surefoot.components.precision import DtypeRecord, Policy
+
+
+def explain(
+    spec: SpecArgument, set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Take the first step of a spec and show what every parameter and operator was in.
+
+    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state. Ends with 1 where the spec's
+    `precision.contract` does not hold. Nothing is written.
+    """
+    from dataclasses import asdict
+
+    from surefoot.components.precision import check_contract
+    from surefoot.contract import spec_file
+    from surefoot.prove.bench.rehearsal import Rehearsal
+
+    origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
+    with Rehearsal(origin.spec, steps=1) as rehearsal:
+        rehearsal.take("step")
+        policy, record = rehearsal.assembly.engine.policy, rehearsal.assembly.engine.stepper.record
+    assert record is not None
+    breach = None
+    try:
+        check_contract(origin.spec.precision.contract, record.parameters)
+    except NumbersError as error:
+        breach = error.message
+    if json:
+        rows = [asdict(each) for each in record.parameters]
+        options.print_json({"spec": spec, "compute": policy.compute, "why": policy.why, "contract": origin.spec.precision.contract,
+                            "breach": breach, "parameters": rows, "operators": record.operators})  # fmt: skip
+    else:
+        _print(policy, record, origin.spec.precision.contract, breach)
+    return EXIT_OK if breach is None else EXIT_VERDICT_FAILS
+
+
+def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | None) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.components.precision import ROLES, group
+
+    print(f"computing in {policy.compute}: {policy.why}\n")
+    rows = [
+        [_named(row["names"]), f"{row['num_numbers']:,}", *(row[role] or "n/a" for role in ROLES)]
+        for row in group(record.parameters)
+    ]  # fmt: skip
+    print_table(["parameters", "numbers", *ROLES], rows, right=["numbers"])
+    print()
+    print_table(["operator", "was given"], list(record.operators.items()))
+    if contract:
+        print(f"\ncontract: {breach or 'holds'}")
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,183 @@
+"""The dtype record: what each parameter is stored, computed, summed up and updated in, and each operator, as observed in one step.
+
+    record = DtypeRecord(model)
+    with record:
+        loss(model(batch)).backward()
+    record.see_update(optimizer.state.items())
+    record.parameters, record.operators
+
+The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`. It stands below autocast, so it sees what an operator
+is really given. A cast or a view of a parameter counts as that parameter: it is known by the storage that it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from surefoot.core.errors import NumbersError
+
+NAMES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
+CASTS = ("_to_copy", "to", "copy_")
+# what moves numbers and computes none
+MOVES = {
+    "detach", "alias", "clone", "t", "transpose", "permute", "expand", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze",
+    "squeeze", "as_strided", "split", "unbind", "cat", "stack", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty",
+    "fill_", "zero_", "slice_backward", "select_backward", "contiguous", "_reshape_alias", "split_with_sizes", "new_empty_strided",
+}  # fmt: skip
+UPDATES = ("_fused_", "_foreach_")  # inside a backward pass that updates
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "linear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterDtypes:
+    """One parameter: `compute` is what operators were given of it, `gradient` what autograd made, `reduce` what gradients are summed up
+    in, `master` what the update moves, `state` what the optimiser keeps. None is what was not seen."""
+
+    name: str
+    numel: int
+    storage: str
+    compute: str | None = None
+    gradient: str | None = None
+    reduce: str | None = None
+    master: str | None = None
+    state: str | None = None
+
+
+ROLES = ("storage", "compute", "gradient", "reduce", "master", "state")
+
+
+class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that looks at every operator of a forward and backward pass. `tf32` where 32-bit products are rounded so."""
+
+    def __init__(self, model: nn.Module, *, tf32: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tf32 = tf32
+        self._named = dict(model.named_parameters())
+        self._names = {_key(parameter): name for name, parameter in self._named.items()}
+        self._held: list[Tensor] = []  # casts: a storage that is let go gives its address to another
+        self._computed: dict[str, dict[str, None]] = {}
+        self._gradients: dict[str, str] = {}
+        self._operators: dict[str, dict[str, None]] = {}
+        self._handles = [
+            parameter.register_hook(self._gradient_of(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._named.items()
+            if parameter.requires_grad
+        ]
+        self.parameters: tuple[ParameterDtypes, ...] = ()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func.overloadpacket).removeprefix("aten.")
+        given = [each for each in _tensors(args) if each.is_floating_point()]
+        if name in CASTS:
+            for each in given[:1]:
+                if isinstance(out, Tensor) and (known := self._names.get(_key(each))) is not None and _key(out) != _key(each):
+                    self._names[_key(out)] = known
+                    self._held.append(out)
+        elif name not in MOVES and given and not name.startswith(UPDATES):
+            dtype = self._told(name, given)
+            self._operators.setdefault(name, {})[dtype] = None
+            for each in given:
+                if (known := self._names.get(_key(each))) is not None:
+                    self._computed.setdefault(known, {})[self._told(name, [each])] = None
+        return out
+
+    def _told(self, name: str, given: Sequence[Tensor]) -> str:
+        """The dtypes of what an operator was given, in words."""
+        found = dict.fromkeys(NAMES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in given)
+        if self._tf32 and name in PRODUCTS and tuple(found) == ("fp32",):
+            return "tf32"
+        return " and ".join(found)
+
+    def _gradient_of(self, name: str) -> Callable[[Tensor], None]:
+        def see(gradient: Tensor) -> None:
+            self._gradients[name] = NAMES.get(gradient.dtype, str(gradient.dtype))
+
+        return see
+
+    def see_update(
+        self,
+        states: Iterable[tuple[Tensor, Mapping[str, Any]]],
+        master_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    ) -> None:
+        """Look at what the update moves and what the optimiser keeps of it: call it before gradients are cleared."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._held.clear()
+        kept = {id(moved): state for moved, state in states}
+        self.parameters = tuple(self._row(name, parameter, master_of(parameter), kept) for name, parameter in self._named.items())
+
+    def _row(self, name: str, parameter: Tensor, master: Tensor, kept: Mapping[int, Mapping[str, Any]]) -> ParameterDtypes:
+        state = kept.get(id(master))
+        numbers = (
+            [] if state is None else [_name(each) for key, each in state.items() if isinstance(each, Tensor) and key != "step"]
+        )
+        return ParameterDtypes(
+            name=name, numel=parameter.numel(), storage=_name(parameter), compute=_join(self._computed.get(name)),
+            gradient=self._gradients.get(name), reduce=None if master.grad is None else _name(master.grad),
+            master=None if state is None else _name(master), state=_join(numbers),
+        )  # fmt: skip
+
+    @property
+    def operators(self) -> dict[str, str]:
+        """Each operator and the dtypes that it was given, by name."""
+        return {name: ", ".join(found) for name, found in sorted(self._operators.items())}
+
+
+def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDtypes]) -> None:
+    """Raise NumbersError for the first parameter that was seen in another dtype than `contract` (role -> dtype) says.
+
+    What was not seen, as the state of an optimiser that keeps none, breaks nothing.
+    """
+    for row in parameters:
+        for role, wanted in contract.items():
+            found = getattr(row, role)
+            if found is not None and found != wanted and row.master is not None:
+                raise NumbersError(
+                    f"precision.contract says {role} = {wanted!r}, and that of {row.name} is {found}, as observed in step 1",
+                    hint="surefoot explain SPEC shows every parameter; change the spec, or the contract",
+                )
+
+
+def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
+    """Parameters that are alike in every role as one row: their names, and how many numbers they hold."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each in parameters:
+        values = asdict(each)
+        key = tuple(values[role] for role in ROLES)
+        row = rows.setdefault(key, {"names": [], "num_numbers": 0, **{role: values[role] for role in ROLES}})
+        row["names"].append(each.name)
+        row["num_numbers"] += each.numel
+    return list(rows.values())
+
+
+def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage().data_ptr(), tensor.dtype
+
+
+def _name(tensor: Tensor) -> str:
+    return NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def _join(names: Iterable[str] | None) -> str | None:
+    return ", ".join(dict.fromkeys(names)) or None if names is not None else None
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _tensors(each)

@@ -1,0 +1,33 @@
+"""The dtype record of an attempt's first step: into the log, and held against the spec's contract."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from surefoot.components.precision import ParameterDtypes, check_contract, group
+from surefoot.contract import events
+from surefoot.train.assemble import Assembly
+from surefoot.train.record.telling import Telling
+
+NUM_NAMED = 4  # of the parameters that are alike
+
+
+def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
+    """Record what was observed in `step`. Raises NumbersError for a parameter that the contract does not allow."""
+    record = assembly.engine.stepper.record
+    if record is None:
+        return
+    rows = tuple(in_short(record.parameters))
+    telling.write(
+        events.Dtypes(
+            generation=telling.generation, time_s=time.time(), step=step, parameters=rows, operators=record.operators,
+        )
+    )  # fmt: skip
+    check_contract(assembly.spec.precision.contract, record.parameters)
+
+
+def in_short(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
+    """Parameters that are alike as one row, the first few of them by name."""
+    return [{**row, "names": row["names"][:NUM_NAMED], "num_parameters": len(row["names"])} for row in group(parameters)]
