@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import measured
 from benchmarks.input import run as input_run
+from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
 from benchmarks.roofline import run as roofline_run
 from benchmarks.startup import run as startup_run
@@ -22,6 +23,8 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     startup_run.RESULTS: (startup_run.render, measured.render_conditions),
     memory_run.RESULTS: (memory_run.render, measured.render_conditions),
     input_run.RESULTS: (input_run.render, measured.render_conditions),
+    large_batch_run.RESULTS: (large_batch_run.render_step, measured.render_conditions),
+    large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
     roofline_run.RESULTS: (roofline_run.render, measured.render_conditions),
 }
 
@@ -78,6 +81,28 @@ def test_peaks_are_judged_by_their_spread_and_against_the_best_call_found() -> N
     assert "| 1 | fp32_flops_per_s | 101 | 3 | 3.96 % | holds |" in good
     assert "| 1 | fp32_flops_per_s | 101 | 110 | torch: mm, 8 x 8 x 8 | 91.82 % | holds |" in good
     assert roofline_run.render(peaks_of([100e9, 101e9, 107e9], best=130e9)).count("| fails |") == 2
+
+
+def test_scores_at_a_large_batch_are_held_against_those_of_the_same_seeds() -> None:
+    def scored(lars: list[float]) -> str:
+        arms = {f"sgd 256 seed {seed}": 0.9 for seed in range(3)} | {
+            f"lars 2048 seed {seed}": score for seed, score in enumerate(lars)
+        }
+        outcomes = [Outcome(arm=arm, round=0, ended="done", measures={"score": score}) for arm, score in arms.items()]
+        return large_batch_run.render_score(Trial(title="t", arms=tuple(arms), rounds=1, seed=0, outcomes=tuple(outcomes)))
+
+    assert "| lars 2048 | 89 | 3 | -1 (-1 to -1, n = 3) | holds |" in scored([0.89] * 3)
+    assert scored([0.88] * 3).count("| fails |") == 1
+    assert "| lamb 2048 | n/a | 0 |  | not measured |" in scored([0.88] * 3)
+
+
+def test_every_run_of_the_large_batch_benchmark_is_a_spec() -> None:
+    made = {kind: large_batch_run.make_spec(kind, 1, "somewhere") for kind in large_batch_run.KINDS}
+    assert len(large_batch_run.score_arms(2, "somewhere")) == 2 * len(made)
+    assert {kind: (each.train.batch, each.train.microbatch or each.train.batch) for kind, each in made.items()} == {
+        "sgd 256": (256, 256), "lars 2048": (2048, 256), "lamb 2048": (2048, 256),
+    }  # fmt: skip
+    assert {(each.train.length, each.train.seed, each.task.use) for each in made.values()} == {("4 epochs", 1, "cifar10")}
 
 
 def test_a_benchmarks_table_stands_between_its_marks() -> None:

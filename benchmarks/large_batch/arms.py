@@ -1,0 +1,74 @@
+"""One update of an optimiser over the weights of a workload, and one whole run of a spec for its score.
+
+python -m benchmarks.large_batch.arms step NAME MODEL,MODEL REPORT
+python -m benchmarks.large_batch.arms score SPEC RUN REPORT
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks.step_cost.models import WORKLOADS
+from surefoot.components import optim
+from surefoot.contract import spec_file
+from surefoot.contract.spec import OptimTable
+from surefoot.train import environment
+from surefoot.train.run import Run, drive
+from surefoot.trial import Clock, write_report
+
+WARMUP, UPDATES = 20, 200
+
+
+def make_update(name: str, model: nn.Module) -> Callable[[], object]:
+    """The guarded update of surefoot, or with `compiled` in the name the optimiser's own step as one graph."""
+    kind, _, compiled = name.partition(" ")
+    table = OptimTable.model_validate({"name": kind, "lr": 1e-4, "fused": not compiled})
+    built = optim.build(table, optim.find_trained(model))
+    if compiled:
+        (optimizer,) = built.optimizers
+        step: Callable[[], object] = torch.compile(optimizer.step)
+        return step
+    return optim.GuardedUpdate(built.optimizers, clip=1.0).step_if_finite
+
+
+def measure_step(name: str, models: str, report: str) -> None:
+    """CPU seconds of an update whose gradients are there already, of each model."""
+    torch.set_num_threads(1)
+    environment.keep_freed_memory()  # as every run does
+    measures: dict[str, float] = {}
+    for model in models.split(","):
+        measures |= {f"{model}/{key}": value for key, value in _step(name, WORKLOADS[model].model()).items()}
+    write_report(report, measures)
+
+
+def _step(name: str, model: nn.Module) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator)
+    update = make_update(name, model)
+    for _ in range(WARMUP):
+        update()
+    with Clock() as clock:
+        for _ in range(UPDATES):
+            update()
+    return clock.per(UPDATES)
+
+
+def measure_score(spec: str, folder: str, report: str) -> None:
+    """The score of the last evaluation of a run."""
+    with Run(spec_file.read(spec).spec, folder=folder, quiet=True) as run:
+        drive(run)
+    write_report(report, {"score": float(run.summary["value"]), "training_s": run.training_s, "updates": float(run.step)})
+
+
+def main() -> None:
+    what, *words = sys.argv[1:]
+    {"step": measure_step, "score": measure_score}[what](*words)
+
+
+if __name__ == "__main__":
+    main()
