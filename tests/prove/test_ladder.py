@@ -41,8 +41,17 @@ def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(devic
         assert rung.is_here or rung.needs
         if rung.is_here:
             assert spec_file.write(rung.on(start)) != spec_file.write(start)
+    large = next(rung for rung in found if rung.name == "large batch").on(start)
+    assert (large.train.batch, large.optim.reference_batch) == (4 * start.train.batch, start.train.batch)
     assert {rung.name: rung.is_here for rung in found}["kernels"] is (device == "cuda")
     assert {rung.name: rung.is_here for rung in found}["threads"] is (device == "cpu" and cores > 1)
+
+
+def test_the_parts_of_a_batch_that_grows_divide_all_its_sizes() -> None:
+    start = rungs.plain(SPEC.replace(train={"batch": 24, "ramp": ((0, 8), (100, 12), (200, 24))}))
+    found = {rung.name: rung for rung in find_rungs(start, device="cpu", cores=1)}
+    assert found["microbatch"].on(start).train.microbatch == 1
+    assert not found["large batch"].is_here
 
 
 def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Rung:
 def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
     """Every rung whose room is built, from the bottom up: what changes no number first, so that the others stand on firm ground."""
     gpu = device == "cuda"
-    part = find_part(spec.train.batch)
+    part = find_part(math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch)
     return (
         Rung(name="allocator", kind="nothing", change={"train.keep_freed_memory": True}, expected={"time": 0.9},
              needs="training on a CPU", is_here=not gpu),
@@ -82,7 +83,17 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
              needs="a batch that can be divided", is_here=part is not None),
         Rung(name="recompute", kind="nothing", change={"memory.recompute": "full"}, purpose="memory",
              expected={"memory": 0.5, "time": 1.3}),
+        Rung(name="large batch", kind="algorithm", change=_enlarged(spec), expected={"time": 0.9},
+             needs="a batch of one size", is_here=not spec.train.ramp),
     )  # fmt: skip
+
+
+def _enlarged(spec: RunSpec) -> dict[str, Any]:
+    """Four times the batch, with the rate that goes with it."""
+    optim = spec.optim
+    rule = "linear" if optim.name in ("sgd", "lars") else "sqrt"
+    scaled = {} if optim.reference_batch is not None else {"optim.reference_batch": spec.train.batch, "optim.scaling": rule}
+    return {"train.batch": 4 * spec.train.batch, **scaled}
 
 
 def _takes(spec: RunSpec, parameter: str) -> bool:
