@@ -37,6 +37,7 @@ from surefoot.core.errors import (
 from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
+from surefoot.train.record import causes
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
@@ -295,7 +296,7 @@ class Run:
             self._telling.write(self.assembly.stepped(self.generation, summary, self._clock.take()))
             self._telling.judge(summary.step)
             self._telling.console.step(summary)
-        self._guard.raise_if_over(summary.step)
+        causes.raise_if_over(self._guard, self.assembly, summary.step)
 
     @property
     def is_stopping(self) -> str | None:

@@ -26,12 +26,17 @@ def explain(
     from surefoot.components.precision import check_contract
     from surefoot.contract import spec_file
     from surefoot.prove.bench.rehearsal import Rehearsal
+    from surefoot.train.record.causes import find_overflow
 
     origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
     with Rehearsal(origin.spec, steps=1) as rehearsal:
         rehearsal.take("step")
         policy, record = rehearsal.assembly.engine.policy, rehearsal.assembly.engine.stepper.record
+        seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None
+    overflow = None
+    if seen is not None and seen.direction == "forward":  # what the loss scale cannot answer
+        overflow = seen.words if seen.remedy is None else f"{seen.words}; set {seen.remedy}"
     breach = None
     try:
         check_contract(origin.spec.precision.contract, record.parameters)
@@ -39,10 +44,14 @@ def explain(
         breach = error.message
     if json:
         rows = [asdict(each) for each in record.parameters]
-        options.print_json({"spec": spec, "compute": policy.compute, "why": policy.why, "contract": origin.spec.precision.contract,
-                            "breach": breach, "parameters": rows, "operators": record.operators})  # fmt: skip
+        options.print_json({
+            "spec": spec, "compute": policy.compute, "why": policy.why, "contract": origin.spec.precision.contract, "breach": breach,
+            "overflow": overflow, "parameters": rows, "operators": record.operators,
+        })  # fmt: skip
     else:
         _print(policy, record, origin.spec.precision.contract, breach)
+        if overflow is not None:
+            print(f"\noverflow: {overflow}")
     return EXIT_OK if breach is None else EXIT_VERDICT_FAILS
 
 

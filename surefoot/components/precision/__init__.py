@@ -1,5 +1,15 @@
 """Precision: which dtype computes what, and the loss scale that fp16 needs."""
 
+from surefoot.components.precision.formats import Format, find_formats, round_to_tf32
+from surefoot.components.precision.instability import (
+    Flushed,
+    Overflow,
+    Watch,
+    advise_scale,
+    count_lost,
+    total,
+    was_clipped_first,
+)
 from surefoot.components.precision.keep import keep_in_fp32
 from surefoot.components.precision.policy import (
     HALVES,
@@ -22,16 +32,26 @@ __all__ = [
     "ROLES",
     "Compute",
     "DtypeRecord",
+    "Flushed",
+    "Format",
     "LossScaler",
+    "Overflow",
     "ParameterDtypes",
     "Policy",
     "Units",
+    "Watch",
+    "advise_scale",
     "build",
     "check_contract",
     "choose",
     "compute_context",
+    "count_lost",
+    "find_formats",
     "find_units",
     "group",
     "keep_in_fp32",
+    "round_to_tf32",
     "set_products",
+    "total",
+    "was_clipped_first",
 ]

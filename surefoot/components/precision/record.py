@@ -33,6 +33,11 @@ MOVES = {
     "squeeze", "as_strided", "split", "unbind", "cat", "stack", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty",
     "fill_", "zero_", "slice_backward", "select_backward", "contiguous", "_reshape_alias", "split_with_sizes", "new_empty_strided",
 }  # fmt: skip
+# what overflows by computing; others make infinite numbers on purpose, as a mask of attention does
+OVERFLOWING = {
+    "_to_copy", "add", "addmm", "baddbmm", "bmm", "convolution", "cumsum", "div", "exp", "linalg_vector_norm", "mean", "mm", "mul", "norm",
+    "pow", "prod", "reciprocal", "rsqrt", "square", "sub", "sum", "var",
+}  # fmt: skip
 UPDATES = ("_fused_", "_foreach_")  # inside a backward pass that updates
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
@@ -134,6 +139,34 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def operators(self) -> dict[str, str]:
         """Each operator and the dtypes that it was given, by name."""
         return {name: ", ".join(found) for name, found in sorted(self._operators.items())}
+
+
+class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that finds the first operator that makes a 16-bit number infinite out of finite ones; `where` names the module at work.
+
+    A norm that squares so gives zeros and no error: only its operators show it.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._where = where
+        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None  # operator, module, what it gave, what it was given
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func.overloadpacket).removeprefix("aten.")
+        if self.found is None and name in OVERFLOWING:
+            made = [each for each in _tensors((out,)) if each.is_floating_point() and each.element_size() == 2]
+            given = [each for each in _tensors(args) if each.is_floating_point()]
+            if not all(map(_is_finite, made)) and all(map(_is_finite, given)):
+                self.found = (name, self._where(), next(each for each in made if not _is_finite(each)), given)
+        return out
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDtypes]) -> None:

@@ -1,0 +1,106 @@
+"""Number formats shown by running them: each number below is found by casting values and looking at what comes back.
+
+tf32 is no dtype of torch: a GPU rounds fp32 to it on the way into a product. Here its rounding is done by hand, to 10 mantissa bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HALVINGS = 60  # of an interval of doubles: down to its last bit
+LEAST_NORMAL, LARGEST = 2.0**-126, 3.4028234e38  # of fp32
+USES = {
+    "fp32": "weights, optimiser state, sums; the default",
+    "tf32": "products of fp32 on a GPU, rounded on the way in",
+    "bf16": "forward and backward; no loss scale",
+    "fp16": "forward and backward, with a loss scale",
+    "e4m3": "weights and activations of products, scaled by tensor or block",
+    "e5m2": "gradients of products, scaled by tensor or block",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """What a format holds. `resolution` is the distance from 1 to the next number; up to `vanishes_up_to` a value becomes 0, below
+    `least_normal` it keeps fewer bits, and from `overflows_from` on it becomes infinite, not a number, or the largest there is.
+    """
+
+    name: str
+    bits: int
+    significant_bits: int
+    largest: float
+    least_normal: float
+    least: float
+    resolution: float
+    overflows_from: float
+    overflows_to: str
+    vanishes_up_to: float
+    use: str
+
+
+def round_to_tf32(values: Tensor) -> Tensor:
+    """fp32 values rounded to 10 mantissa bits, ties to even; what overflows becomes infinite.
+
+    >>> round_to_tf32(torch.tensor([1.0, 1.0 + 2**-10, 1.0 + 2**-11])).tolist()
+    [1.0, 1.0009765625, 1.0]
+    """
+    bits = values.view(torch.int32)
+    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
+    return torch.where(torch.isfinite(values), rounded.view(torch.float32), values)
+
+
+def _through(dtype: torch.dtype) -> Callable[[float], float]:
+    return lambda value: float(torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64))
+
+
+_CASTS: dict[str, tuple[int, Callable[[float], float]]] = {
+    "fp32": (32, _through(torch.float32)),
+    "tf32": (19, lambda value: float(round_to_tf32(torch.tensor(value, dtype=torch.float64).float()))),
+    "bf16": (16, _through(torch.bfloat16)),
+    "fp16": (16, _through(torch.float16)),
+    "e4m3": (8, _through(torch.float8_e4m3fn)),
+    "e5m2": (8, _through(torch.float8_e5m2)),
+}
+
+
+def find_formats() -> tuple[Format, ...]:
+    """Every format, measured."""
+    return tuple(_measure(name, bits, cast) for name, (bits, cast) in _CASTS.items())
+
+
+def _measure(name: str, bits: int, cast: Callable[[float], float]) -> Format:
+    fraction_bits = next(count for count in range(60) if cast(1.0 + 2.0 ** -(count + 1)) == 1.0)
+    resolution = 2.0**-fraction_bits
+    least_exponent = next(exponent for exponent in range(1, 200) if cast(2.0**-exponent) == 0.0) - 1
+    normal_exponent = next(exponent for exponent in range(1, 200) if not _keeps_all(cast, 2.0**-exponent, resolution)) - 1
+    power = 2.0 ** max(exponent for exponent in range(200) if cast(2.0**exponent) == 2.0**exponent)
+    step = power * resolution  # between the largest numbers
+    largest = max(value for number in range(16) if cast(value := 2.0 * power - step * (number + 1)) == value)
+    overflow = _border(lambda value: not abs(cast(value) - value) < step / 2, largest, 2.0 * power)[1]
+    vanishing = _border(lambda value: cast(value) != 0.0, 0.0, 2.0**-least_exponent)[0]
+    return Format(
+        name=name, bits=bits, significant_bits=fraction_bits + 1, largest=largest, least_normal=2.0**-normal_exponent,
+        least=2.0**-least_exponent, resolution=resolution, overflows_from=overflow, overflows_to=f"{cast(2.0 * power):g}",
+        vanishes_up_to=vanishing, use=USES[name],
+    )  # fmt: skip
+
+
+def _keeps_all(cast: Callable[[float], float], value: float, resolution: float) -> bool:
+    return cast(value * (1.0 + resolution)) == value * (1.0 + resolution)
+
+
+def _border(holds: Callable[[float], bool], below: float, above: float) -> tuple[float, float]:
+    """The last value for which it does not hold and the first for which it does, to the bits that fp32 has."""
+    for _ in range(HALVINGS):
+        middle = (below + above) / 2
+        below, above = (below, middle) if holds(middle) else (middle, above)
+    is_normal = LEAST_NORMAL < above < LARGEST
+    return (_as_fp32(below), _as_fp32(above)) if is_normal else (below, above)
+
+
+def _as_fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).float())

@@ -1,0 +1,211 @@
+"""What goes wrong in few bits, seen in one forward and backward pass and named by module, each with what cures it.
+
+with Watch(model, scale=65536.0) as watch:
+    (loss(model(batch)) * 65536.0).backward()
+watch.overflow      # the first module whose numbers were not finite though what it was given was
+watch.flushed()     # by module: the share of gradient values that fp16 makes zero
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from surefoot.components.precision.record import NAMES, OverflowRecord
+
+VANISHES_UP_TO = 2.0**-25  # in fp16: half its least number, ties go to zero
+HEADROOM = 2.0**14  # a scaled gradient should stay this small: fp16 ends at 65,504, and the next batch may have larger ones
+LARGEST_SCALE = 2.0**24
+LOSS = "the loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """Where numbers stopped being finite: `module` was given finite ones. `dtype` is what it gave, `largest` the largest it was given."""
+
+    module: str
+    direction: Literal["forward", "backward"]
+    dtype: str
+    largest: float | None
+    operator: str | None = None
+
+    @property
+    def words(self) -> str:
+        way = "of its output" if self.direction == "forward" else "of the gradient that it hands on"
+        given = "" if self.largest is None else f"; the largest number that it was given is {self.largest:.3g}"
+        if self.operator is not None:
+            return f"{self.operator} in {self.module} overflows in {self.dtype}{given}"
+        return f"{self.module} is the first module with numbers {way} that are not finite, in {self.dtype}{given}"
+
+    @property
+    def remedy(self) -> str | None:
+        """What to set in the spec; None where the format is not to blame."""
+        if self.dtype not in ("fp16", "bf16"):
+            return None
+        return 'precision.compute = "bf16"' if self.module == LOSS else f'precision.keep = ["{self.module}"]'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flushed:
+    """Gradient values of one module's output or weights that are not zero, and the share of them that fp16 makes zero at a scale."""
+
+    module: str
+    num_values: int
+    shares: Mapping[float, float]
+    largest: float
+
+
+class Watch:
+    """A context that looks at what every module gives and is given, forward and backward; `scale` is that of the loss inside."""
+
+    def __init__(self, model: nn.Module, *, scale: float = 1.0, scales: Iterable[float] = (1.0,)) -> None:
+        self._model, self._scale, self._scales = model, scale, tuple(scales)
+        self._handles: list[RemovableHandle] = []
+        self._last = LOSS  # whose gradient was seen last, and finite
+        self._running: list[str] = []
+        self._operators = OverflowRecord(lambda: self._running[-1] if self._running else LOSS)
+        self._counts: dict[str, list[float]] = {}
+        self.overflow: Overflow | None = None
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._before(name or "the model")))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            if not any(True for _ in module.children()):
+                self._handles.append(module.register_forward_hook(self._after(name or "the model"), with_kwargs=True))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._counting(name)))  # type: ignore[no-untyped-call]
+        self._operators.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self._operators.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._operators.found is not None:
+            operator, module, made, given = self._operators.found
+            way: Literal["forward", "backward"] = "backward" if module == LOSS else "forward"
+            known = self.overflow
+            if known is None or (way == "forward" and (known.direction == "backward" or known.module == module)):
+                self.overflow = Overflow(
+                    module=module, direction=way, dtype=_name(made), largest=_largest(given), operator=operator
+                )  # fmt: skip
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, given: Any) -> None:
+            self._running.append(name)
+
+        return enter
+
+    def _leave(self, module: nn.Module, given: Any, made: Any) -> None:
+        self._running.pop()
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, given: Any, named: Any, made: Any) -> None:
+            inputs, outputs = list(_floats((given, named))), list(_floats(made))
+            if self.overflow is None and not all(map(_is_finite, outputs)) and all(map(_is_finite, inputs)):
+                narrow = next((each for each in (*outputs, *inputs) if each.element_size() < 4), outputs[0])
+                self.overflow = Overflow(module=name, direction="forward", dtype=_name(narrow), largest=_largest(inputs))
+            for each in outputs:
+                if each.requires_grad:
+                    each.register_hook(self._behind(name))  # type: ignore[no-untyped-call]
+
+        return look
+
+    def _behind(self, name: str) -> Callable[[Tensor], None]:
+        count = self._counting(name)
+
+        def look(gradient: Tensor) -> None:
+            if not _is_finite(gradient):
+                if self.overflow is None:
+                    self.overflow = Overflow(module=self._last, direction="backward", dtype=_name(gradient), largest=None)
+                return
+            self._last = name
+            count(gradient)
+
+        return look
+
+    def _counting(self, name: str) -> Callable[[Tensor], None]:
+        def count(gradient: Tensor) -> None:
+            sizes = gradient.detach().float().abs() / self._scale
+            row = self._counts.setdefault(name, [0.0] * (2 + len(self._scales)))
+            row[0] += int((sizes > 0).sum())
+            row[1] = max(row[1], float(sizes.max())) if sizes.numel() else row[1]
+            for number, scale in enumerate(self._scales, start=2):
+                row[number] += int(((sizes > 0) & (sizes * scale <= VANISHES_UP_TO)).sum())
+
+        return count
+
+    def flushed(self) -> tuple[Flushed, ...]:
+        """Modules and parameters with gradients, those that lose most at the first scale first."""
+        rows = [
+            Flushed(module=name, num_values=int(row[0]), largest=row[1],
+                    shares={scale: row[number] / row[0] if row[0] else 0.0 for number, scale in enumerate(self._scales, start=2)})
+            for name, row in self._counts.items()
+        ]  # fmt: skip
+        return tuple(sorted(rows, key=lambda row: -row.shares[self._scales[0]]))
+
+
+def total(rows: Iterable[Flushed], scale: float) -> float:
+    """The share of all gradient values that fp16 makes zero at `scale`."""
+    rows = list(rows)
+    values = sum(row.num_values for row in rows)
+    return sum(row.shares[scale] * row.num_values for row in rows) / values if values else 0.0
+
+
+def advise_scale(rows: Iterable[Flushed]) -> float:
+    """The largest power of two that leaves room above the largest gradient."""
+    largest = max((row.largest for row in rows if math.isfinite(row.largest)), default=0.0)
+    return LARGEST_SCALE if largest == 0.0 else min(LARGEST_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
+
+
+def count_lost(before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, float]:
+    """By parameter: of the values that an update should have moved (`moved` is not zero there), the share that stayed as they were."""
+    found = {}
+    for name, old in before.items():
+        meant = moved[name] != 0
+        if bool(meant.any()):
+            found[name] = float(((after[name] == old) & meant).sum() / meant.sum())
+    return found
+
+
+def was_clipped_first(norm: float, *, scale: float, clip: float) -> bool:
+    """Whether gradients of this norm, divided by the scale, were clipped before that: then it is exactly `clip / scale`.
+
+    >>> was_clipped_first(1.0 / 65536, scale=65536.0, clip=1.0), was_clipped_first(0.7, scale=65536.0, clip=1.0)
+    (True, False)
+    """
+    return scale > 1 and math.isclose(norm, clip / scale, rel_tol=1e-3)
+
+
+def _floats(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            yield tree
+        return
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    for each in parts:
+        yield from _floats(each)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _largest(tensors: Iterable[Tensor]) -> float | None:
+    return max((float(each.detach().abs().max()) for each in tensors if each.numel()), default=None)
+
+
+def _name(tensor: Tensor) -> str:
+    return NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))

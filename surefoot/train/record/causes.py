@@ -1,0 +1,31 @@
+"""Why a run cannot go on: the step that ended it once more, with every module looked at, so that the error names one."""
+
+from __future__ import annotations
+
+import contextlib
+
+from surefoot.components.precision import Overflow, Watch
+from surefoot.components.stability import Guard
+from surefoot.core.errors import NumbersError
+from surefoot.train.assemble import Assembly
+
+
+def raise_if_over(guard: Guard, assembly: Assembly, step: int) -> None:
+    """Raise the guard's NumbersError with the module where numbers stopped being finite, and what cures it."""
+    try:
+        guard.raise_if_over(step)
+    except NumbersError as error:
+        found = find_overflow(assembly, step)
+        if found is not None:
+            error.message = f"{error.message}; {found.words}"
+            error.hint = error.hint if found.remedy is None else f"set {found.remedy}"
+        raise
+
+
+def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
+    """Where the numbers of `step`, which moved nothing, stop being finite; None where that cannot be seen again."""
+    if assembly.feed.source.guarantee != "proven" or any(update.in_backward is not None for update in assembly.updates):
+        return None
+    with Watch(assembly.model) as watch, contextlib.suppress(Exception):  # the error that is on its way is the one to tell
+        assembly.engine.stepper.look(step)
+    return watch.overflow
