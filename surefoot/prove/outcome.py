@@ -84,24 +84,28 @@ class Outcome:
         return RULE_OF_THREE / self.trials if self.holds else None
 
 
-class _Hung(BaseException):
-    """A trial waits for something that never comes. No Exception: what is tried must not take it for an error of its own."""
-
-
 @contextlib.contextmanager
 def _ended_after(limit_s: float) -> Iterator[None]:
-    """Raise _Hung inside the block once it took so long; only the main thread can be ended so, and only where there are such timers."""
+    """Leave the block, interrupted as by Ctrl-C, once it took so long.
+
+    Only the main thread can be ended so, and only where there are such timers.
+    """
+    ended: list[int] = []
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise _Hung
+        ended.append(number)
+        raise KeyboardInterrupt  # no Exception: what is tried must not take it for an error of its own
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
+    except KeyboardInterrupt:
+        if not ended:
+            raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -120,13 +124,12 @@ def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int,
     started_s = time.perf_counter()
     failures, counts, fell = [], Counter[str](), 0
     for number in range(seed, seed + trials):
-        try:
-            with _ended_after(TRIAL_S):
+        result = Result(f"it did not end within {TRIAL_S:g} s")
+        with _ended_after(TRIAL_S):
+            try:
                 result = campaign.trial(workshop, number)
-        except SurefootError as error:
-            result = Result(error.message)
-        except _Hung:
-            result = Result(f"it did not end within {TRIAL_S:g} s")
+            except SurefootError as error:
+                result = Result(error.message)
         counts.update(result.tags)
         fell += result.fell
         if result.wrong is not None:
