@@ -17,6 +17,7 @@ from surefoot.components import optim, precision
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Recomputed, recompute
+from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
@@ -129,10 +130,11 @@ class Assembly:
         )  # fmt: skip
 
 
-def assemble(spec: RunSpec, task: Any = None) -> Assembly:
+def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -> Assembly:
     """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
 
-    Raises InputError of some kind for whatever cannot be run.
+    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know.
+        Raises InputError of some kind for whatever cannot be run.
     """
     device = find_device(spec.train.device)
     set_seeds(spec.train.seed)
@@ -143,7 +145,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
-    feed = _feed(spec, source)
+    feed = make_feed(spec, source)
     if spec.train.batchnorm != "keep":
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
@@ -169,8 +171,11 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     def read(split: str) -> Source:
         return read_split(resolved, split)
 
-    stored = spec.precision.weights  # what is stored in bf16 cannot be computed with in fp32
-    better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device, precision=stored)
+    if better is None:
+        stored = spec.precision.weights  # what is stored in bf16 cannot be computed with in fp32
+        better = find_direction(
+            model, resolved, read(split), split=split, score=spec.evaluate.score, device=device, precision=stored
+        )  # fmt: skip
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -304,7 +309,7 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     return [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
 
 
-def _feed(spec: RunSpec, source: Source) -> Feed:
+def make_feed(spec: RunSpec, source: Source) -> Feed:
     """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
     train, batch = spec.train, spec.train.batch
     if isinstance(source, Iterated):
