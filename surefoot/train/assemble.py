@@ -157,9 +157,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
         notes.append(f"{len(frozen)} parameters are frozen")
     notes += set_storage(model, spec)
     recomputed = recompute(model, spec.memory.recompute, blocks=_blocks(spec, resolved, model))
-    if recomputed.blocks:
-        notes += [recomputed.words] if recomputed.budget is None else []  # with one it is chosen once the blocks are measured
-        notes += [f"{name} is not computed again: {reason}" for name, reason in recomputed.skipped.items()]
+    notes += recomputed.notes
     if spec.fault.forget:
         notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
@@ -171,11 +169,10 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     def read(split: str) -> Source:
         return read_split(resolved, split)
 
-    if better is None:
-        stored = spec.precision.weights  # what is stored in bf16 cannot be computed with in fp32
-        better = find_direction(
-            model, resolved, read(split), split=split, score=spec.evaluate.score, device=device, precision=stored
-        )  # fmt: skip
+    better = better or find_direction(
+        model, resolved, read(split), split=split, score=spec.evaluate.score, device=device,
+        precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
+    )  # fmt: skip
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -192,10 +189,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
         average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
     policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:
-        raise SpecError(
-            f"memory.update_in_backward does not go with {policy.compute}: its gradients are scaled, and divided after all are there",
-            hint='set precision.compute = "bf16" or "fp32"',
-        )
+        raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
