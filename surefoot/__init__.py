@@ -17,6 +17,7 @@ _PLACES = {
     "Term": "surefoot.contract.task",
     "Update": "surefoot.contract.task",
     "attach": "surefoot.train.attach",
+    "compile_regions": "surefoot.components.compiler.regions",
     "linear_cross_entropy": "surefoot.components.memory.chunked",
     "load": "surefoot.train.look_back",
     "read_spec": "surefoot.contract.spec_file",

@@ -99,5 +99,5 @@ def _torch_settings() -> dict[str, Any]:
 # pytest's own, and those of packages that set variables when first imported or used: not the test's doing
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TF2_BEHAVIOR", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG",
+    "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }  # fmt: skip

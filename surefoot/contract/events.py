@@ -135,6 +135,22 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compiled(Event):
+    """Code was compiled in the steps up to `step`: why again (None: for the first time), and why its graph ends before the code does."""
+
+    kind: ClassVar[str] = "compiled"
+    step: int
+    function: str
+    file: str
+    line: int
+    elapsed_s: float
+    num_operators: int
+    is_backward: bool
+    why_again: str | None
+    ended_early: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fault(Event):
     """Something went wrong, and what was done about it."""
 
@@ -163,7 +179,9 @@ class Ended(Event):
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
-KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in (Started, Step, Dtypes, Evaluated, Committed, Fault, Ended)}
+KINDS: dict[str, type[Event]] = {
+    kind.kind: kind for kind in (Started, Step, Dtypes, Evaluated, Committed, Compiled, Fault, Ended)
+}
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
 _NO_COUNTS = ("seed",)  # torch draws one of 64 bits for a process that sets none
 _PLAIN: dict[str, type | tuple[type, ...]] = {

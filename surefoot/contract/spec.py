@@ -256,6 +256,27 @@ class MemoryTable(Table):
         return self
 
 
+class CompileTable(Table):
+    what: Literal["none", "blocks", "model"] = Field(
+        "none",
+        description="what torch.compile compiles: the blocks of the model, of which equal ones share it, or all of the model",
+    )
+    blocks: tuple[str, ...] = Field((), description="patterns of the modules that are blocks; none: those that repeat")
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = Field("default", description="of torch.compile")
+    dynamic: bool | None = Field(
+        None, description="whether sizes may differ from step to step; none: torch assumes it after the second size"
+    )
+    on_failure: Literal["eager", "stop"] = Field("eager", description="what a region that cannot be compiled does to the run")
+    budget: Positive = Field(8, description="how often code may be compiled again before over_budget holds")
+    over_budget: Literal["warn", "stop"] = Field("warn", description="what one compilation more does")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.blocks and self.what != "blocks":
+            raise ValueError(f'blocks are named, and what is {self.what!r}; set what = "blocks", or leave blocks out')
+        return self
+
+
 class CheckpointTable(Table):
     every: DurationText | None = Field("10 min", description="commit so often, besides the best and the last")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
@@ -324,7 +345,7 @@ class RunSpec(Table):
     train: TrainTable = TrainTable()
     evaluate: EvaluateTable = EvaluateTable()
     precision: PrecisionTable = PrecisionTable()
-    compile: LaterTable = LaterTable()
+    compile: CompileTable = CompileTable()
     memory: MemoryTable = MemoryTable()
     layout: LaterTable = LaterTable()
     checkpoint: CheckpointTable = CheckpointTable()
@@ -370,7 +391,7 @@ class RunSpec(Table):
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint", "memory"):
+        for table in ("observe", "checkpoint", "memory", "compile"):
             tables.pop(table, None)
         for table, key in (("data", "folder"), ("train", "threads"), ("train", "device"), ("train", "keep_freed_memory")):
             tables.get(table, {}).pop(key, None)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from surefoot.components import optim, precision
+from surefoot.components.compiler import Compiled
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Recomputed, recompute
-from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
@@ -31,6 +31,7 @@ from surefoot.core.units import Duration
 from surefoot.train.blame import describe
 from surefoot.train.environment import circumstances, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
+from surefoot.train.record.compiling import compile_as_stated, eager
 from surefoot.train.step import LiveUpdate, Stepper
 
 
@@ -62,6 +63,7 @@ class Engine:
     average: optim.WeightAverage | None
     stepper: Stepper
     recomputed: Recomputed
+    compiled: Compiled | None = None
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,8 @@ class Assembly:
         return (*([] if policy.why == precision.PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]), *self.told)
 
     def started(
-        self,
-        generation: int,
-        spec: RunSpec,
-        code_digest: str,
-        notes: tuple[str, ...],
-        *,
-        first_step: int,
-        parent: Mapping[str, Any],
-    ) -> events.Started:
+        self, generation: int, spec: RunSpec, code_digest: str, notes: tuple[str, ...], *, first_step: int, parent: Mapping[str, Any]
+    ) -> events.Started:  # fmt: skip
         """The record that opens an attempt; `spec` is this one's with what the environment decided."""
         source = self.feed.source
         return events.Started(
@@ -130,11 +125,10 @@ class Assembly:
         )  # fmt: skip
 
 
-def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -> Assembly:
+def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
 
-    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know.
-        Raises InputError of some kind for whatever cannot be run.
+    Raises InputError of some kind for whatever cannot be run.
     """
     device = find_device(spec.train.device)
     set_seeds(spec.train.seed)
@@ -145,7 +139,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
-    feed = make_feed(spec, source)
+    feed = _feed(spec, source)
     if spec.train.batchnorm != "keep":
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
@@ -153,11 +147,12 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     if source.guarantee != "proven":
         notes.append(f"the training source is {source.guarantee}: {source.describe()}")
     frozen = optim.freeze(model, spec.optim.freeze)
-    if frozen:
-        notes.append(f"{len(frozen)} parameters are frozen")
+    notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
     notes += set_storage(model, spec)
     recomputed = recompute(model, spec.memory.recompute, blocks=_blocks(spec, resolved, model))
-    notes += recomputed.notes
+    if recomputed.blocks:
+        notes += [recomputed.words] if recomputed.budget is None else []  # with one it is chosen once the blocks are measured
+        notes += [f"{name} is not computed again: {reason}" for name, reason in recomputed.skipped.items()]
     if spec.fault.forget:
         notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
@@ -169,10 +164,8 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     def read(split: str) -> Source:
         return read_split(resolved, split)
 
-    better = better or find_direction(
-        model, resolved, read(split), split=split, score=spec.evaluate.score, device=device,
-        precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
-    )  # fmt: skip
+    stored = spec.precision.weights  # what is stored in bf16 cannot be computed with in fp32
+    better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device, precision=stored)
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -189,13 +182,19 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
         average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
     policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:
-        raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
+        raise SpecError(
+            f"memory.update_in_backward does not go with {policy.compute}: its gradients are scaled, and divided after all are there",
+            hint='set precision.compute = "bf16" or "fp32"',
+        )
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
     if spec.observe.noise:
         stepper.noise = _noise(feed, updates)
-    engine = Engine(device, policy, average, stepper, recomputed)
+    compiled = compile_as_stated(spec, resolved, model)
+    notes += [] if compiled is None else [compiled.words]
+    stepper.eager = functools.partial(eager, compiled)
+    engine = Engine(device, policy, average, stepper, recomputed, compiled)
     return Assembly(spec, resolved, model, read, updates, course, engine, notes, told)
 
 
@@ -303,7 +302,7 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     return [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
 
 
-def make_feed(spec: RunSpec, source: Source) -> Feed:
+def _feed(spec: RunSpec, source: Source) -> Feed:
     """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
     train, batch = spec.train, spec.train.batch
     if isinstance(source, Iterated):

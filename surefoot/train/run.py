@@ -38,6 +38,7 @@ from surefoot.train import blame, environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.record import causes
+from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
@@ -151,7 +152,8 @@ class Run:
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
         self._opened.callback(console.close)
-        self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation)
+        compiling = watch(self.assembly.engine.compiled, self.spec.compile)
+        self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling)
         self.profiling = Profiling(self.folder, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         for trouble in troubles:

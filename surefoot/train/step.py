@@ -8,8 +8,8 @@ before the backward pass each term is scaled by its own first; otherwise a singl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,9 @@ class Stepper:
         self._policy, self._scaler = policy, policy.scaler
         self.record: DtypeRecord | None = None  # of the first step that was done here
         self._look: AbstractContextManager[Any] | None = None
+        self.eager: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # nothing is compiled inside: not while operators are seen
+        )
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -148,7 +151,7 @@ class Stepper:
         # a GAN's generator must not leave gradients in the critic
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
-        with nullcontext() if self._look is None else self._look:
+        with nullcontext() if self._look is None else self._looked_at(self._look):
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
@@ -204,6 +207,11 @@ class Stepper:
         norm = update.step(lambda: backward([term.total for term in terms], factors))
         self.clock.switch(OPTIMISER)
         return norm, True
+
+    @contextmanager
+    def _looked_at(self, look: AbstractContextManager[Any]) -> Iterator[None]:
+        with self.eager(), look:
+            yield
 
     def _known_counts(self, batches: list[Batch]) -> Mapping[str, float] | float | None:
         """The counts of the whole global batch where the task knows them before the forward pass, else None."""

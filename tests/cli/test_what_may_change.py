@@ -36,6 +36,9 @@ EDITS = {
     "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
     "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
     "memory.recompute": ("full", "in place"), "memory.blocks": (("a*",), "in place"),
+    "compile.what": ("model", "in place"), "compile.blocks": (("a*",), "in place"), "compile.mode": ("max-autotune", "in place"),
+    "compile.dynamic": (True, "in place"), "compile.on_failure": ("stop", "in place"), "compile.budget": (9, "in place"),
+    "compile.over_budget": ("stop", "in place"),
     "optim.fused": (False, "fork"), "fault.forget": (("optimizer",), "fork"), "precision.init_scale": (2.0, "fork"),
     "precision.growth_interval": (9, "fork"), "precision.min_scale": (0.5, "fork"),
     "precision.keep": (("0*",), "fork"), "precision.weights": ("bf16", "refused"), "precision.master": ("none", "refused"),
@@ -47,7 +50,8 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
-    "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "precision.init_scale": {"compute": "fp16"},
+    "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "compile.blocks": {"what": "blocks"},
+    "precision.init_scale": {"compute": "fp16"},
     "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"}, "optim.scaling": {"reference_batch": 64},
     "precision.weights": {"compute": "bf16"}, "precision.master": {"compute": "bf16", "weights": "bf16"},
 }  # fmt: skip

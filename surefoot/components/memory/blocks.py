@@ -13,8 +13,8 @@ from surefoot.core.errors import InputError
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = ()) -> dict[str, nn.Module]:
-    """Name -> block: the modules `wanted`, by pattern or themselves, else those that repeat.
+def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key: str = "memory.blocks") -> dict[str, nn.Module]:
+    """Name -> block: the modules `wanted`, by pattern or themselves, else those that repeat; `key` of the spec names them.
 
     What repeats are children of one type in a Sequential, ModuleList or ModuleDict that have children of their own; the outermost.
     Raises InputError where none repeats, and for a pattern that matches nothing.
@@ -23,8 +23,8 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = ()) -> dic
         found = _repeating("", model)
         if not found:
             raise InputError(
-                f"no block repeats in this {type(model).__name__}: what can be computed again is not known",
-                hint=f'name its blocks, as memory.blocks = ["{_an_example(model)}"]',
+                f"no block repeats in this {type(model).__name__}: which are its blocks is not known",
+                hint=f'name its blocks, as {key} = ["{_an_example(model)}"]',
             )
         return found
     names = {
@@ -39,9 +39,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = ()) -> dic
         }
         if not matching:
             said = repr(each) if isinstance(each, str) else f"a {type(each).__name__} that is no part of the model"
-            raise InputError(
-                f"memory.blocks: {said} matches no module", hint=f"there are {', '.join(list(names)[:8]) or 'none'}, ..."
-            )
+            raise InputError(f"{key}: {said} matches no module", hint=f"there are {', '.join(list(names)[:8]) or 'none'}, ...")
         chosen |= matching
     return {name: module for name, module in names.items() if name in chosen and not _is_inside(name, chosen)}
 

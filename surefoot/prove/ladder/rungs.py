@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -18,15 +19,13 @@ Purpose = Literal["time", "wall time", "memory"]
 
 # where every ladder starts: one thread, 32 bits, the whole batch at once, and nothing that surefoot does to be fast
 PLAIN: Mapping[str, Any] = {
+    "compile.what": "none",
     "optim.fused": False,
     "memory.recompute": "none",
     "precision.compute": "fp32",
     "precision.growth_interval": None,
     "precision.init_scale": None,
     "precision.min_scale": None,
-    "precision.master": None,
-    "precision.weights": None,
-    "precision.contract": None,
     "train.keep_freed_memory": False,
     "train.microbatch": None,
     "train.threads": 1,
@@ -78,12 +77,9 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
              needs="a GPU", is_here=gpu),
         Rung(name="chunked loss", kind="nothing", change={"task.chunked_loss": True}, purpose="memory", expected={"memory": 0.5},
              needs="a task with the parameter chunked_loss", is_here=_takes(spec, "chunked_loss")),
-        Rung(name="tf32", kind="rounding", change={"precision.compute": "tf32"}, expected={"time": 0.6}, needs="a GPU", is_here=gpu),
+        Rung(name="compile", kind="nothing", change={"compile.what": "model"}, expected={"time": 0.7},
+             needs="a compiler for C++", is_here=gpu or _has_compiler()),
         Rung(name="bf16", kind="rounding", change={"precision.compute": "bf16"}, expected={"time": 0.5, "memory": 0.5}),
-        Rung(name="fp16", kind="rounding", change={"precision.compute": "fp16"}, expected={"time": 0.5, "memory": 0.5},
-             needs="a GPU", is_here=gpu),
-        Rung(name="masters", kind="rounding", change={"precision.compute": "bf16", "precision.weights": "bf16"},
-             expected={"time": 0.95}),
         Rung(name="threads", kind="nothing", change={"train.threads": cores}, purpose="wall time", expected={"wall": 1 / cores},
              needs="a CPU with two cores or more", is_here=cores > 1 and not gpu),
         Rung(name="microbatch", kind="nothing", change={"train.microbatch": part}, purpose="memory",
@@ -102,6 +98,11 @@ def _enlarged(spec: RunSpec) -> dict[str, Any]:
     rule = "linear" if optim.name in ("sgd", "lars") else "sqrt"
     scaled = {} if optim.reference_batch is not None else {"optim.reference_batch": spec.train.batch, "optim.scaling": rule}
     return {"train.batch": 4 * spec.train.batch, **scaled}
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile finds what it needs on a CPU."""
+    return any(map(shutil.which, ("g++", "clang++", "cl")))
 
 
 def _takes(spec: RunSpec, parameter: str) -> bool:

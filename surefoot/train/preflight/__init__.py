@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, norms
+from surefoot.train.record.compiling import eager
 
 
 def check(assembly: Assembly) -> list[str]:
     """Try what the run is made of; gives notes, and adds to those that are said. Raises TaskError for what cannot be trained."""
-    notes = contract.check(assembly)
-    assembly.told.extend(norms.check(assembly))
+    with eager(assembly.engine.compiled):  # what is tried here no step repeats
+        notes = contract.check(assembly)
+        assembly.told.extend(norms.check(assembly))
     return notes

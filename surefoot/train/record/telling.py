@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from surefoot.components.observe import Console, Journal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
@@ -9,16 +11,19 @@ from surefoot.contract import events
 from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
+from surefoot.train.record.compiling import Compiling
 
 
 class Telling:
     """The sinks of one attempt; what the disk refuses is given up, said and recorded, and the run goes on without it."""
 
     def __init__(
-        self, journal: Journal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int
+        self, journal: Journal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int,
+        compiling: Compiling | None = None,
     ) -> None:  # fmt: skip
         self.journal, self.console = journal, console
         self._tensorboard, self._guard, self._clock, self.generation = tensorboard, guard, clock, generation
+        self._compiling = compiling
 
     def say(self, text: str) -> None:
         with self._clock.within(LOGGING):
@@ -38,6 +43,19 @@ class Telling:
         for fault in self._guard.judge(step):
             self.write(environment.fault(self.generation, fault))
             self.say(f"step {fault.step}: {fault.detail}; {fault.action}")
+        if self._compiling is not None:
+            self._tell_compiled(self._compiling, step)
+
+    def _tell_compiled(self, compiling: Compiling, step: int) -> None:
+        """Record what was compiled. Raises TaskError where it was compiled again more often than the spec lets it."""
+        found = compiling.take(step)
+        for each in found.compilations:
+            self.write(events.Compiled(generation=self.generation, time_s=time.time(), step=step, **vars(each)))
+        for line in found.lines:
+            self.say(f"step {step}: {line}")
+        for detail, action in found.faults:
+            self.fault(GuardFault(step, "compile", action, detail))
+        compiling.raise_if_over()
 
     def evaluated(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
         """Record an evaluation, and say its score."""

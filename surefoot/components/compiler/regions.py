@@ -1,0 +1,139 @@
+"""torch.compile for regions of a model: its blocks, or all of it. A region that cannot be compiled runs as it was, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.compiler.steward import Steward
+from surefoot.core.errors import InputError, TaskError
+
+Mode = Literal["default", "reduce-overhead", "max-autotune"]
+OnFailure = Literal["eager", "stop"]
+
+
+class Compiled:
+    """What `compile_regions` did: the names of the `regions`, and of those that `failed`, with the reason."""
+
+    def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure) -> None:
+        self.failed: dict[str, str] = {}
+        self.was_called = False
+        self.on_failure = on_failure
+        self.steward = Steward()
+        self._regions = dict(regions)
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        return tuple(self._regions)
+
+    @property
+    def words(self) -> str:
+        """What is compiled, in a line."""
+        names = self.regions
+        listed = ", ".join(names if len(names) < 4 else (*names[:2], "...", names[-1]))
+        return f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled when they are needed: {listed}"
+
+    def undo(self) -> None:
+        """Run every region as it was."""
+        for region in self._regions.values():
+            region._compiled_call_impl = None
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Every region runs as it was inside the block, and compiled again after it."""
+        seats = {name: region._compiled_call_impl for name, region in self._regions.items()}
+        self.undo()
+        try:
+            yield
+        finally:
+            for name, region in self._regions.items():
+                region._compiled_call_impl = seats[name]
+
+
+def compile_regions(
+    regions: nn.Module | Mapping[str, nn.Module], *, mode: Mode = "default", dynamic: bool | None = None,
+    on_failure: OnFailure = "eager", deterministic: bool = True, backend: Any = "inductor",
+) -> Compiled:  # fmt: skip
+    """Let a model, or regions of it by name, be compiled when they are called first (torch.compile, in place).
+
+    Regions that are alike share what was compiled. `dynamic`: whether sizes may differ from call to call; None leaves it to torch, which
+    assumes it after the second size. Random draws stay those of eager mode, so that dropout keeps its numbers. `deterministic` holds the
+    compiler to choices that another process makes too. `backend` is what torch.compile takes.
+    A region that cannot be compiled runs in eager mode from then on, or raises
+    TaskError: `on_failure`. Raises InputError for an unknown mode and for a region that is compiled already.
+
+    >>> compile_regions(nn.Linear(2, 2), backend="eager").regions
+    ('model',)
+    """
+    named = {"model": regions} if isinstance(regions, nn.Module) else dict(regions)
+    made = Compiled(named, on_failure)
+    for name, region in named.items():
+        if region._compiled_call_impl is not None:
+            raise InputError(f"{name} is compiled already", hint="compile a model once, here or by itself")
+        region._compiled_call_impl = _Region(
+            name, region, made, _options(mode, dynamic, deterministic, backend), dynamic, backend
+        )
+    return made
+
+
+def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any) -> dict[str, Any] | None:
+    """What torch.compile takes in place of a mode; backends other than inductor know none of it."""
+    if backend != "inductor":
+        return None
+    inductor: Any = torch._inductor  # torch loads it when it is named first
+    try:
+        options = dict(inductor.list_mode_options(mode, dynamic))
+    except RuntimeError:
+        raise InputError(f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune") from None
+    options["fallback_random"] = True
+    if deterministic and hasattr(inductor.config, "deterministic"):
+        options["deterministic"] = True
+    return options
+
+
+class _Region:
+    """What a module calls in place of its own call: compiled, or as it was once that failed."""
+
+    def __init__(
+        self, name: str, module: nn.Module, plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
+    ) -> None:
+        self._name, self._module, self._plan = name, module, plan
+        self._compiled: Any = torch.compile(_traced(module), options=options, dynamic=dynamic, backend=backend)
+
+    def __call__(self, *args: Any, **named: Tensor | Any) -> Any:
+        self._plan.was_called = True
+        try:
+            return self._compiled(*args, **named)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            words = _in_words(error)
+            if self._plan.on_failure == "stop":
+                raise TaskError(
+                    f"{self._name} cannot be compiled: {words}",
+                    hint='compile.on_failure = "eager" runs it as it is, or leave it out',
+                ) from error
+            self._plan.failed[self._name] = words
+            self._module._compiled_call_impl = None
+        return self._module(*args, **named)
+
+
+def _traced(module: nn.Module) -> Any:
+    """What is compiled of a module: its own call; of a module of torch's a call of ours, since torch looks into no frame of its own."""
+    if not torch._dynamo.trace_rules.check(module.forward):
+        return module._call_impl
+
+    def call(*args: Any, **named: Tensor | Any) -> Any:
+        return module._call_impl(*args, **named)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def _in_words(error: BaseException) -> str:
+    """The first lines of what the compiler says, with the user's own line where it names one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2])[:300]
+    frames = [line for line in lines if line.startswith('File "') and "site-packages" not in line]
+    return f"{said} ({frames[-1]})" if frames else said

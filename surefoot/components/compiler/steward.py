@@ -1,0 +1,88 @@
+"""What torch compiled in this process, again and again: which code, why, for how long, and where a graph had to end.
+
+torch keeps a record of its last compilations (`torch._dynamo.utils.get_compilation_metrics`), which is private; where it is gone the
+steward has nothing to tell. https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+_AFTER_A_BREAK = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """One compilation of one function: `why_again` is None for its first, `ended_early` names the line and reason of a graph break."""
+
+    function: str
+    file: str
+    line: int
+    elapsed_s: float
+    num_operators: int
+    is_backward: bool
+    why_again: str | None
+    ended_early: str | None
+
+    @property
+    def words(self) -> str:
+        """In a line for a person."""
+        what = "the backward pass" if self.is_backward else f"{self.function} ({PurePath(self.file).name}:{self.line})"
+        again = "" if self.why_again is None else f" again: {self.why_again}"
+        early = "" if self.ended_early is None else f"; its graph ends early: {self.ended_early}"
+        return f"compiled {what}{again}{early}"
+
+
+class Steward:
+    """Hands out each compilation of this process once; those before it was made belong to somebody else."""
+
+    def __init__(self) -> None:
+        self._last = next(reversed(_records()), None)
+
+    def take(self) -> list[Compilation]:
+        """What was compiled since the last call; of very many the newest."""
+        records = _records()
+        new: list[Any] = []
+        for record in reversed(records):
+            if record is self._last:
+                break
+            new.append(record)
+        if records:
+            self._last = records[-1]
+        return [_read(record) for record in reversed(new)]
+
+
+def count_again(compilations: Iterable[Compilation]) -> int:
+    """How many were made of code that had been compiled before."""
+    return sum(each.why_again is not None for each in compilations)
+
+
+def _records() -> list[Any]:
+    loaded = sys.modules.get("torch._dynamo.utils")
+    return list(getattr(loaded, "get_compilation_metrics", list)()) if loaded is not None else []
+
+
+def _read(record: Any) -> Compilation:
+    function, file, line = record.co_name or "", record.co_filename or "", record.co_firstlineno or 0
+    resumed = _AFTER_A_BREAK.fullmatch(function)
+    reasons = [_first_words(reason) for reason in record.restart_reasons or ()]
+    if resumed is not None:  # what follows a break: its own line is that of the break
+        function, line = resumed.group(1), int(resumed.group(2))
+        reasons.append(f"at {PurePath(file).name}:{line}: {linecache.getline(file, line).strip()}")
+    return Compilation(
+        function=function, file=file, line=line, elapsed_s=(record.duration_us or 0) / 1e6, num_operators=record.graph_op_count or 0,
+        is_backward=record.is_forward is False, why_again=record.recompile_reason, ended_early="; ".join(reasons) or None,
+    )  # fmt: skip
+
+
+def _first_words(reason: str) -> str:
+    """The headline of a reason and its explanation; hints and links stay out."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    return f"{lines[0]}: {explained}" if explained else lines[0] if lines else "no reason given"

@@ -1,0 +1,100 @@
+"""What a run compiles, and what it tells of that: the first summary, what is compiled again and why, what fell back, the budget."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+from surefoot.components.compiler import Compilation, Compiled, compile_regions
+from surefoot.components.memory import find_blocks
+from surefoot.contract.spec import CompileTable, RunSpec
+from surefoot.contract.task import Resolved
+from surefoot.core.errors import TaskError
+from surefoot.core.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """What happened since the last look: each compilation, lines for a person, faults as what was found and what is done."""
+
+    compilations: list[Compilation]
+    lines: list[str]
+    faults: list[tuple[str, str]]
+
+
+class Compiling:
+    """Watches what a run compiles, against the budget of its spec."""
+
+    def __init__(self, compiled: Compiled, table: CompileTable) -> None:
+        self._compiled, self._table = compiled, table
+        self._told: set[str] = set()
+        self._again: list[Compilation] = []
+        self._has_begun = self._is_over = False
+
+    def take(self, step: int) -> Found:
+        """What is new after `step`. The first step of a run is looked at operator by operator, and so not compiled."""
+        new = self._compiled.steward.take()
+        again = [each for each in new if each.why_again is not None]
+        lines, faults = [each.words for each in again], []
+        if new and not self._has_begun:
+            lines = [_sum_up(new), *lines, *self._breaks(new)]
+        for name, why in self._compiled.failed.items():
+            if name not in self._told:
+                faults.append((f"{name} cannot be compiled: {why}", "it runs in eager mode"))
+                self._told.add(name)
+        if not self._has_begun and step > 1 and not self._compiled.was_called:
+            found = "the run compiled nothing: its steps call none of what was to be compiled"
+            faults.append((found, 'see compile.what, "blocks" or "model"'))
+        self._has_begun = self._has_begun or step > 1
+        self._again += again
+        if len(self._again) > self._table.budget and not self._is_over:
+            self._is_over = True
+            action = "going on" if self._table.over_budget == "warn" else "the run ends"
+            faults.append((self._over, action))
+        return Found(new, lines, faults)
+
+    def _breaks(self, compilations: list[Compilation]) -> list[str]:
+        broken = dict.fromkeys(each.ended_early for each in compilations if each.ended_early is not None)
+        return [f"a graph ends early: {reason}" for reason in broken]
+
+    @property
+    def _over(self) -> str:
+        return f"code was compiled {len(self._again)} times again, compile.budget is {self._table.budget}; last: {self._again[-1].words}"
+
+    def raise_if_over(self) -> None:
+        """Raise TaskError where the budget is spent and the spec ends the run for it."""
+        if self._is_over and self._table.over_budget == "stop":
+            raise TaskError(
+                self._over,
+                hint="pad batches to one size, or to a few; or set compile.dynamic = true; or give a larger compile.budget",
+            )
+
+
+def compile_as_stated(spec: RunSpec, task: Resolved, model: nn.Module) -> Compiled | None:
+    """What [compile] says; after recomputation, which is then part of what is compiled. Raises InputError where there are no blocks."""
+    table = spec.compile
+    if table.what == "none":
+        return None
+    named = table.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
+    regions = {"model": model} if table.what == "model" else find_blocks(model, named, key="compile.blocks")
+    return compile_regions(
+        regions, mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure, deterministic=spec.train.deterministic
+    )
+
+
+def eager(compiled: Compiled | None) -> AbstractContextManager[None]:
+    """Nothing is compiled inside: for a look at the model that its steps do not repeat."""
+    return nullcontext() if compiled is None else compiled.eager()
+
+
+def watch(compiled: Compiled | None, table: CompileTable) -> Compiling | None:
+    """What watches a run; None where nothing is compiled."""
+    return Compiling(compiled, table) if compiled is not None else None
+
+
+def _sum_up(new: list[Compilation]) -> str:
+    functions = {(each.file, each.function) for each in new if not each.is_backward}
+    elapsed_s = sum(each.elapsed_s for each in new)
+    return f"compiled {len(functions)} function{'s' * (len(functions) != 1)} in {len(new)} graphs, {format_seconds(elapsed_s)}"

@@ -1,0 +1,86 @@
+"""A run with compiled blocks: the same numbers, each compilation a record, its budget kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from surefoot.components.compiler import compile_regions
+from surefoot.contract.events import Compiled, Fault
+from surefoot.core.errors import InputError, TaskError
+from surefoot.train.record import compiling
+from surefoot.train.run import Run
+from tests.train.small import Small, records, spec
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured as always and run by torch's own kernels: making code takes tens of seconds."""
+    monkeypatch.setattr(compiling, "compile_regions", functools.partial(compile_regions, backend="eager"))
+
+
+class Deep(Small):
+    """Four equal blocks with dropout."""
+
+    def model(self) -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+        return nn.Sequential(nn.Flatten(), nn.Linear(4, 16), *blocks, nn.Linear(16, 3))
+
+
+def losses(folder: Path, *, batch: int = 4, evaluate_at: int = 0, **compile_: Any) -> list[float]:
+    made = spec(
+        8, train={"batch": batch, "length": "8 steps"}, evaluate={"batch": 7}, observe={"every": "1 step"}, compile=compile_
+    )
+    found = []
+    torch._dynamo.reset()
+    with Run(made, Deep(), folder=folder, quiet=True) as run:
+        for report in run.steps():
+            found.append(float(report.loss or 0.0))
+            if report.step == evaluate_at:
+                run.evaluate()
+    return found
+
+
+def test_compiled_blocks_train_with_the_numbers_of_eager_mode_and_each_compilation_is_told(tmp_path: Path) -> None:
+    eager = losses(tmp_path / "eager")
+    assert losses(tmp_path / "compiled", what="blocks", on_failure="stop") == pytest.approx(eager, rel=1e-5)
+    told = [event for event in records(tmp_path / "compiled") if isinstance(event, Compiled)]
+    assert 1 <= len(told) <= 4  # equal blocks share what was compiled
+    assert all(event.elapsed_s > 0 for event in told)
+    assert not [event for event in records(tmp_path / "compiled") if isinstance(event, Fault)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops(tmp_path: Path) -> None:
+    sizes = {"what": "model", "dynamic": False, "budget": 1}  # 24 samples: batches of 7 and of 3
+    assert len(losses(tmp_path / "within", batch=7, **sizes)) == 8
+    again = [event.why_again for event in records(tmp_path / "within") if isinstance(event, Compiled) and event.why_again]
+    assert len(again) == 1
+    assert "expected 7, actual 3" in again[0]
+    assert not [event for event in records(tmp_path / "within") if isinstance(event, Fault)]
+    assert len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8  # where dropout is off: another graph
+    (fault,) = (event for event in records(tmp_path / "over") if isinstance(event, Fault))
+    assert "times again, compile.budget is 1; last: compiled " in fault.detail
+    with pytest.raises(TaskError, match="times again, compile.budget is 1"):
+        losses(tmp_path / "stopped", batch=7, evaluate_at=5, over_budget="stop", **sizes)
+
+
+@pytest.mark.usefixtures("quick")
+def test_blocks_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"compile.blocks: 'layer\*' matches no module"):
+        losses(tmp_path, what="blocks", blocks=("layer*",))
+    with pytest.raises(InputError, match='set what = "blocks"'):
+        losses(tmp_path, blocks=("2",))
