@@ -74,7 +74,7 @@ def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops
     assert len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8  # where dropout is off: another graph
     (fault,) = (event for event in records(tmp_path / "over") if isinstance(event, Fault))
     assert "times again, compile.budget is 1; last: compiled " in fault.detail
-    with pytest.raises(TaskError, match="times again, compile.budget is 1"):
+    with pytest.raises(TaskError, match=r"times again, compile\.budget is 1"):
         losses(tmp_path / "stopped", batch=7, evaluate_at=5, over_budget="stop", **sizes)
 
 
