@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 def verify(
     spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="kill -9 and go on against an unbroken run (what is tested by default)")] = True,
+    precision: Annotated[bool, typer.Option("--precision", help="the spec's precision against fp32 instead, by scores")] = False,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs")] = 3,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="how long each run is")] = 24,
     kills: Annotated[int, typer.Option("--kills", metavar="K", help="how often it is killed")] = 3,
     kill_seed: Annotated[int, typer.Option("--kill-seed", metavar="N", help="when it is killed; the same number replays it")] = 0,
@@ -36,8 +38,13 @@ def verify(
     """Test whether training repeats, and goes on after a kill to the same bits.
 
     Two unbroken runs in fresh processes, then one that is killed with SIGKILL and started again; the first step and component that
-    differ are named. Ends with 0 where all is the same, 1 where it is not.
+    differ are named. Ends with 0 where all is the same, 1 where it is not. With --precision: whether fewer bits changed the score.
     """
+    if precision:
+        if spec is None or command is not None:
+            raise InputError("--precision compares the runs of a SPEC", hint="surefoot verify digits --precision")
+        stated = options.overrides(set_, seed=seed, data=data)
+        return _verify_precision(spec, stated, steps=steps, seeds=seeds, json=json, quiet=quiet)
     if (spec is None) == (command is None):
         raise InputError(
             "verify needs either a SPEC or --command", hint='surefoot verify digits, or --command "python train.py" --state out/'
@@ -60,6 +67,23 @@ def verify(
     else:
         _print(found, str(spec))
     return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
+
+
+def _verify_precision(spec: str, stated: Any, *, steps: int, seeds: int, json: bool, quiet: bool) -> int:
+    from surefoot.cli.table import print_table
+    from surefoot.contract import spec_file
+    from surefoot.core.units import format_number
+    from surefoot.prove.precision import WIDE, verify_precision
+
+    name, score = verify_precision(spec_file.read(spec, stated).spec, steps=steps, seeds=seeds, tell=_teller(quiet or json))
+    if json:
+        options.print_json({"spec": spec, "precision": name, "against": WIDE, "holds": not score.is_worse, **asdict(score)})
+    else:
+        rows = [(name, format_number(score.value), str(score.difference)), (WIDE, format_number(score.start), "")]
+        print_table(["precision", f"mean {score.name}", "difference, paired by seed"], rows, right=[f"mean {score.name}"])
+        print(f"\nthe runs in {WIDE} scatter by {format_number(score.spread)}; {steps} steps each")
+        print(f"verdict: {spec} {'learns less' if score.is_worse else 'learns the same'} in {name}")
+    return EXIT_VERDICT_FAILS if score.is_worse else EXIT_OK
 
 
 @contextlib.contextmanager

@@ -1,0 +1,66 @@
+"""Did fewer bits change what is learned? Runs of both kinds with the same seeds, each in a fresh process, by their scores."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec, key_names
+from surefoot.core.errors import InputError, SpecError, TaskError
+from surefoot.prove.attempts import last_words
+from surefoot.prove.ladder import rungs
+from surefoot.prove.ladder.gate import Score, Scores, compare_scores
+from surefoot.trial import Arm, run_arm
+from surefoot.trial.arm import REPORT, WORK, absolute
+
+LEAST_SEEDS = 3
+WIDE, NARROW = "fp32", "bf16"  # what is compared with what, where the spec itself is fp32
+Tell = Callable[[str], None]
+
+
+def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tuple[str, Score]:
+    """The scores of `spec` after `steps` against those of the same in fp32; gives its precision and the comparison.
+
+    Raises InputError for too few seeds, SpecError for a task without a name, TaskError where a run fails or has no score.
+    """
+    if seeds < LEAST_SEEDS:
+        raise InputError(f"--seeds is {seeds}", hint=f"use {LEAST_SEEDS} or more: one run of each kind shows nothing")
+    if spec.task.use is None:
+        raise SpecError(
+            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+        )
+    wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
+    narrow = spec if spec.precision.compute != WIDE else rungs.change(wide, {"precision.compute": NARROW})
+    name = narrow.precision.compute
+    found: dict[str, dict[int, float]] = {WIDE: {}, name: {}}
+    facts: dict[str, str] = {}
+    for seed in range(spec.train.seed, spec.train.seed + seeds):
+        for kind, each in ((WIDE, wide), (name, narrow)):
+            tell(f"seed {seed} in {kind}")
+            found[kind][seed], facts = _score(kind, each, seed, steps)
+    both = [Scores(found[kind], facts["score"], facts["better"], facts["unit"]) for kind in (WIDE, name)]
+    score = compare_scores(*both)
+    assert score is not None  # both have every seed
+    return name, score
+
+
+def _score(name: str, spec: RunSpec, seed: int, steps: int) -> tuple[float, dict[str, str]]:
+    quiet = rungs.change(spec, {"checkpoint.store": None, "observe.tensorboard": False})
+    command = (
+        sys.executable, "-m", "surefoot.prove.ladder.child", "scores", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
+        "--steps", str(steps), "--seed", str(seed),
+    )  # fmt: skip
+    arm = Arm(
+        name=name, command=command, files={"spec.toml": spec_file.write(quiet.replace(**absolute(quiet, Path())))},
+        threads=spec.train.threads or 1, timeout_s=3600.0,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="surefoot-precision-") as folder:
+        outcome = run_arm(arm, Path(folder) / "run")
+    if outcome.ended != "done" or "score_0" not in outcome.measures:
+        raise TaskError(
+            f"seed {seed} in {name}: {last_words(outcome.error or 'the run has no score')}", hint="does surefoot train run it?"
+        )
+    return outcome.measures["score_0"], dict(outcome.facts)
