@@ -85,6 +85,20 @@ def norm_backward_flops(elements: int, kind: str, *, weight: bool, bias: bool) -
     return elements * (NORM_BACKWARD[kind] + 3 * weight + bias)
 
 
+def training_bytes(parameters: int, *, number_bytes: int = 4, states: int = 2) -> dict[str, int]:
+    """What training holds whatever the batch is: weights, a gradient each, and so many numbers of the optimiser (Adam and AdamW: 2).
+
+    In fp32 with Adam that are 16 bytes a parameter. 70 B parameters are 280 GB of weights, 3.5 devices of 80 GB; 175 B are 700 GB.
+
+    >>> training_bytes(70 * 10**9)
+    {'parameters': 280000000000, 'gradients': 280000000000, 'optimiser': 560000000000}
+    >>> training_bytes(175 * 10**9)["parameters"], sum(training_bytes(1).values())
+    (700000000000, 16)
+    """
+    weights = parameters * number_bytes
+    return {"parameters": weights, "gradients": weights, "optimiser": states * weights}
+
+
 def transformer_flops(parameters: int, *, tokens: int, layers: int, width: int, length: int, causal: bool = True) -> int:
     """What a training step of a transformer needs by rule of thumb: 6 x parameters x tokens, and attention.
 

@@ -30,6 +30,7 @@ _NAMES: dict[str, tuple[Unit, int]] = {
 _BYTES = {"B": 1, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)"
 _DURATION = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key=len, reverse=True))})")
+_COUNT = re.compile(rf"{_NUMBER}\s*([kKMBT]?)")
 _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=True))})")
 _LONGEST = 40  # characters; keeps a hostile number cheap
 _HINT = 'a duration is a number with its unit: "5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h"'
@@ -114,6 +115,18 @@ class Duration:
         else:
             raise SpecError(f"{self} is a time, not a number of steps", hint="say it in steps, epochs, samples or tokens")
         return math.ceil(steps)
+
+
+def parse_count(text: str) -> int:
+    """A whole count of "70B", "1.3 M" or "4_000".
+
+    >>> parse_count("70B"), parse_count("1.3 M")
+    (70000000000, 1300000)
+    """
+    match = _match(_COUNT, text)
+    if match is None:
+        raise SpecError(f"{_clip(text)} is no count", hint='a count is a number with k, M, B or T: "4000", "1.3M", "70 B"')
+    return int(Fraction(match[1]) * _PREFIXES[match[2]])
 
 
 def parse_bytes(text: str) -> int:

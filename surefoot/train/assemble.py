@@ -18,6 +18,7 @@ from surefoot.components.compiler import Compiled
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Recomputed, recompute
+from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
@@ -125,10 +126,11 @@ class Assembly:
         )  # fmt: skip
 
 
-def assemble(spec: RunSpec, task: Any = None) -> Assembly:
+def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -> Assembly:
     """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
 
-    Raises InputError of some kind for whatever cannot be run.
+    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know.
+        Raises InputError of some kind for whatever cannot be run.
     """
     device = find_device(spec.train.device)
     set_seeds(spec.train.seed)
@@ -139,7 +141,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
-    feed = _feed(spec, source)
+    feed = make_feed(spec, source)
     if spec.train.batchnorm != "keep":
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
@@ -150,9 +152,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
     notes += set_storage(model, spec)
     recomputed = recompute(model, spec.memory.recompute, blocks=_blocks(spec, resolved, model))
-    if recomputed.blocks:
-        notes += [recomputed.words] if recomputed.budget is None else []  # with one it is chosen once the blocks are measured
-        notes += [f"{name} is not computed again: {reason}" for name, reason in recomputed.skipped.items()]
+    notes += recomputed.notes
     if spec.fault.forget:
         notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
@@ -164,8 +164,10 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
     def read(split: str) -> Source:
         return read_split(resolved, split)
 
-    stored = spec.precision.weights  # what is stored in bf16 cannot be computed with in fp32
-    better = find_direction(model, resolved, read(split), split=split, score=spec.evaluate.score, device=device, precision=stored)
+    better = better or find_direction(
+        model, resolved, read(split), split=split, score=spec.evaluate.score, device=device,
+        precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
+    )  # fmt: skip
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -182,10 +184,7 @@ def assemble(spec: RunSpec, task: Any = None) -> Assembly:
         average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
     policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:
-        raise SpecError(
-            f"memory.update_in_backward does not go with {policy.compute}: its gradients are scaled, and divided after all are there",
-            hint='set precision.compute = "bf16" or "fp32"',
-        )
+        raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
@@ -302,7 +301,7 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     return [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
 
 
-def _feed(spec: RunSpec, source: Source) -> Feed:
+def make_feed(spec: RunSpec, source: Source) -> Feed:
     """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
     train, batch = spec.train, spec.train.batch
     if isinstance(source, Iterated):

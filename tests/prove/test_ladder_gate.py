@@ -87,6 +87,17 @@ def test_bf16_fails_as_nothing_and_passes_as_rounding_of_its_own_format(tensors:
     assert as_fp32.verdict == "fails"  # the bound is that of the format and no general slack
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", [{"compute": "fp16"}, {"compute": "bf16", "weights": "bf16"}], ids=["fp16", "masters"])
+def test_scaled_gradients_and_masters_pass_as_rounding_of_their_format(
+    precision: dict[str, Any], fused: bool, tensors: Tensors
+) -> None:
+    start, rung = spec(), spec(precision=precision, optim={"fused": fused})
+    verdict = judge(tensors, start, rung, "rounding")
+    assert verdict.verdict == "passes", verdict.words
+    assert judge(tensors, start, rung, "nothing").verdict == "fails"
+
+
 @pytest.mark.parametrize("task", ["WrongGradient", "ShortGradient"])
 def test_a_wrong_gradient_that_leaves_the_loss_right_fails_where_a_look_at_the_loss_passes(task: str, tensors: Tensors) -> None:
     start, rung = spec(), spec(task)

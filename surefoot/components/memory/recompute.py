@@ -51,6 +51,14 @@ class Recomputed:
         said = f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the backward pass"
         return said if self.budget is None else f"{said}: {self.budget.words}"
 
+    @property
+    def notes(self) -> list[str]:
+        """What a log says of it before the first batch; with a budget nothing is chosen by then."""
+        if not self.blocks:
+            return []
+        chosen = [self.words] if self.budget is None else []
+        return chosen + [f"{name} is not computed again: {reason}" for name, reason in self.skipped.items()]
+
     def undo(self) -> None:
         """Make the blocks what they were."""
         for block in self._modules.values():

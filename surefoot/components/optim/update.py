@@ -138,6 +138,11 @@ class GuardedUpdate:
             fused.scale_gradients(grads, factor)
             fused.clamp_gradients(grads, self._clip_value)
             factor = 1.0
+        self.apply(factor)
+        return norm, True
+
+    def apply(self, factor: float) -> None:
+        """Update with the gradients times `factor`, whatever they are."""
         self.move_schedule()
         scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
@@ -147,7 +152,6 @@ class GuardedUpdate:
                 for each in groups:
                     each.step(each.group["lr"], scale, None)
         self.applied_steps += 1
-        return norm, True
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
         """The id of each parameter -> its fused group and its place there; None where an optimiser has no fused kernel."""

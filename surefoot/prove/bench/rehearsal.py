@@ -35,7 +35,7 @@ class Rehearsal:
         try:
             self.assembly = _long_enough(self._spec, self._steps)
             self.device = self.assembly.engine.device
-            self._batches = self._read()
+            self.batches = self._read()
         except BaseException:
             self._put_back()
             raise
@@ -70,7 +70,7 @@ class Rehearsal:
         for update in self.assembly.updates:
             if with_gradients:
                 update.guarded.clear_gradients()
-            for batch in self._batches:
+            for batch in self.batches:
                 with engine.policy.context():
                     loss = update.loss(self.assembly.model, batch)
                 if with_gradients:

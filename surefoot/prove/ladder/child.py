@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.optim import master_of
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.train.run import Run
@@ -63,7 +64,7 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
         for report in islice(run.steps(), steps):
-            taken = capture(run.model, report.loss or 0.0, report.step)
+            taken = with_masters(run.model, capture(run.model, report.loss or 0.0, report.step), report.step)
             if report.step == 1:
                 found |= {
                     f"batch/{number}{name.removeprefix('gradient/1')}": each for name, each in taken.items() if "gradient" in name
@@ -71,6 +72,16 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
             if number == 0 and report.step in (1, steps):
                 found |= taken
     return found
+
+
+def with_masters(model: torch.nn.Module, taken: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
+    """What was captured, of weights that have masters those: what the update is given and moves."""
+    for name, parameter in model.named_parameters():
+        master = master_of(parameter)
+        if master is not parameter:
+            taken[f"weight/{step}/{name}"] = master.detach().cpu().numpy().copy()
+            taken |= {} if master.grad is None else {f"gradient/{step}/{name}": master.grad.cpu().numpy().copy()}
+    return taken
 
 
 def blur(model: torch.nn.Module, unit: float, seed: int) -> None:

@@ -123,7 +123,7 @@ class Climb:
         if rung.kind == "algorithm":
             return gate.judge(rung.kind, {}, {}, {})
         kind: Kind = rung.kind if spec.precision.compute == "fp32" else "rounding"
-        unit = gate.UNITS[spec.precision.compute if kind == "rounding" else "fp32"]
+        unit = gate.UNITS.get(spec.precision.compute, gate.UNITS["bf16"]) if kind == "rounding" else gate.UNITS["fp32"]
         if self._tensors is None:
             self._tensors = self._bench.tensors(self._ground_name, self._ground)
         if unit not in self._blurred:

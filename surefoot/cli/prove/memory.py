@@ -1,0 +1,120 @@
+"""`surefoot memory`."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
+from surefoot.core.errors import InputError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FILE = "shape.json"
+
+
+def memory(
+    given: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="a spec", show_default=False)] = None,
+    parameters: Annotated[
+        str | None, typer.Option("--parameters", metavar="COUNT", help="instead of a spec: so many, as 70B", show_default=False)
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option("--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False)
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="run three steps too, and compare")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="what is known to a new file", show_default=False)] = None,
+    set_: SetOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Predict what a step holds at its most, without running it.
+
+    Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without numbers. `--fit` finds the largest
+    microbatch, and the cheapest recomputation, that fit into some memory.
+    """
+    from surefoot.core.units import parse_bytes
+
+    if (given is None) == (parameters is None):
+        raise InputError(
+            "memory needs a spec, or --parameters", hint="surefoot memory digits, or surefoot memory --parameters 70B"
+        )
+    budget = None if fit is None else parse_bytes(fit)
+    if out is not None:
+        options.check_new_file(out, "--out", FILE)
+    if parameters is not None:
+        row = _from_sizes(parameters, budget)
+    else:
+        row = _from_spec(
+            str(given), options.overrides(set_, data=data), budget, measure, options.teller("memory", quiet=quiet or json)
+        )
+    if out is not None:
+        try:
+            out.write_text(json_.dumps(row, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(
+                f"{out} cannot be written: {error.strerror}", hint="free some space, or give another --out"
+            ) from None
+    if json:
+        options.print_json(row)
+    else:
+        _print(row)
+
+
+def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
+    """From the number of parameters alone: arithmetic, without torch."""
+    from surefoot.core.shape import training_bytes
+    from surefoot.core.units import parse_count
+
+    terms = training_bytes(parse_count(parameters))
+    peak = sum(terms.values())
+    fitting = {} if budget is None else {"budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
+    return {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": parse_count(parameters), **fitting}
+
+
+def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any) -> dict[str, Any]:
+    from surefoot.contract import spec_file
+    from surefoot.prove import memory as room
+
+    spec = spec_file.read(given, overrides).spec
+    if budget is not None:
+        found = room.fit(spec, budget, tell)
+        return {"budget_bytes": budget, **found.as_row()}
+    try:
+        prediction = room.predict(spec)
+        row = prediction.as_row()
+    except InputError as error:
+        if not measure:
+            raise
+        tell(error.message)
+        row = {"spec_id": spec.id, "peak_bytes": None, "interval": None, "terms": {}}
+    if measure:
+        tell("three steps are run")
+        row |= room.compare(spec, row["peak_bytes"]).as_row()
+    return row
+
+
+def _print(row: Mapping[str, Any]) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_bytes, format_percent
+
+    peak = row["peak_bytes"]
+    if "microbatch" in row:
+        print(f"microbatch {row['microbatch']}, memory.recompute {row['recompute']}")
+    rows = [
+        (name, format_bytes(size), format_percent(size / peak))
+        for name, size in sorted(row["terms"].items(), key=lambda pair: -pair[1])
+    ]
+    print_table(("what", "bytes", "share"), rows)
+    if peak is not None:
+        low_high = row["interval"]
+        said = "" if low_high is None else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
+        print(f"at its most {format_bytes(peak)}{said}")
+    if "times_budget" in row:
+        print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
+    if "measured_bytes" in row:
+        error = f", the prediction is off by {format_percent(row['error'])}" if row["error"] is not None else ""
+        print(f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}")

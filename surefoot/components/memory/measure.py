@@ -1,0 +1,39 @@
+"""How far memory rose while something ran, from every allocation that torch's profiler saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+MEMORY = "[memory]"  # what the profiler calls an allocation or a release
+
+
+class Rise:
+    """Between `start` and `stop`: the most bytes above those at the start that torch's allocator had given out on the CPU at a time.
+
+    What libraries allocate for themselves (oneDNN's scratch memory) is not seen, nor is a release of what was there before.
+    """
+
+    def __init__(self) -> None:
+        self._recorder: profile | None = None
+
+    def start(self) -> None:
+        """Begin, unless it began already."""
+        if self._recorder is None:
+            self._recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+            self._recorder.start()
+
+    def stop(self) -> int:
+        if self._recorder is None:
+            return 0
+        self._recorder.stop()
+        inner = self._recorder.profiler
+        results: Any = inner.kineto_results if inner is not None else None
+        events = results.events() if results is not None else ()
+        changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == MEMORY]
+        now = most = 0
+        for _, change in sorted(changes, key=lambda pair: pair[0]):  # stable: changes at one moment keep their order
+            now += change
+            most = max(most, now)
+        return most

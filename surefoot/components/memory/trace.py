@@ -1,0 +1,130 @@
+"""What a computation allocates, known without doing it: torch's fake tensors have sizes and no numbers, and every storage is watched.
+
+The seams are `torch._subclasses.fake_tensor.FakeTensorMode` and `torch.utils._python_dispatch.TorchDispatchMode`. What a kernel
+allocates inside itself is not seen; `workspace` says it for those where it matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from surefoot.components.memory import workspace
+from surefoot.components.memory.tensors import find_tensors
+
+ACTIVATIONS, GRADIENTS, TEMPORARIES, WORKSPACE = "activations", "gradients", "temporaries", "workspace"
+
+
+def without_numbers() -> FakeTensorMode:
+    """A context in which tensors are made without numbers: sizes, types and devices alone."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that notes when every storage begins and ends. What a forward pass leaves behind are activations of the part of the
+    model that `enter` named last, what it does not, and all else that nobody named, are temporaries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._part: str | None = None
+        self._is_forward = False
+        self._events: list[tuple[int, int]] = []  # number of the storage, bytes that came or went
+        self._kinds: list[str] = []
+        self._alive: dict[int, int] = {}  # id of a storage -> its number
+
+    def enter(self, part: str | None) -> None:
+        """What is allocated from now on belongs to this part of the model."""
+        self._part = part
+
+    def begin_forward(self) -> None:
+        self._is_forward, self._first = True, len(self._kinds)
+
+    def end_forward(self) -> None:
+        """What began in the pass and is no longer there was temporary."""
+        self._is_forward = False
+        alive = set(self._alive.values())
+        for number in range(self._first, len(self._kinds)):
+            if number not in alive and self._kinds[number] != WORKSPACE:
+                self._kinds[number] = TEMPORARIES
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        out, inside = workspace.of(func, args, out)
+        for tensor in find_tensors(out):
+            self.hold(tensor, self._kind())
+        if inside:  # beside what it gives
+            number = len(self._kinds)
+            self._kinds.append(WORKSPACE)
+            self._events += [(number, inside), (number, -inside)]
+        return out
+
+    def _kind(self) -> str:
+        if not self._is_forward:
+            return TEMPORARIES
+        return ACTIVATIONS if self._part is None else f"{ACTIVATIONS} of {self._part}"
+
+    def hold(self, tensor: Tensor, kind: str) -> None:
+        """Note the storage of `tensor`, if it is new."""
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if id(storage) in self._alive or not storage.nbytes():
+            return
+        number, num_bytes = len(self._kinds), storage.nbytes()
+        self._alive[id(storage)] = number
+        self._kinds.append(kind)
+        self._events.append((number, num_bytes))
+        weakref.finalize(storage, self._let_go, id(storage), number, num_bytes)
+
+    def _let_go(self, identity: int, number: int, num_bytes: int) -> None:
+        self._alive.pop(identity, None)
+        self._events.append((number, -num_bytes))
+
+    def mark(self, tensor: Tensor, kind: str) -> None:
+        """From the beginning the storage of `tensor` was of that kind."""
+        number = self._alive.get(id(tensor.untyped_storage()))
+        if number is not None:
+            self._kinds[number] = kind
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """The most bytes at a time, and what they were, kind by kind."""
+        now = most = 0
+        place = 0
+        for index, (_, change) in enumerate(self._events):
+            now += change
+            if now > most:
+                most, place = now, index
+        terms: Counter[str] = Counter()
+        for number, change in self._events[: place + 1]:
+            terms[self._kinds[number]] += change
+        return most, {kind: num_bytes for kind, num_bytes in terms.items() if num_bytes}
+
+
+@contextlib.contextmanager
+def naming(blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None]) -> Iterator[None]:
+    """Call `enter` with the name of a block when its forward pass begins, and with None when it ends."""
+    handles = []
+    for name, block in blocks.items():
+        handles.append(block.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
+        handles.append(block.register_forward_hook(lambda module, args, output: enter(None)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of all storages behind `tensors`, each once."""
+    return sum({id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}.values())

@@ -1,0 +1,64 @@
+"""The largest microbatch that fits into some memory, and the cheapest recomputation with which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError
+from surefoot.core.units import format_bytes
+from surefoot.prove.memory.predict import Prediction, predict
+
+WAYS = ("none", "operators", "every 2", "full")  # the cheapest first
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits: samples of a microbatch, the way to recompute, and what is then predicted."""
+
+    microbatch: int
+    recompute: str
+    prediction: Prediction
+
+    def as_row(self) -> dict[str, Any]:
+        return {"microbatch": self.microbatch, "recompute": self.recompute, **self.prediction.as_row()}
+
+
+def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
+    """The largest microbatch of the spec's batch whose predicted peak, with its margin, is at most `budget_bytes`.
+
+    Raises InputError where none fits, with the least that is needed.
+    """
+    batch, ways, least = spec.train.batch, list(WAYS), None
+    sizes = [size for size in range(batch, 0, -1) if batch % size == 0]
+    if spec.memory.update_in_backward:
+        sizes = sizes[:1]
+    for size in sizes:
+        for way in ways:
+            blocks = spec.memory.blocks if way != "none" else ()
+            train = {"microbatch": size if size < batch else None}
+            try:
+                found = predict(_changed(spec, train, {"recompute": way, "blocks": blocks}))
+            except InputError:
+                if way == "none":
+                    raise
+                ways = ["none"]  # the model has no blocks
+                break
+            needs = found.interval[1]
+            tell(f"microbatch {size}, recompute {way}: up to {format_bytes(needs)}")
+            if needs <= budget_bytes:
+                return Fit(size, way, found)
+            least = needs if least is None else min(least, needs)
+    raise InputError(
+        f"nothing fits into {format_bytes(budget_bytes)}: one sample at a time needs up to {format_bytes(least)}",
+        hint='use a smaller model, or an optimiser with less state: optim.name = "sgd"',
+    )
+
+
+def _changed(spec: RunSpec, train: dict[str, Any], memory: dict[str, Any]) -> RunSpec:
+    tables = spec.as_tables()
+    changed = {"train": {**tables.get("train", {}), **train}, "memory": {**tables.get("memory", {}), **memory}}
+    return RunSpec(**{**tables, **changed})

@@ -1,0 +1,51 @@
+"""The predicted peak beside the measured one: three steps of the run, the third under torch's profiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.components.memory.measure import Rise
+from surefoot.components.memory.trace import total_bytes
+from surefoot.components.observe import peak_resident_bytes
+from surefoot.contract.spec import RunSpec
+from surefoot.prove.bench.rehearsal import Rehearsal
+from surefoot.prove.memory.predict import copied_bytes, held
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The peak that was measured, beside it the largest resident size of the process, and the error of a prediction."""
+
+    measured_bytes: int
+    resident_bytes: int
+    predicted_bytes: int | None
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured."""
+        return None if self.predicted_bytes is None else (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
+
+    def as_row(self) -> dict[str, Any]:
+        return {"measured_bytes": self.measured_bytes, "resident_bytes": self.resident_bytes, "error": self.error}
+
+
+def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
+    """Run three steps of `spec` on the CPU and measure the third, from the first call of its model on."""
+    with Rehearsal(spec, steps=STEPS) as rehearsal:
+        assembly, rise = rehearsal.assembly, Rise()
+        for _ in range(STEPS - 1):
+            rehearsal.take("step")
+        for update in assembly.updates:
+            update.guarded.clear_gradients()  # their release would not be seen
+        there = held(assembly.model, assembly.updates, assembly.engine.average, rehearsal.batches)
+        held_bytes = total_bytes(tensor for tensors in there.values() for tensor in tensors) + copied_bytes(assembly.model)
+        handle = assembly.model.register_forward_pre_hook(lambda module, args: rise.start())
+        try:
+            rehearsal.take("step")
+        finally:
+            handle.remove()
+            rise_bytes = rise.stop()
+    return Compared(held_bytes + rise_bytes, peak_resident_bytes(), predicted_bytes)

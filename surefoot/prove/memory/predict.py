@@ -1,0 +1,200 @@
+"""What a training step of a spec will hold at its most, term by term, from a trace without numbers: nothing is computed.
+
+The step is the run's own: its model, its recomputation, its updates. Batches are read for real, since only they know their sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.data import Keys
+from surefoot.components.memory.blocks import find_blocks
+from surefoot.components.memory.tensors import find_tensors
+from surefoot.components.memory.trace import GRADIENTS, Allocations, naming, total_bytes, without_numbers
+from surefoot.components.optim import WeightAverage, backward
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Resolved, Source
+from surefoot.core.errors import InputError, SurefootError
+from surefoot.core.recompute import How
+from surefoot.train.assemble import Assembly, assemble, make_feed, read_split, take_task
+from surefoot.train.blame import describe
+from surefoot.train.step import LiveUpdate
+
+MARGIN = 0.08  # furthest off is the update of Muon in a small network, by 7 %: benchmarks/memory_prediction
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most bytes at a time, and what they are; `activations` name their block. `num_parameters` are those that are trained."""
+
+    spec_id: str
+    peak_bytes: int
+    terms: Mapping[str, int]
+    num_parameters: int
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Between what the measured peak will lie."""
+        return round(self.peak_bytes / (1 + MARGIN)), round(self.peak_bytes / (1 - MARGIN))
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "version": VERSION, "spec_id": self.spec_id, "peak_bytes": self.peak_bytes, "interval": list(self.interval),
+            "terms": dict(self.terms), "num_parameters": self.num_parameters,
+        }  # fmt: skip
+
+
+def predict(spec: RunSpec, task: Any = None) -> Prediction:
+    """The peak of a step of `spec` on a CPU. Raises InputError for a task that needs numbers to know its sizes."""
+    if How.parse(spec.memory.recompute).kind == "budget":
+        raise InputError(
+            "a budget is met by measuring the blocks, and nothing is run here",
+            hint='set memory.recompute = "none" or "full", or run three steps: --measure',
+        )
+    resolved, spec = take_task(spec, task)
+    source = read_split(resolved, "train")
+    batches = _read(spec, resolved, source)
+    with without_numbers() as sizes:
+        try:
+            known = replace(resolved, task=_Read(resolved.task, source))
+            assembly = assemble(spec.replace(train={"device": "cpu"}), known, better="lower")
+            return _trace(assembly, [_without_numbers(sizes, batch) for batch in batches])
+        except SurefootError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the memory of this task cannot be known without running it: {describe(error)}",
+                hint="surefoot memory SPEC --measure runs three steps; --traceback shows where numbers are needed",
+            ) from error
+
+
+class _Read:
+    """A task whose training data are read already: they have numbers, and the model gets none."""
+
+    def __init__(self, task: Any, source: Source) -> None:
+        self._task, self._source = task, source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def data(self, split: str) -> Source:
+        return self._source if split == "train" else self._task.data(split)
+
+
+def _read(spec: RunSpec, task: Resolved, source: Source) -> list[Any]:
+    """The microbatches of the first step, augmented."""
+    feed = make_feed(spec, source)
+    window = feed.window(0)
+    read = [(source.read(ids), ids) for ids in feed.microbatches(window)]
+    return [
+        batch if task.augment is None else task.augment(batch, Keys(spec.train.seed, window.epoch, ids)) for batch, ids in read
+    ]
+
+
+def _without_numbers(sizes: Any, value: Any) -> Any:
+    """`value` with its tensors replaced by such without numbers."""
+    if isinstance(value, Tensor):
+        return sizes.from_tensor(value)
+    if isinstance(value, Mapping):
+        return {key: _without_numbers(sizes, part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_without_numbers(sizes, part) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_without_numbers(sizes, part) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: _without_numbers(sizes, part) for name, part in vars(value).items()})
+    return value
+
+
+def held(
+    model: nn.Module, updates: Sequence[LiveUpdate], average: WeightAverage | None, batches: Sequence[Any]
+) -> dict[str, list[Tensor]]:
+    """What is there all the time, by kind."""
+    states = [state for update in updates for each in update.guarded.optimizers for state in each.state.values()]
+    return {
+        "parameters": list(model.parameters()), "buffers": list(model.buffers()), "optimiser": list(find_tensors(states)),
+        "averages": list(average.averages) if average is not None else [], "batches": list(find_tensors(list(batches))),
+    }  # fmt: skip
+
+
+def copied_bytes(model: nn.Module) -> int:
+    """What the copies of the buffers take that a step puts back where it is skipped: those of norms over the batch."""
+    kept = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+    return total_bytes(buffer for module in kept for buffer in module.buffers(recurse=False))
+
+
+def _trace(assembly: Assembly, batches: list[Any]) -> Prediction:
+    """Two steps: after the first the optimisers have their state."""
+    watched, model, updates = Allocations(), assembly.model, assembly.updates
+    average = assembly.engine.average
+
+    def take_step() -> None:
+        for update in updates:
+            update.guarded.clear_gradients()
+            for batch in batches:
+                _pass(watched, assembly, update, batch)
+            if update.in_backward is None:
+                update.guarded.apply(1.0)
+        if average is not None:
+            average.update()
+
+    take_step()
+    for update in updates:
+        update.guarded.clear_gradients()
+    for kind, tensors in held(model, updates, average, batches).items():
+        for tensor in tensors:
+            watched.hold(tensor, kind)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    mark: Any = functools.partial(_mark, watched)
+    hooks = [cast(Any, each).register_post_accumulate_grad_hook(mark) for each in trained]
+    with naming(_parts(model), watched.enter), watched:
+        take_step()
+    for hook in hooks:
+        hook.remove()
+    most, terms = watched.peak()
+    copies = copied_bytes(model)
+    if copies:
+        terms["buffers"] = terms.get("buffers", 0) + copies
+    return Prediction(assembly.spec.id, most + copies, terms, sum(each.numel() for each in trained))
+
+
+def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: Any) -> None:
+    """Forward and backward over one microbatch."""
+    watched.begin_forward()
+    with assembly.engine.policy.context():
+        loss = update.loss(assembly.model, batch)
+    totals = [term.total for term in loss.terms]
+    factors = [torch.full_like(total, 1.0) for total in totals]
+    watched.end_forward()
+    run = functools.partial(backward, totals, factors)
+    if update.in_backward is None:
+        run()
+    else:
+        update.in_backward.run(run)
+
+
+def _mark(watched: Allocations, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        watched.mark(parameter.grad, GRADIENTS)
+
+
+def _parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The parts that activations are told by: the blocks that repeat and what stands beside them, else the model's children."""
+    try:
+        blocks = find_blocks(model)
+    except InputError:
+        return dict(model.named_children())
+    around = {".".join(name.split(".")[:depth]) for name in blocks for depth in range(len(name.split(".")))}
+    beside = {
+        f"{prefix}.{name}".removeprefix("."): child
+        for prefix, module in model.named_modules() if prefix in around
+        for name, child in module.named_children() if f"{prefix}.{name}".removeprefix(".") not in around
+    }  # fmt: skip
+    return {**blocks, **beside}

@@ -1,0 +1,114 @@
+"""What a step will hold is known without running it: against what is measured, against arithmetic, and without the memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.memory_prediction.cases import Named
+from surefoot.components.observe import peak_resident_bytes
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError
+from surefoot.prove.memory import compare, fit, predict
+from tests.train.small import call, write_task
+
+MOST_ERROR = 0.03
+HUGE = """
+import torch
+from surefoot import Loss
+from surefoot.components.data import Arrays
+
+class Huge:
+    def model(self):
+        return torch.nn.Sequential(*(torch.nn.Linear(16384, 16384, bias=False) for _ in range(4)))
+
+    def data(self, split):
+        return Arrays(torch.zeros(4, 16384), torch.zeros(4))
+
+    def forward(self, model, batch):
+        return model(batch[0])
+
+    def loss(self, output, batch):
+        return Loss.sum(output.square().sum(), len(batch[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Named("mlp", "fp32", "none", "adamw"), Named("convnet", "fp32", "every 2", "sgd"), Named("gpt", "bf16", "full", "adamw"),
+        Named("lstm", "fp32", "none", "sgd"), Named("unet", "fp32", "operators", "adamw"),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_the_predicted_peak_is_that_which_is_measured(case: Named) -> None:
+    predicted = predict(case.spec())
+    found = compare(case.spec(), predicted.peak_bytes)
+    assert found.error is not None
+    assert abs(found.error) <= MOST_ERROR
+    assert predicted.interval[0] <= found.measured_bytes <= predicted.interval[1]
+    assert sum(predicted.terms.values()) == predicted.peak_bytes
+
+
+def test_a_model_that_this_memory_could_not_train_is_predicted_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "huge.py"
+    path.write_text(HUGE)
+    before = peak_resident_bytes()
+    found = predict(RunSpec(task={"use": f"{path}:Huge"}, train={"batch": 4, "length": "1 step"}))
+    assert peak_resident_bytes() - before < 1 << 29
+    parameters = 4 * 16384**2
+    assert found.num_parameters == parameters
+    assert (found.terms["parameters"], found.terms["optimiser"] // parameters) == (4 * parameters, 8)
+    assert found.peak_bytes > 16 * parameters
+
+
+def test_recomputation_and_a_smaller_microbatch_lower_the_prediction_and_what_fits_is_found() -> None:
+    spec = Named("gpt", "fp32", "none", "adamw").spec()
+    plain = predict(spec).peak_bytes
+    full = predict(spec.replace(memory={"recompute": "full"})).peak_bytes
+    assert full < 0.7 * plain
+    found = fit(spec, round(1.1 * full), lambda text: None)
+    assert (found.microbatch, found.recompute) == (spec.train.batch, "full")
+    assert found.prediction.interval[1] <= 1.1 * full
+    with pytest.raises(InputError, match=r"nothing fits into 1 KiB: .* needs up to"):
+        fit(spec.replace(train={"batch": 1}), 1024, lambda text: None)
+
+
+def test_a_task_that_needs_numbers_is_told_its_line_and_what_to_do(tmp_path: Path) -> None:
+    use = write_task(tmp_path, change=("# LOSS", "assert output.mean().item() < 10"))
+    with pytest.raises(InputError, match=r"cannot be known without running it.*in loss") as raised:
+        predict(RunSpec(task={"use": use}))
+    assert "--measure" in str(raised.value.hint)
+    with pytest.raises(InputError, match="a budget is met by measuring"):
+        predict(Named("gpt", "fp32", "1 GiB", "adamw").spec())
+    assert torch.ones(1).item() == 1.0  # tensors have numbers again
+
+
+def test_sizes_alone_are_answered_without_torch() -> None:
+    program = "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    words = [sys.executable, "-c", program, "memory", "--parameters", "70B", "--fit", "80 GB", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    row = json.loads(done.stdout)
+    assert row["terms"]["parameters"] == 280 * 10**9
+    assert row["terms"]["parameters"] / row["budget_bytes"] == 3.5
+    assert row["peak_bytes"] == 16 * 70 * 10**9
+    assert row["fits"] is False
+
+
+def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "memory", "digits", "--measure", "--json", "--out", "shape.json") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["version"] == 1
+    assert abs(row["error"]) <= MOST_ERROR
+    assert json.loads(Path("shape.json").read_text())["terms"] == row["terms"]
+    for words in (["memory"], ["memory", "digits", "--parameters", "1B"], ["memory", "--parameters", "many"],
+                  ["memory", "digits", "--out", "shape.json"], ["memory", "digits", "--fit", "16"]):  # fmt: skip
+        assert call(monkeypatch, *words) == 2
