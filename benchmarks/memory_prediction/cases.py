@@ -155,7 +155,7 @@ def make_cases() -> list[Named]:
     """Each family with each precision and each way, the optimisers in turn; the LSTM has no blocks to compute again."""
     found = []
     for number, (family, precision, way) in enumerate(product(FAMILIES, PRECISIONS, WAYS)):
-        if family == "lstm" and way != "none":
+        if family == "lstm" and (way != "none" or precision == "fp16"):  # torch has no LSTM in fp16 on a CPU
             continue
         found.append(Named(family, precision, way, OPTIMISERS[(number + number // 4) % 3]))
     return [

@@ -103,6 +103,8 @@ _FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
 def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
     """Bytes of an LSTM layer's workspace, and those inside its forward and its backward pass."""
     given = args[0]
+    if given.dtype not in (torch.float32, torch.bfloat16):
+        return 0, 0, 0  # asked in another format, the library may end the process
     shapes = tuple(tuple(each.shape) for each in args[:7])
     at = functools.partial(_ask_once, shapes, given.dtype, tuple(tuple(x) if isinstance(x, list) else x for x in args[7:]))
     steps = given.shape[0]
