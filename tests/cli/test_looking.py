@@ -305,7 +305,11 @@ def test_a_record_of_other_types_is_refused_or_told_but_never_breaks_a_verb(kind
     whole = [past.started(), past.step(1, 1.0), past.step(10, 0.5), past.evaluated(10, 0.5), past.fault(10), past.ended(10)]
     committed = events.Committed(generation=1, time_s=0.0, step=10, folder="f", num_bytes=1, elapsed_s=0.1)
     dtypes = events.Dtypes(generation=1, time_s=0.0, step=1, parameters=({"names": ["a"]},), operators={"mm": "bf16"})
-    lines = [record.as_line() for record in (*whole, committed, dtypes)]
+    compiled = events.Compiled(
+        generation=1, time_s=0.0, step=2, function="forward", file="a.py", line=1, elapsed_s=0.1, num_operators=2, is_backward=False,
+        why_again=None, ended_early=None,
+    )  # fmt: skip
+    lines = [record.as_line() for record in (*whole, committed, dtypes, compiled)]
     at = next(index for index, line in enumerate(lines) if json.loads(line)["kind"] == kind)
     refused = 0
     for field in json.loads(lines[at]):

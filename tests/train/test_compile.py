@@ -22,7 +22,8 @@ from tests.train.small import Small, records, spec
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    with torch._inductor.config.patch(compile_threads=1):  # else it keeps threads that nobody ends
+        yield
     torch._dynamo.reset()
 
 
