@@ -101,7 +101,7 @@ def render(found: Mapping[str, Any]) -> str:
     """The bars, each with what was measured."""
     rows = []
     for each in (found[part] for part in SETS if part in found):
-        apart, share = each["apart"], each["timed_runs"] / each["searched_runs"]
+        apart, share = each["apart"], each["num_runs"] / each["searched_runs"]
         shown = f"{apart['estimate']:.3f} ({apart['low']:.3f} to {apart['high']:.3f})" if apart else "n/a"
         holds = "holds" if apart and apart["estimate"] <= MOST_APART else "fails"
         rows.append(
@@ -112,7 +112,7 @@ def render(found: Mapping[str, Any]) -> str:
                 holds,
             )
         )
-        runs = f"{each['timed_runs']} of {each['searched_runs']}: {format_number(share)} (with its checks {each['num_runs']})"
+        runs = f"{each['num_runs']} of {each['searched_runs']}: {format_number(share)} ({each['timed_runs']} of them timed)"
         rows.append((f"{each['name']}: its runs", runs, "<= 1/3", "holds" if share <= MOST_RUNS else "fails"))
     if "equal" in found:
         kept = found["equal"]["kept"]
