@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from surefoot.contract.state import Compilation
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import LARGEST
 
@@ -135,19 +136,11 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled(Event):
+class Compiled(Compilation, Event):
     """Code was compiled in the steps up to `step`: why again (None: for the first time), and why its graph ends before the code does."""
 
     kind: ClassVar[str] = "compiled"
     step: int
-    function: str
-    file: str
-    line: int
-    elapsed_s: float
-    num_operators: int
-    is_backward: bool
-    why_again: str | None
-    ended_early: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,3 +79,25 @@ class Timing:
     phases: Mapping[str, float]
     step_s: tuple[float, ...]
     outliers: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """One compilation of one function: `why_again` is None for its first, `ended_early` names the line and reason of a graph break."""
+
+    function: str
+    file: str
+    line: int
+    elapsed_s: float
+    num_operators: int
+    is_backward: bool
+    why_again: str | None
+    ended_early: str | None
+
+    @property
+    def words(self) -> str:
+        """In a line for a person."""
+        what = "the backward pass" if self.is_backward else f"{self.function} ({PurePath(self.file).name}:{self.line})"
+        again = "" if self.why_again is None else f" again: {self.why_again}"
+        early = "" if self.ended_early is None else f"; its graph ends early: {self.ended_early}"
+        return f"compiled {what}{again}{early}"

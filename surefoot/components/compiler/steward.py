@@ -9,34 +9,12 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from surefoot.contract.state import Compilation
+
 _AFTER_A_BREAK = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compilation:
-    """One compilation of one function: `why_again` is None for its first, `ended_early` names the line and reason of a graph break."""
-
-    function: str
-    file: str
-    line: int
-    elapsed_s: float
-    num_operators: int
-    is_backward: bool
-    why_again: str | None
-    ended_early: str | None
-
-    @property
-    def words(self) -> str:
-        """In a line for a person."""
-        what = "the backward pass" if self.is_backward else f"{self.function} ({PurePath(self.file).name}:{self.line})"
-        again = "" if self.why_again is None else f" again: {self.why_again}"
-        early = "" if self.ended_early is None else f"; its graph ends early: {self.ended_early}"
-        return f"compiled {what}{again}{early}"
 
 
 class Steward:
@@ -56,11 +34,6 @@ class Steward:
         if records:
             self._last = records[-1]
         return [_read(record) for record in reversed(new)]
-
-
-def count_again(compilations: Iterable[Compilation]) -> int:
-    """How many were made of code that had been compiled before."""
-    return sum(each.why_again is not None for each in compilations)
 
 
 def _records() -> list[Any]:

@@ -45,11 +45,22 @@ class _Layerwise(Optimizer, ABC):
     def create_state(self, group: dict[str, Any]) -> None:
         """Create what there is not of the state of a group's parameters."""
 
-    @abstractmethod
+    @torch.no_grad()
     def step_group(
         self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """Update one group at the rate `lr`; the last two are for fused groups alone."""
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if params:
+            self.create_state(group)
+            self._move(group, params, [parameter.grad for parameter in params], lr, grad_scale, found_inf)
+
+    @abstractmethod
+    def _move(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update those of a group's parameters that have a gradient; their state is there."""
 
 
 @final
@@ -79,14 +90,10 @@ class Lars(_Layerwise):
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    @torch.no_grad()
-    def step_group(
-        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        params, grads = _with_gradients(group)
-        if not params:
-            return
-        self.create_state(group)
+    def _move(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, slopes = fused.norms_of(params), fused.norms_of(grads)
@@ -132,14 +139,10 @@ class Lamb(_Layerwise):
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    @torch.no_grad()
-    def step_group(
-        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        params, grads = _with_gradients(group)
-        if not params:
-            return
-        self.create_state(group)
+    def _move(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
         states = [self.state[parameter] for parameter in params]
         moves = fused.times(params, float(group["weight_decay"]))
         adam(  # on what is not the weights, and upwards: decay * w plus the direction
@@ -169,11 +172,6 @@ class LayerwiseGroup:
 
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         self.optimizer.step_group(self.group, lr, grad_scale, found_inf)
-
-
-def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    params = [parameter for parameter in group["params"] if parameter.grad is not None]
-    return params, [parameter.grad for parameter in params]
 
 
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:

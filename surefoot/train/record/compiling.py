@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from surefoot.components.compiler import Compilation, Compiled, compile_regions
+from surefoot.components.compiler import Compiled, compile_regions
 from surefoot.components.memory import find_blocks
 from surefoot.contract.spec import CompileTable, RunSpec
+from surefoot.contract.state import Compilation
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import TaskError
 from surefoot.core.units import format_seconds
