@@ -20,8 +20,9 @@ from benchmarks.measured import ROOT, show
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.units import format_number
-from surefoot.prove.ladder import Ladder, Rung, Settings, as_row, climb_ladder, parse_rung, rungs
-from surefoot.prove.ladder.workbench import Workbench
+from surefoot.prove.ladder import Ladder, Rung, Settings, as_row, climb_ladder, gate, parse_rung, rungs
+from surefoot.prove.ladder.rungs import Kind
+from surefoot.prove.ladder.workbench import OUTCOMES, Workbench
 from surefoot.trial import find_conditions, markdown
 
 FOLDER = Path(__file__).parent
@@ -46,36 +47,48 @@ def told(ladder: Ladder) -> None:
 
 
 def search(name: str, spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """A ladder over five rungs, then every subset of those that pass the gate, then the best of both side by side."""
+    """A ladder over five rungs, then every subset of them that passes the gate, then the best of both side by side."""
     settings = SETTINGS[name]
     given = [parse_rung(text) for text in GIVEN]
     ladder = climb_ladder(name, spec, settings, folder / "ladder", given=given, names=BUILT, tell=tell, decided=told)
-    outcomes = map(json.loads, (folder / "ladder" / "outcomes.jsonl").read_text().splitlines())
-    timed_runs = sum("cpu_s_per_sample" in each["measures"] for each in outcomes)
-    sound = [each.rung for each in ladder.results if each.parity.verdict != "fails"]
     bench = Workbench(ladder.start, settings, folder / "exhaustive")
     bench.begin()
-    specs = {
-        "start": ladder.start,
-        **{" ".join(each.name for each in subset): _with(ladder.start, subset) for subset in _subsets(sound)},
-    }
+    specs = {"start": ladder.start, **check_all(bench, ladder.start, [each.rung for each in ladder.results])}
     tell(f"{name}: {len(specs)} specs, {EXHAUSTIVE_ROUNDS} rounds")
     trial = bench.measure_all("exhaustive", specs, EXHAUSTIVE_ROUNDS)
     times = {each: found.estimate for each in specs if (found := bench.ratio(trial, each, "start", "time")) is not None}
     best = min(times, key=times.__getitem__)
-    searched = bench.num_runs
+    searched, timed = bench.num_runs, count_timed(folder / "exhaustive")
     final = bench.measure_all("final", {"ladder": ladder.best, "exhaustive": specs[best]}, FINAL_ROUNDS)
     apart = bench.ratio(final, "ladder", "exhaustive", "time")
     return {
         "name": name, "ladder": as_row(ladder), "specs": len(specs), "times": times, "best": best, "num_runs": ladder.num_runs,
-        "timed_runs": timed_runs,
-        "searched_runs": searched, "kept": [each.rung.name for each in ladder.kept],
+        "timed_runs": count_timed(folder / "ladder"), "searched_runs": searched, "timed_searched_runs": timed,
+        "kept": [each.rung.name for each in ladder.kept],
         "apart": None if apart is None else {"estimate": apart.estimate, "low": apart.low, "high": apart.high, "n": apart.count},
     }  # fmt: skip
 
 
-def _subsets(sound: list[Rung]) -> list[tuple[Rung, ...]]:
-    return [subset for size in range(1, len(sound) + 1) for subset in itertools.combinations(sound, size)]
+def check_all(bench: Workbench, start: RunSpec, five: list[Rung]) -> dict[str, RunSpec]:
+    """Every subset of the rungs whose numbers pass the gate of the ladder, by name."""
+    ground = bench.tensors("start", start)
+    floors = {unit: bench.tensors("blurred", start, unit=gate.UNITS[unit]) for unit in ("fp32", "bf16")}
+    found = {}
+    for size in range(1, len(five) + 1):
+        for subset in itertools.combinations(five, size):
+            name, spec = " ".join(each.name for each in subset), _with(start, subset)
+            compute = spec.precision.compute
+            kind: Kind = "nothing" if compute == "fp32" else "rounding"
+            verdict = gate.judge(kind, ground, floors[compute], bench.tensors(name, spec))
+            tell(f"{name}: {verdict.verdict}: {verdict.words}")
+            if verdict.verdict == "passes":
+                found[name] = spec
+    return found
+
+
+def count_timed(folder: Path) -> int:
+    outcomes = map(json.loads, (folder / OUTCOMES).read_text().splitlines())
+    return sum("cpu_s_per_sample" in each["measures"] for each in outcomes)
 
 
 def _with(spec: RunSpec, subset: tuple[Rung, ...]) -> RunSpec:
@@ -112,7 +125,8 @@ def render(found: Mapping[str, Any]) -> str:
                 holds,
             )
         )
-        runs = f"{each['num_runs']} of {each['searched_runs']}: {format_number(share)} ({each['timed_runs']} of them timed)"
+        of_timed = f"timed {each['timed_runs']} of {each['timed_searched_runs']}"
+        runs = f"{each['num_runs']} of {each['searched_runs']}: {format_number(share)} ({of_timed})"
         rows.append((f"{each['name']}: its runs", runs, "<= 1/3", "holds" if share <= MOST_RUNS else "fails"))
     if "equal" in found:
         kept = found["equal"]["kept"]

@@ -12,7 +12,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 
-REPORT, WORK, STARTED = "{report}", "{work}", "{started_s}"
+REPORT, WORK, STARTED, TURNS = "{report}", "{work}", "{started_s}", "{turns}"
 _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
 
@@ -21,7 +21,8 @@ class Arm:
     """A command with all that it runs under. Raises InputError for a command, name or count that cannot be.
 
     In `command`, `{report}` is the file that the process reports to (`write_report`), `{work}` a folder of its own, and
-    `{started_s}` the harness's `time.perf_counter()` at its start, one clock for all processes of a Linux host. A command without
+    `{started_s}` the harness's `time.perf_counter()` at its start, one clock for all processes of a Linux host, `{turns}` the channel of
+    `surefoot.trial.turns`, or "alone". A command without
     `{report}` is measured from outside only. `files` are written into the folder first. `folder` is the working folder,
     `variables` are added to the environment, `threads` those of one operator. With `ranks` above 1 one process is
     started for each, with torchrun's variables.
@@ -78,7 +79,7 @@ def spec_arm(
     whole = spec.replace(train=length, **absolute(spec, folder))
     command = [
         sys.executable, "-m", "surefoot.trial.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
-        "--warmup", str(warmup), "--steps", str(steps), "--started", STARTED,
+        "--warmup", str(warmup), "--steps", str(steps), "--started", STARTED, "--turns", TURNS,
         *(word for step in capture for word in ("--capture", str(step))),
     ]  # fmt: skip
     return Arm(

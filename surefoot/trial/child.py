@@ -16,6 +16,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.state import StepReport
 from surefoot.train.run import Run
 from surefoot.trial.report import Clock, capture, peak_bytes, resident_bytes, write_report
+from surefoot.trial.turns import Turns
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -25,6 +26,7 @@ def main(words: Sequence[str] | None = None) -> None:
     spec = spec_file.read(str(asked.spec)).spec
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
+    turns = Turns(asked.turns)
     with Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
@@ -35,10 +37,14 @@ def main(words: Sequence[str] | None = None) -> None:
                 measures["startup_s"] = time.perf_counter() - asked.started
             _keep(found, run, report, asked.capture)
         wait_for(device)  # what is launched is not done: the clock would time the launches
+        turns.hand_over()
         with clock:
             for report in islice(steps, asked.steps):
                 measured.append(report)
                 _keep(found, run, report, asked.capture)
+                if turns.are_over:
+                    wait_for(device)
+                    clock.leave_out(turns.hand_over())
             wait_for(device)
     loss = measured[-1].loss if measured else None
     if loss is not None and math.isfinite(loss):
@@ -85,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="measured steps; none: to the run's end")
     parser.add_argument("--capture", type=int, action="append", default=[])
     parser.add_argument("--started", type=float, help="the harness's clock when it started this process")
+    parser.add_argument("--turns", type=_descriptor, help="the channel by which it takes turns with others, or: alone")
     return parser
+
+
+def _descriptor(word: str) -> int | None:
+    return None if word == "alone" else int(word)
 
 
 if __name__ == "__main__":

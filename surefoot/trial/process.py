@@ -18,7 +18,7 @@ from typing import Literal
 
 from surefoot.core import place
 from surefoot.core.errors import BadRecordError, InputError
-from surefoot.trial.arm import REPORT, STARTED, WORK, Arm
+from surefoot.trial.arm import REPORT, STARTED, TURNS, WORK, Arm
 from surefoot.trial.report import Report, read_report
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -44,7 +44,9 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
+    """One started process of an arm."""
+
     process: subprocess.Popen[bytes]
     result: int  # read end of the pipe that its launcher writes to
     folder: Path
@@ -59,17 +61,17 @@ def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -
     if not arm.folder.is_dir():
         raise InputError(f"the working folder {arm.folder} of the arm {arm.name!r} does not exist")
     started_s = time.perf_counter()
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     variables = _rank_variables(arm)
     try:
         for rank in range(arm.ranks):
-            ranks.append(_start(arm, work / f"rank{rank}", variables[rank], started_s))  # noqa: PERF401 - ended even if one fails
+            ranks.append(start_rank(arm, work / f"rank{rank}", variables[rank], started_s))  # noqa: PERF401 - ended even if one fails
         results = _wait(ranks, started_s + arm.timeout_s)
     finally:
         for each in ranks:
-            _end(each)
+            end_rank(each)
     wall_s = time.perf_counter() - started_s
-    return _outcome(arm, ranks, results, wall_s, number, is_warmup)
+    return judge_outcome(arm, ranks, results, wall_s, number, is_warmup)
 
 
 def _rank_variables(arm: Arm) -> list[dict[str, str]]:
@@ -82,27 +84,32 @@ def _rank_variables(arm: Arm) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arm.ranks)]
 
 
-def _start(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float) -> _Rank:
+def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float, *, turns: int | None = None) -> Rank:
+    """Start one process of `arm` in the new folder `folder`; `turns` is its end of the channel by which it takes turns."""
     folder.mkdir(parents=True)
     for name, text in arm.files.items():
         (folder / name).write_text(text)
-    filled = {REPORT: str(folder / "report.json"), WORK: str(folder), STARTED: repr(started_s)}
+    filled = {
+        REPORT: str(folder / "report.json"), WORK: str(folder), STARTED: repr(started_s),
+        TURNS: "alone" if turns is None else str(turns),
+    }  # fmt: skip
     command = [_fill(word, filled) for word in arm.command]
     environment = place.child_environment(threads=arm.threads) | dict(arm.variables) | dict(variables)
     read_end, write_end = os.pipe()
+    passed = [write_end] if turns is None else [write_end, turns]
     try:
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(LAUNCHER), str(write_end), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=arm.folder, env=environment, pass_fds=(write_end,),
-                start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=arm.folder, env=environment,
+                pass_fds=passed, start_new_session=True,
             )  # fmt: skip
     except BaseException:
         os.close(read_end)
         raise
     finally:
         os.close(write_end)
-    return _Rank(process, read_end, folder)
+    return Rank(process, read_end, folder)
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:
@@ -111,19 +118,24 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-def _wait(ranks: Sequence[_Rank], until_s: float) -> list[dict[str, float] | None]:
+def _wait(ranks: Sequence[Rank], until_s: float) -> list[dict[str, float] | None]:
     """What each rank's launcher wrote, None for one that was still running; the first failure ends the wait."""
     results: list[dict[str, float] | None] = [None] * len(ranks)
     for index in _as_they_end(ranks, until_s):
-        text = os.read(ranks[index].result, 4096)  # one line, written at once
-        result = json.loads(text) if text else {"exit_code": -signal.SIGKILL}
-        results[index] = result
+        result = results[index] = read_result(ranks[index])
         if result["exit_code"] != 0:
             break
     return results
 
 
-def _as_they_end(ranks: Sequence[_Rank], until_s: float) -> Iterator[int]:
+def read_result(rank: Rank) -> dict[str, float]:
+    """What the launcher of a process that has ended wrote: one line, written at once, or nothing where it was ended itself."""
+    text = os.read(rank.result, 4096)
+    result: dict[str, float] = json.loads(text) if text else {"exit_code": -signal.SIGKILL}
+    return result
+
+
+def _as_they_end(ranks: Sequence[Rank], until_s: float) -> Iterator[int]:
     waiting = {rank.result: index for index, rank in enumerate(ranks)}
     while waiting:
         ready, _, _ = select.select(list(waiting), [], [], max(0.0, until_s - time.perf_counter()))
@@ -133,7 +145,7 @@ def _as_they_end(ranks: Sequence[_Rank], until_s: float) -> Iterator[int]:
             yield waiting.pop(descriptor)
 
 
-def _end(rank: _Rank) -> None:
+def end_rank(rank: Rank) -> None:
     """End the rank's whole group while its leader still holds the group's number, then reap the leader."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)
@@ -141,9 +153,10 @@ def _end(rank: _Rank) -> None:
     os.close(rank.result)
 
 
-def _outcome(
-    arm: Arm, ranks: Sequence[_Rank], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
+def judge_outcome(
+    arm: Arm, ranks: Sequence[Rank], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
 ) -> Outcome:
+    """What a run came to, from what its launchers wrote (None: nothing yet) and the report of its first rank."""
     done = [result for result in results if result is not None]
     problem = _problem(arm, ranks, results)
     report = Report()
@@ -164,7 +177,7 @@ def _outcome(
     )
 
 
-def _problem(arm: Arm, ranks: Sequence[_Rank], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
+def _problem(arm: Arm, ranks: Sequence[Rank], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
     """How the first rank that failed ended, else the first that did not end in time."""
     for index, result in enumerate(results):
         if result is not None and result["exit_code"] != 0:

@@ -131,6 +131,10 @@ class Clock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.cpu_s, self.wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._wall_s
 
+    def leave_out(self, wall_s: float) -> None:
+        """Take off what is no part of the block, while it lasts: a wait for another process."""
+        self._wall_s += wall_s
+
     def per(self, steps: int) -> dict[str, float]:
         """The measures of a block that took `steps` steps."""
         return {"cpu_s_per_step": self.cpu_s / steps, "wall_s_per_step": self.wall_s / steps}

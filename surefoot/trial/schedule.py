@@ -12,6 +12,7 @@ from pathlib import Path
 from surefoot.core.errors import InputError
 from surefoot.trial.arm import Arm
 from surefoot.trial.process import Outcome, run_arm
+from surefoot.trial.turns import run_in_turns
 
 MAX_FAILURES = 2  # after so many an arm is not started again: it would only hold the others up
 
@@ -31,8 +32,13 @@ def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tup
     return planned[:rounds]
 
 
-def run_rounds(arms: Sequence[Arm], *, rounds: int, warmup_rounds: int = 1, seed: int = 0) -> Iterator[Outcome]:
+def run_rounds(
+    arms: Sequence[Arm], *, rounds: int, warmup_rounds: int = 1, seed: int = 0, in_turns: bool = False
+) -> Iterator[Outcome]:
     """Run every arm `warmup_rounds + rounds` times, interleaved, one process after the other; yield each Outcome as it comes.
+
+    With `in_turns` the arms of a round are there at once and take turns while they are measured (`surefoot.trial.turns`): where a
+    machine drifts, their ratios scatter far less, but it must hold them all in memory.
 
     Warm-up rounds fill the caches of disk and interpreter; their outcomes are marked. An arm that crashes or hangs twice is left
     out from then on, and the others go on. Raises InputError for no arms, two of one name, or no rounds.
@@ -45,17 +51,19 @@ def run_rounds(arms: Sequence[Arm], *, rounds: int, warmup_rounds: int = 1, seed
         )
     failures: Counter[str] = Counter()
     for number, order in enumerate(plan_rounds(list(named), warmup_rounds + rounds, seed=seed)):
-        for name in order:
-            if failures[name] >= MAX_FAILURES:
-                continue
-            outcome = _run_aside(named[name], number, warmup_rounds)
-            failures[name] += outcome.ended != "done"
-            yield outcome
+        going = [named[name] for name in order if failures[name] < MAX_FAILURES]
+        for group in [going] if in_turns and going else [[arm] for arm in going]:
+            for outcome in _run_aside(group, number, warmup_rounds):
+                failures[outcome.arm] += outcome.ended != "done"
+                yield outcome
 
 
-def _run_aside(arm: Arm, number: int, warmup_rounds: int) -> Outcome:
+def _run_aside(arms: Sequence[Arm], number: int, warmup_rounds: int) -> list[Outcome]:
     work = Path(tempfile.mkdtemp(prefix="surefoot-trial-"))
+    at, is_warmup = max(0, number - warmup_rounds), number < warmup_rounds
     try:
-        return run_arm(arm, work, number=max(0, number - warmup_rounds), is_warmup=number < warmup_rounds)
+        if len(arms) > 1:
+            return run_in_turns(arms, work, number=at, is_warmup=is_warmup)
+        return [run_arm(arms[0], work, number=at, is_warmup=is_warmup)]
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -142,7 +142,12 @@ def test_a_spec_arms_process_reports_what_the_steps_after_the_warm_up_cost(tmp_p
     spec = RunSpec(task={"use": "tiny.py:Tiny"}, train={"batch": 16, "threads": 1}, observe={"tensorboard": False})
     arm = spec_arm("a", spec, steps=20, warmup=5, folder=tmp_path)
     (tmp_path / "spec.toml").write_text(arm.files["spec.toml"])
-    filled = {"{work}": str(tmp_path), "{report}": str(tmp_path / "report.json"), "{started_s}": repr(time.perf_counter())}
+    filled = {
+        "{work}": str(tmp_path),
+        "{report}": str(tmp_path / "report.json"),
+        "{started_s}": repr(time.perf_counter()),
+        "{turns}": "alone",
+    }
     words = [reduce(lambda text, name: text.replace(name, filled[name]), filled, word) for word in arm.command]
     child.main(words[words.index("surefoot.trial.child") + 1 :])
     report = read_report(tmp_path / "report.json")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError, StorageError, TaskError
@@ -26,6 +28,7 @@ START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
 WARMUP_STEPS, LEAST_STEPS = 5, 8
 TARGET_S = 1.0  # how long the measured steps of the start take, where nobody says how many samples
+ROOM = 1.25  # an arm may need so much more than the start
 CHECKED_STEPS, CHECKED_SEEDS, SCORED_SEEDS = 8, 4, 3
 Measure = Literal["time", "wall", "memory", "startup"]
 Tell = Callable[[str], None]
@@ -68,7 +71,7 @@ class Workbench:
                 hint=f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: surefoot train SPEC",
             )
         self._keep(outcome)
-        self.device = outcome.facts["device"]
+        self.device, self._peak_bytes = outcome.facts["device"], outcome.measures["peak_bytes"]
         per_step = outcome.measures["num_samples"] / LEAST_STEPS
         step_s = outcome.measures["wall_s_per_step"]
         wanted = TARGET_S / step_s if self._settings.samples is None else self._settings.samples / per_step
@@ -108,7 +111,7 @@ class Workbench:
         for offset, count, these in ((0, first, [*arms, *more]), (first, most - first, arms)):
             if count < 1 or (offset and not decides):
                 break
-            for number, outcome in enumerate(run_rounds(these, rounds=count, warmup_rounds=0, seed=self._seed + offset), start=1):
+            for number, outcome in enumerate(self._rounds(these, count, self._seed + offset), start=1):
                 self._keep(outcome)
                 outcomes.append(replace(outcome, round=outcome.round + offset))
                 trial = replace(trial, outcomes=tuple(outcomes))
@@ -120,10 +123,15 @@ class Workbench:
         """So many interleaved rounds of all of `specs`."""
         outcomes: list[Outcome] = []
         arms = [self._arm(name, spec) for name, spec in specs.items()]
-        for outcome in run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=self._seed):
+        for outcome in self._rounds(arms, rounds, self._seed):
             self._keep(outcome)
             outcomes.append(outcome)
         return Trial(title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes))
+
+    def _rounds(self, arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[Outcome]:
+        """Rounds in turns where the memory holds all arms at once; on a GPU, whose memory is not shared so, one after the other."""
+        fits = len(arms) * self._peak_bytes * ROOM <= psutil.virtual_memory().available
+        return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=fits and self.device == "cpu")
 
     def _arm(self, name: str, spec: RunSpec) -> Arm:
         """Every arm trains the same number of samples, whatever its batch."""

@@ -1,0 +1,120 @@
+"""Arms of a round that take turns: all are started, one computes for a tenth of a second, the others are stopped meanwhile.
+
+The speed of a machine drifts within seconds (other tenants, clock rates, caches), so two runs one after the other differ by several
+per cent for no reason of their own. Turns shorter than the drift give it to all arms alike. A process hands its turn over between
+two steps, and is stopped whole, its threads too; how long that was is left out of its wall time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from surefoot.core.errors import InputError
+from surefoot.trial.arm import Arm
+from surefoot.trial.process import Outcome, Rank, end_rank, judge_outcome, read_result, start_rank
+
+TURN_S = 0.1
+POLL_S = 0.0002
+
+
+class Turns:
+    """The side of the process that is measured. Without a `descriptor` it is alone, and its turn never ends."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._channel = None if descriptor is None else Connection(descriptor)
+        self._since_s = time.perf_counter()
+
+    @property
+    def are_over(self) -> bool:
+        """Whether this turn has had its time."""
+        return self._channel is not None and time.perf_counter() - self._since_s >= TURN_S
+
+    def hand_over(self) -> float:
+        """Let the others go on until it is this process's turn again; gives the seconds that it waited."""
+        if self._channel is None:
+            return 0.0
+        begun_s = time.perf_counter()
+        self._channel.send_bytes(str(os.getpid()).encode())
+        self._channel.recv_bytes()
+        self._since_s = time.perf_counter()
+        return self._since_s - begun_s
+
+
+@dataclass
+class _Player:
+    """The harness's side of one arm: `pid` is the process to stop, known once it has handed its first turn over."""
+
+    arm: Arm
+    rank: Rank
+    channel: Connection
+    pid: int | None = None
+    used_s: float = 0.0
+    is_over: bool = False
+    results: list[dict[str, float] | None] = field(default_factory=lambda: [None])
+
+    def play(self) -> None:
+        """One turn, until it hands over, ends, or has had the arm's time."""
+        begun_s = time.perf_counter()
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it was ended while it stood still
+                os.kill(self.pid, signal.SIGCONT)
+                self.channel.send_bytes(b"go")
+        result, channel = self.rank.result, self.channel.fileno()
+        ready, _, _ = select.select([result, channel], [], [], max(0.0, self.arm.timeout_s - self.used_s))
+        self.used_s += time.perf_counter() - begun_s
+        if ready == [channel]:
+            self.pid = int(self.channel.recv_bytes())
+            _stop(self.pid)
+            return
+        self.is_over = True
+        if ready:
+            self.results = [read_result(self.rank)]
+        else:  # nobody else's turn while it still runs
+            os.killpg(self.rank.process.pid, signal.SIGKILL)
+
+
+def _stop(pid: int) -> None:
+    """Stop a process, and wait until all its threads stand still; one that has just ended does."""
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        os.kill(pid, signal.SIGSTOP)
+        while psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            time.sleep(POLL_S)
+
+
+def run_in_turns(arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup: bool = False) -> list[Outcome]:
+    """Run each of `arms` once, below the folder `work`: one after the other up to its first measured step, from there on in turns.
+
+    An arm that hands no turn over, because it ends before, or knows of none, has then simply run alone. Raises InputError for an arm
+    with more than one rank: ranks wait for each other within a step.
+    """
+    crowd = [arm.name for arm in arms if arm.ranks > 1]
+    if crowd:
+        raise InputError(f"the arm {crowd[0]!r} has several ranks and cannot take turns", hint="run it in rounds, without turns")
+    players: list[_Player] = []
+    try:
+        for index, arm in enumerate(arms):
+            ours, theirs = Pipe()
+            with theirs:
+                started_s = time.perf_counter()
+                rank = start_rank(arm, work / str(index), {}, started_s, turns=theirs.fileno())
+            players.append(_Player(arm, rank, ours))
+            players[-1].play()
+        while playing := [each for each in players if not each.is_over]:
+            for each in playing:
+                each.play()
+    finally:
+        for each in players:
+            end_rank(each.rank)
+            each.channel.close()
+    return [judge_outcome(each.arm, [each.rank], each.results, each.used_s, number, is_warmup) for each in players]
