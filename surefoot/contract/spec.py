@@ -248,6 +248,10 @@ class MemoryTable(Table):
     update_in_backward: bool = Field(
         False, description="update each parameter as soon as its gradient is there, and let the gradient go"
     )
+    on_oom: Literal["stop", "halve"] = Field(
+        "stop",
+        description="a step that runs out of memory ends the run, or is done again with half the microbatch, as all behind it",
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -405,6 +409,7 @@ def _check_update_in_backward(spec: RunSpec) -> None:
     train, optim = spec.train, spec.optim
     reasons = (
         (train.microbatch not in (None, train.batch), "several microbatches are summed first", "leave train.microbatch out"),
+        (spec.memory.on_oom == "halve", "half a batch would be a microbatch", "leave memory.on_oom out"),
         (bool(train.ramp), "a batch that grows is cut into microbatches", "leave train.ramp out"),
         (bool(optim.clip), f"optim.clip = {optim.clip:g} needs the norm of all gradients", "set optim.clip = 0"),
         (optim.clip_value is not None, "optim.clip_value clips all gradients at once", "leave optim.clip_value out"),

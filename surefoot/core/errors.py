@@ -11,7 +11,8 @@
         |-- UserCodeError     3     the user's own code raised
         |-- NumbersError      4     non-finite or diverged numbers
         |-- StorageError      5     the run folder can no longer be written
-        `-- BadRecordError    6     a record could not be read
+        |-- BadRecordError    6     a record could not be read
+        `-- OutOfMemory       7     a step needed more memory than there is
 
 The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 129 ended by
 SIGHUP, 130 interrupted, 143 ended by SIGTERM.
@@ -121,3 +122,9 @@ class BadRecordError(RunError):
     """A record could not be read while the run went on."""
 
     exit_code = 6
+
+
+class OutOfMemory(RunError):
+    """A step, or an evaluation, needed more memory than there is."""
+
+    exit_code = 7

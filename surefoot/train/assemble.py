@@ -29,9 +29,9 @@ from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
-from surefoot.train.blame import describe
 from surefoot.train.environment import circumstances, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
+from surefoot.train.failure.blame import describe
 from surefoot.train.record.compiling import compile_as_stated, eager
 from surefoot.train.step import LiveUpdate, Stepper
 

@@ -32,7 +32,8 @@ from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
-from surefoot.train import blame, environment, folder
+from surefoot.train import environment, folder
+from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.loop import LoopKeeper, name_objects
 from surefoot.train.resume.watched import Watched

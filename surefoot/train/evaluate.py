@@ -16,7 +16,7 @@ from surefoot.components.precision import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
-from surefoot.train.blame import describe
+from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.step import check_count
 

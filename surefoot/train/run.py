@@ -34,10 +34,11 @@ from surefoot.core.errors import (
     SurefootError,
     TaskError,
 )
-from surefoot.train import blame, environment, folder, preflight
+from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
-from surefoot.train.record import causes
+from surefoot.train.failure import blame, causes
+from surefoot.train.failure.memory import WithinMemory
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.profiling import Profiling
@@ -71,16 +72,14 @@ class Run:
         self._stop: tuple[str, str] | None = None
         self._stop_code = EXIT_INTERRUPTED
         self._asked: set[int] = set()  # the exit codes of the signals that came
-        self._is_leaving = False
+        self._is_leaving = self._is_open = self._is_taken = False
         self._meter = Meter()
-        self.step = 0
-        self.num_samples = 0
+        self.step = self.num_samples = 0
         self.training_s = self._before_s = 0.0
         self.cause = self.outcome = ""
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
         self._opened = contextlib.ExitStack()
-        self._is_open = self._is_taken = False
 
     # ---- beginning
 
@@ -257,11 +256,12 @@ class Run:
             self.evaluate(owed)
         self._first_step = self.step + 1
         self._meter.restart_clock()
+        take_step = WithinMemory(self.assembly, self._telling, self.folder)
         self._clock.begin_steps()
         while self._stop is None and not self._is_over(total):
             number = self.step + 1
             try:
-                report = stepper(number)
+                report = take_step(number)
             except (Exception, SystemExit) as error:
                 if self._is_leaving:
                     raise

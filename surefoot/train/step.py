@@ -54,6 +54,8 @@ class Stepper:
         self._buffers = LiveBuffers(model)
         self._policy, self._scaler = policy, policy.scaler
         self.record: DtypeRecord | None = None  # of the first step that was done here
+        self._is_first = False
+        self.has_moved = False  # weights or the optimiser's state, in the step that goes on
         self._look: AbstractContextManager[Any] | None = None
         self.eager: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # nothing is compiled inside: not while operators are seen
@@ -72,6 +74,7 @@ class Stepper:
 
     def __call__(self, number: int) -> StepReport:
         started_ns = self.clock.switch(DATA)
+        self.has_moved = False
         window = self._feed.window(number - 1)
         batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
         self.consumed = window.ids
@@ -84,7 +87,7 @@ class Stepper:
         overflowed: bool | Tensor = False
         rate: float | Tensor = 0.0
         num_done = 0
-        is_first = self.record is None
+        self._is_first = self.record is None
         if self.record is None:
             self.record = DtypeRecord(self._model, tf32=self._policy.compute == "tf32")
             self._look = self.record if number == 1 else None  # the same whether a run was left before this step, or not
@@ -100,7 +103,7 @@ class Stepper:
             self._buffers.put_back_unless(applied)
         if self._average is not None:
             self._average.update(applied)
-        if is_first:
+        if self._is_first:
             self._look = None
             self.record.see_update((each for update in self._updates for each in update.guarded.states()), master_of)
         self.clock.end_step(number)
@@ -113,6 +116,12 @@ class Stepper:
                 self._scaler.update(overflowed)  # after all updates: one scale holds for the whole step
             report.scaling = Scaling(self._scaler.scale, overflowed)
         return report
+
+    def take_back(self) -> None:
+        """Forget a step that broke off before anything moved, all but its gradients, which the next one clears."""
+        self._buffers.put_back_unless(False)
+        if self._is_first:
+            self.record = None
 
     def look(self, number: int) -> None:
         """Forward and backward pass of a step once more, as they were and without the update, for whoever looks on."""
@@ -184,6 +193,7 @@ class Stepper:
             self.before_update()
             switch(OPTIMISER)
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
+        self.has_moved = True
         norm, applied = guarded.step_if_finite(factor)
         if self.noise is not None:
             share = first[1] / mine[terms[0].name][1]
@@ -204,6 +214,7 @@ class Stepper:
             self.clock.switch(CHECKPOINT)
             self.before_update()
         self.clock.switch(BACKWARD)
+        self.has_moved = True
         norm = update.step(lambda: backward([term.total for term in terms], factors))
         self.clock.switch(OPTIMISER)
         return norm, True

@@ -26,7 +26,7 @@ from surefoot.components.precision import (
     was_clipped_first,
 )
 from surefoot.core.errors import NumbersError
-from surefoot.train.record.causes import find_overflow
+from surefoot.train.failure.causes import find_overflow
 from surefoot.train.run import Run
 from tests.train.small import Small, call, spec, write_task
 

@@ -11,7 +11,7 @@ from torch import nn
 from surefoot.contract import manifest
 from surefoot.contract.events import Ended, Step
 from surefoot.core.errors import BadRecordError, DataError, NumbersError, StorageError, SurefootError, TaskError, UserCodeError
-from surefoot.train import blame
+from surefoot.train.failure import blame
 from surefoot.train.run import Run
 from tests.train.small import FEW, Small, call, end_of, entries, records, spec, write_task
 

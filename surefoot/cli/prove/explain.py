@@ -26,7 +26,7 @@ def explain(
     from surefoot.components.precision import check_contract
     from surefoot.contract import spec_file
     from surefoot.prove.bench.rehearsal import Rehearsal
-    from surefoot.train.record.causes import find_overflow
+    from surefoot.train.failure.causes import find_overflow
 
     origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
     with Rehearsal(origin.spec, steps=1) as rehearsal:

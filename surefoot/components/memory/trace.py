@@ -21,6 +21,7 @@ from surefoot.components.memory import workspace
 from surefoot.components.memory.tensors import find_tensors
 
 ACTIVATIONS, GRADIENTS, TEMPORARIES, WORKSPACE = "activations", "gradients", "temporaries", "workspace"
+OF_PART = f"{ACTIVATIONS} of "
 
 
 def without_numbers() -> FakeTensorMode:
@@ -72,7 +73,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _kind(self) -> str:
         if not self._is_forward:
             return TEMPORARIES
-        return ACTIVATIONS if self._part is None else f"{ACTIVATIONS} of {self._part}"
+        return ACTIVATIONS if self._part is None else f"{OF_PART}{self._part}"
 
     def hold(self, tensor: Tensor, kind: str) -> None:
         """Note the storage of `tensor`, if it is new."""
@@ -109,6 +110,17 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, change in self._events[: place + 1]:
             terms[self._kinds[number]] += change
         return most, {kind: num_bytes for kind, num_bytes in terms.items() if num_bytes}
+
+    def by_part(self) -> dict[str, int]:
+        """The most bytes of activations that each part of the model held at a time, the largest first."""
+        now: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+        for number, change in self._events:
+            kind = self._kinds[number]
+            if kind.startswith(OF_PART):
+                now[kind] += change
+                most[kind] = max(most[kind], now[kind])
+        return {kind.removeprefix(OF_PART): num_bytes for kind, num_bytes in most.most_common()}
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ class LiveBuffers:
             tuple[list[Tensor], list[Tensor]]
         ] = []  # copies and originals of one dtype each: one pass for all of them
         self._is_settled = not self._slots
+        self._was_applied: bool | Tensor = True  # the step since `keep`
 
     def keep(self) -> None:
         """Take note of what they hold; called before each step."""
@@ -36,11 +37,12 @@ class LiveBuffers:
             self._hold()
         for copies, held in self._kinds:
             copy_tensors(copies, held)
+        self._was_applied = True
 
     def _settle(self) -> None:
-        """At the first step every buffer is copied, at the second those that stayed as they were are let go."""
+        """At the first step every buffer is copied; after one that was applied those that stayed as they were are let go."""
         now = [getattr(module, name) for module, name in self._slots]
-        if self._copies:
+        if self._copies and self._was_applied:
             before = list(zip(self._slots, self._held, self._copies, now, strict=True))
             live = [
                 (slot, held, tensor) for slot, held, copy, tensor in before if tensor is not held or not torch.equal(copy, tensor)
@@ -63,6 +65,7 @@ class LiveBuffers:
     @torch.no_grad()
     def put_back_unless(self, applied: bool | Tensor) -> None:
         """Put back what `keep` saw, unless the step was applied; where that is known on the device only, it is decided there."""
+        self._was_applied = applied
         if isinstance(applied, Tensor):
             for (module, name), copy in zip(self._slots, self._copies, strict=True):
                 tensor = getattr(module, name)

@@ -2,6 +2,6 @@
 
 from surefoot.prove.memory.fit import Fit, fit
 from surefoot.prove.memory.measured import Compared, compare
-from surefoot.prove.memory.predict import Prediction, predict
+from surefoot.train.preflight.predicted import Prediction, predict
 
 __all__ = ["Compared", "Fit", "Prediction", "compare", "fit", "predict"]

@@ -9,7 +9,7 @@ from typing import Any
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes
-from surefoot.prove.memory.predict import Prediction, predict
+from surefoot.train.preflight.predicted import Prediction, predict
 
 WAYS = ("none", "operators", "every 2", "full")  # the cheapest first
 Tell = Callable[[str], None]

@@ -10,7 +10,7 @@ from surefoot.components.memory.trace import total_bytes
 from surefoot.components.observe import peak_resident_bytes
 from surefoot.contract.spec import RunSpec
 from surefoot.prove.bench.rehearsal import Rehearsal
-from surefoot.prove.memory.predict import copied_bytes, held
+from surefoot.train.preflight.predicted import copied_bytes, held
 
 STEPS = 3
 

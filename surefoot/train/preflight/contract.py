@@ -14,7 +14,7 @@ from surefoot.components.data import Keys, to_device
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
-from surefoot.train.blame import describe
+from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 
@@ -46,7 +46,8 @@ def check(assembly: Assembly) -> list[str]:
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
             return _try(update.name, update.loss, assembly.model, batch)
 
-    splits = assembly.spec.train.microbatch is not None and assembly.spec.train.microbatch < assembly.spec.train.batch
+    train = assembly.spec.train
+    splits = (train.microbatch is not None and train.microbatch < train.batch) or assembly.spec.memory.on_oom == "halve"
     with untouched(assembly.model, state), computing(assembly):
         batch = _first(read, ids)
         for update in assembly.updates:

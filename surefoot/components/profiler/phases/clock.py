@@ -46,6 +46,11 @@ class PhaseClock:
         if self._line is not None:
             self._line.start(self._since_ns)
 
+    @property
+    def phase(self) -> int:
+        """The phase that goes on."""
+        return self._phase
+
     def switch(self, phase: int) -> int:
         """End the phase that goes on and begin `phase`; gives the time of it, nanoseconds of the monotonic clock."""
         now_ns = perf_counter_ns()

@@ -7,9 +7,11 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from surefoot.core.errors import EXIT_OK, BadRecordError, DataError, InputError, SurefootError, UserCodeError
+import torch
 
-_OURS = str(Path(__file__).parents[1])
+from surefoot.core.errors import EXIT_OK, BadRecordError, DataError, InputError, OutOfMemory, SurefootError, UserCodeError
+
+_OURS = str(Path(__file__).parents[2])
 _LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
 
 
@@ -46,6 +48,13 @@ def find_exit_code(leave: SystemExit) -> int:
     return leave.code if isinstance(leave.code, int) else EXIT_OK if leave.code is None else 1
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused, on the host or the device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("can't allocate memory", "std::bad_alloc"))
+
+
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own, an exit too.
 
@@ -55,6 +64,10 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
         if not error.message.startswith(place):
             error.message = f"{place} {error.message}"
         return error
+    if is_out_of_memory(error):
+        short = OutOfMemory(f"{place} {describe(error)}", hint="use smaller batches: train.microbatch, evaluate.batch")
+        short.__cause__ = error
+        return short
     kind = BadRecordError if isinstance(error, OSError | DataError) else UserCodeError
     if isinstance(error, InputError):
         made = kind(f"{place} {error.message}", hint=error.hint)

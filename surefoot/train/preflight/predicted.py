@@ -23,7 +23,7 @@ from surefoot.contract.task import Resolved, Source
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.recompute import How
 from surefoot.train.assemble import Assembly, assemble, make_feed, read_split, take_task
-from surefoot.train.blame import describe
+from surefoot.train.failure.blame import describe
 from surefoot.train.step import LiveUpdate
 
 MARGIN = 0.08  # furthest off is the update of Muon in a small network, by 7 %: benchmarks/memory_prediction
@@ -32,12 +32,15 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most bytes at a time, and what they are; `activations` name their block. `num_parameters` are those that are trained."""
+    """The most bytes at a time, and what they are; `activations` name their block. `num_parameters` are those that are trained;
+    `blocks` are parts of the model with the most that their activations took, whenever that was, the largest first.
+    """
 
     spec_id: str
     peak_bytes: int
     terms: Mapping[str, int]
     num_parameters: int
+    blocks: Mapping[str, int]
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -47,19 +50,23 @@ class Prediction:
     def as_row(self) -> dict[str, Any]:
         return {
             "version": VERSION, "spec_id": self.spec_id, "peak_bytes": self.peak_bytes, "interval": list(self.interval),
-            "terms": dict(self.terms), "num_parameters": self.num_parameters,
+            "terms": dict(self.terms), "num_parameters": self.num_parameters, "blocks": dict(self.blocks),
         }  # fmt: skip
 
 
-def predict(spec: RunSpec, task: Any = None) -> Prediction:
-    """The peak of a step of `spec` on a CPU. Raises InputError for a task that needs numbers to know its sizes."""
+def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) -> Prediction:
+    """The peak of a step of `spec` on a CPU, not compiled; `source` are its training data where they are there already.
+
+    Raises InputError for a task that needs numbers to know its sizes.
+    """
     if How.parse(spec.memory.recompute).kind == "budget":
         raise InputError(
             "a budget is met by measuring the blocks, and nothing is run here",
             hint='set memory.recompute = "none" or "full", or run three steps: --measure',
         )
     resolved, spec = take_task(spec, task)
-    source = read_split(resolved, "train")
+    spec = RunSpec(**{name: table for name, table in spec.as_tables().items() if name != "compile"})
+    source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source)
     with without_numbers() as sizes:
         try:
@@ -162,7 +169,7 @@ def _trace(assembly: Assembly, batches: list[Any]) -> Prediction:
     copies = copied_bytes(model)
     if copies:
         terms["buffers"] = terms.get("buffers", 0) + copies
-    return Prediction(assembly.spec.id, most + copies, terms, sum(each.numel() for each in trained))
+    return Prediction(assembly.spec.id, most + copies, terms, sum(each.numel() for each in trained), watched.by_part())
 
 
 def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: Any) -> None:

@@ -1,0 +1,153 @@
+"""The account of a step that ran out of memory: where, what was held, by which blocks, and what brings how much."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surefoot.components.observe import peak_resident_bytes
+from surefoot.components.profiler import BACKWARD, COPY, DATA, FORWARD, OPTIMISER
+from surefoot.contract import signature
+from surefoot.contract.events import PHASES
+from surefoot.core import place
+from surefoot.core.errors import OutOfMemory, SurefootError
+from surefoot.core.recompute import How
+from surefoot.core.units import format_bytes
+from surefoot.train.assemble import Assembly
+from surefoot.train.failure.blame import describe
+from surefoot.train.preflight.predicted import Prediction, predict
+
+FILE, SEGMENTS_FILE = "out-of-memory.json", "out-of-memory-segments.json"
+VERSION = 1
+NUM_BLOCKS, NUM_CHANGES = 5, 3
+LEAST_GAIN = 0.02  # of the predicted peak: a change that brings less is not named
+PLACES = {
+    DATA: "while its samples were read", COPY: "while its samples were copied to the device", FORWARD: "in the forward pass",
+    BACKWARD: "in the backward pass", OPTIMISER: "in the update",
+}  # fmt: skip
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ASKED_FOR = re.compile(rf"allocate ([\d.]+) ({'|'.join(UNITS)})")
+
+Change = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What is known at the moment: nothing here holds a tensor."""
+
+    step: int
+    phase: int
+    error: str
+    asked_bytes: int | None
+    peak_bytes: int
+    microbatch: int
+
+    @property
+    def words(self) -> str:
+        asked = "" if self.asked_bytes is None else f" {format_bytes(self.asked_bytes)} more were asked for,"
+        where = PLACES.get(self.phase, f"in {PHASES[self.phase]}")
+        return f"out of memory {where} with microbatch {self.microbatch}:{asked} {format_bytes(self.peak_bytes)} were the most before"
+
+
+def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
+    """What can be known while all is still there."""
+    device, said = assembly.engine.device, _ASKED_FOR.search(str(error))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
+    return Shortage(step, assembly.engine.stepper.clock.phase, describe(error), asked, peak, assembly.feed.microbatch)
+
+
+def write_segments(folder: Path, assembly: Assembly) -> None:
+    """What torch's allocator of a GPU holds, block by block, into the folder of the run."""
+    if assembly.engine.device.type == "cuda":
+        with contextlib.suppress(OSError):
+            (folder / SEGMENTS_FILE).write_text(json.dumps(torch.cuda.memory_snapshot(), default=str), encoding="utf-8")  # type: ignore[no-untyped-call]
+
+
+def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> OutOfMemory:
+    """The error, its file written; `then` says why the step is not done in halves. What cannot be predicted is not told."""
+    found, changes, unknown = _predict(assembly)
+    row = {
+        "version": VERSION, "rank": place.here().rank, **vars(shortage), "phase": PHASES[shortage.phase], "unknown": unknown,
+        "predicted": None if found is None else found.as_row(),
+        "changes": [{"change": words, "predicted_bytes": num_bytes} for words, num_bytes in changes],
+    }  # fmt: skip
+    message = shortage.words
+    if found is not None:
+        largest = [f"{name} {format_bytes(size)}" for name, size in list(found.blocks.items())[:NUM_BLOCKS]]
+        message += f"; the blocks with the largest activations: {', '.join(largest)}"
+    with contextlib.suppress(OSError):
+        (folder / FILE).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+        message += f"; more in {folder / FILE}"
+    return OutOfMemory(f"{message}{then}", hint=_hint(found, changes, unknown, not then))
+
+
+def _hint(found: Prediction | None, changes: list[tuple[str, int]], unknown: str | None, can_halve: bool) -> str:
+    if found is None:
+        return f"use a smaller train.microbatch, or memory.recompute; what they would bring is not known: {unknown}"
+    now = f"a step holds {format_bytes(found.peak_bytes)} by prediction"
+    if not changes:
+        return f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller model, or an optimiser with less state"
+    is_possible = can_halve and any(words.startswith("train.microbatch") for words, _ in changes)
+    by_itself = '; memory.on_oom = "halve" halves the microbatch where that is needed' if is_possible else ""
+    return f"{now}; the cheapest first: {', '.join(f'{words} ({format_bytes(num_bytes)})' for words, num_bytes in changes)}{by_itself}"
+
+
+def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int]], str | None]:
+    """What the step holds, the cheapest changes with what it would hold then, or why that is not known."""
+    spec = assembly.spec.replace(train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)})
+    source = assembly.feed.source
+    try:
+        found = predict(spec, assembly.task, source=source)
+    except Exception as error:  # noqa: BLE001 - memory is short, and the error on its way is the one to tell
+        return None, [], error.message if isinstance(error, SurefootError) else describe(error)
+    changes: list[tuple[str, int]] = []
+    for change in _candidates(assembly):
+        with contextlib.suppress(Exception):  # a change that this spec does not take
+            then = predict(spec.replace(**change), None if "task" in change else assembly.task, source=source).peak_bytes
+            if then <= (1 - LEAST_GAIN) * found.peak_bytes:
+                changes.append((_words(change), then))
+        if len(changes) == NUM_CHANGES:
+            break
+    return found, changes, None
+
+
+def _or_none(microbatch: int, batch: int) -> int | None:
+    return microbatch if microbatch < batch else None
+
+
+def half(microbatch: int) -> int:
+    """The largest part of at most one half that divides it.
+
+    >>> half(32), half(15), half(7)
+    (16, 5, 1)
+    """
+    return next(size for size in range(microbatch // 2, 0, -1) if microbatch % size == 0)
+
+
+def _candidates(assembly: Assembly) -> Iterator[Change]:
+    """By what they cost: nothing; a little time; the forward pass in parts or whole once more; other numbers."""
+    spec, microbatch = assembly.spec, assembly.feed.microbatch
+    use = spec.task.use
+    if use is not None and any(each.name == "chunked_loss" for each in signature.find_parameters(use) or ()):
+        yield {"task": {"chunked_loss": True}}
+    if microbatch > 1:
+        yield {"train": {"microbatch": half(microbatch)}}
+    kind = How.parse(spec.memory.recompute).kind
+    if kind == "none":
+        yield {"memory": {"recompute": "operators"}}
+    if kind != "full":
+        yield {"memory": {"recompute": "full"}}
+    if spec.precision.compute in ("fp32", "tf32"):
+        yield {"precision": {"compute": "bf16"}}
+
+
+def _words(change: Change) -> str:
+    return " and ".join(f"{table}.{key} = {json.dumps(value)}" for table, keys in change.items() for key, value in keys.items())

@@ -1,0 +1,71 @@
+"""A step that runs out of memory: the run ends with an account of it, or the step is done again in halves."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from pathlib import Path
+
+import torch
+
+from surefoot.components.checkpoint.random import random_states, restore_random
+from surefoot.components.profiler import BACKWARD, FORWARD
+from surefoot.components.stability import GuardFault
+from surefoot.contract.state import StepReport
+from surefoot.train.assemble import Assembly
+from surefoot.train.failure import account
+from surefoot.train.failure.blame import is_out_of_memory
+from surefoot.train.record.telling import Telling
+
+
+class WithinMemory:
+    """Does one step when called with its number. Raises OutOfMemory, with what was held and what brings how much.
+
+    With memory.on_oom = "halve" a step whose forward or backward pass ran out of memory, before anything moved, is done again from the
+    same state in half the microbatch, and so are all that follow.
+    """
+
+    def __init__(self, assembly: Assembly, telling: Telling, folder: Path) -> None:
+        self._assembly, self._telling, self._folder = assembly, telling, folder
+        self._stepper = assembly.engine.stepper
+        self._halves = assembly.spec.memory.on_oom == "halve"
+
+    def __call__(self, number: int) -> StepReport:
+        while True:
+            before = random_states() if self._halves else {}
+            try:
+                return self._stepper(number)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                shortage = account.look(error, self._assembly, number)
+                account.write_segments(self._folder, self._assembly)
+                traceback.clear_frames(error.__traceback__)  # what the step held is let go
+                reason = self._reason_against(shortage.phase)
+                if not self._halves or reason is not None:
+                    then = f"; memory.on_oom is 'halve', but {reason}" if self._halves else ""
+                    raise account.tell(shortage, self._assembly, self._folder, then) from error
+            self._stepper.take_back()
+            self._let_go()
+            restore_random(before)
+            feed = self._assembly.feed
+            feed.microbatch = account.half(feed.microbatch)
+            done = f"the step is done again with microbatch {feed.microbatch}, as are all that follow"
+            self._telling.fault(GuardFault(number, "memory", done, f"step {number}: {shortage.words}"))
+
+    def _reason_against(self, phase: int) -> str | None:
+        if self._stepper.has_moved:
+            return "the update had begun: weights may be half updated, and the run cannot go on from here"
+        if phase not in (FORWARD, BACKWARD):
+            return "this takes no less memory with a smaller microbatch"
+        if self._assembly.feed.microbatch == 1:
+            return "the microbatch is one sample already"
+        if self._assembly.task.state is not None:
+            return "the task has a state of its own, which the passes so far may have changed"
+        return None
+
+    def _let_go(self) -> None:
+        """Give back what the broken step held, here between two attempts at it and nowhere else."""
+        gc.collect()
+        if self._assembly.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
