@@ -31,7 +31,7 @@ BUILT = ("allocator", "fused", "bf16")
 GIVEN = ('records: observe.every="100 steps"', "loose: train.deterministic=false")
 EQUAL = "equal: checkpoint.keep=4"  # a run of a second makes one commit, so it keeps as many
 EXHAUSTIVE_ROUNDS, FINAL_ROUNDS, LADDERS = 10, 15, 20
-SETTINGS = {"digits": Settings(samples=6400), "cifar10_quick": Settings(samples=400)}
+SETTINGS = {"digits": Settings(samples=9600), "cifar10_quick": Settings(samples=400)}
 SETS = {"digits": (), "cifar10_quick": ("train.batch=50",)}
 PARTS = (*SETS, "equal")
 MOST_APART, MOST_RUNS, MOST_FALSE = 1.03, 1 / 3, 1
@@ -102,7 +102,7 @@ def equal_ladders(folder: Path) -> dict[str, Any]:
     rows = []
     for number in range(LADDERS):
         spec = spec_file.read("digits", [("train.seed", number, "here")]).spec
-        settings = replace(SETTINGS["digits"], samples=3200)
+        settings = replace(SETTINGS["digits"], samples=6400)
         ladder = climb_ladder(
             "digits", spec, settings, folder / str(number), given=[parse_rung(EQUAL)], tell=tell, decided=told
         )  # fmt: skip

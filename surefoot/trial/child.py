@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -30,21 +31,19 @@ def main(words: Sequence[str] | None = None) -> None:
     with Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
-        steps, clock = run.steps(), Clock()
+        steps, clock, settle = run.steps(), Clock(), partial(wait_for, device)
         for report in islice(steps, asked.warmup):
             if report.step == 1 and asked.started is not None:
                 wait_for(device)
                 measures["startup_s"] = time.perf_counter() - asked.started
             _keep(found, run, report, asked.capture)
+            turns.after_step(settle)
         wait_for(device)  # what is launched is not done: the clock would time the launches
-        turns.hand_over()
         with clock:
             for report in islice(steps, asked.steps):
                 measured.append(report)
                 _keep(found, run, report, asked.capture)
-                if turns.are_over:
-                    wait_for(device)
-                    clock.leave_out(turns.hand_over())
+                clock.leave_out(turns.after_step(settle))
             wait_for(device)
     loss = measured[-1].loss if measured else None
     if loss is not None and math.isfinite(loss):

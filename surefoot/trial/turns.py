@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -29,26 +29,30 @@ POLL_S = 0.0002
 
 
 class Turns:
-    """The side of the process that is measured. Without a `descriptor` it is alone, and its turn never ends."""
+    """The side of the process that is measured. Without a `descriptor` it is alone, and its turn never ends.
+
+    The first turn ends with the first step: what warms up afterwards does so in turns, too, or one that waited for the others to
+    start would begin its measured steps with cold caches (2 % of a second).
+    """
 
     def __init__(self, descriptor: int | None) -> None:
         self._channel = None if descriptor is None else Connection(descriptor)
-        self._since_s = time.perf_counter()
+        self._until_s = 0.0
 
-    @property
-    def are_over(self) -> bool:
-        """Whether this turn has had its time."""
-        return self._channel is not None and time.perf_counter() - self._since_s >= TURN_S
+    def after_step(self, settle: Callable[[], object]) -> float:
+        """Where this turn has had its time, let the others go on until it is this process's again; gives the seconds that it waited.
 
-    def hand_over(self) -> float:
-        """Let the others go on until it is this process's turn again; gives the seconds that it waited."""
-        if self._channel is None:
+        `settle` waits for what this process has launched on a device.
+        """
+        if self._channel is None or time.perf_counter() < self._until_s:
             return 0.0
+        settle()
         begun_s = time.perf_counter()
         self._channel.send_bytes(str(os.getpid()).encode())
         self._channel.recv_bytes()
-        self._since_s = time.perf_counter()
-        return self._since_s - begun_s
+        now_s = time.perf_counter()
+        self._until_s = now_s + TURN_S
+        return now_s - begun_s
 
 
 @dataclass

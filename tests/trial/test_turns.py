@@ -29,7 +29,7 @@ def tick():
         ticks.append(time.perf_counter())
         time.sleep(0.005)
 threading.Thread(target=tick, daemon=True).start()
-turns.hand_over()
+turns.after_step(int)
 with clock:
     for number in range(30):
         {at_each}
@@ -37,8 +37,7 @@ with clock:
         while time.perf_counter() - begun_s < 0.02:
             pass
         steps.append((begun_s, time.perf_counter()))
-        if turns.are_over:
-            clock.leave_out(turns.hand_over())
+        clock.leave_out(turns.after_step(int))
 json.dump([steps, ticks], open({file!r}, "w"))
 write_report(sys.argv[1], {{"wall_s": clock.wall_s}})
 """

@@ -21,12 +21,13 @@ from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import gate, rungs
 from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
 from surefoot.prove.ladder.rungs import Kind, Rung
-from surefoot.prove.ladder.workbench import BELOW, START, WARMUP_STEPS, Measure, Settings, Tell, Workbench
+from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tell, Workbench
 from surefoot.trial import Trial, find_conditions
 
 SAME_WORK = (
     0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
 )
+WORTH = 0.99  # what of the rung below it a rung may take to be pursued beyond a look
 MEASURES: tuple[Measure, ...] = ("time", "wall", "memory", "startup")
 PURPOSES: Mapping[str, Measure] = {"time": "time", "wall time": "wall", "memory": "memory"}
 Standing = Literal["kept", "rejected", "skipped"]
@@ -216,14 +217,18 @@ class Climb:
 def is_settled(ratios: Sequence[float], most: int) -> bool:
     """Whether so many pairs of at most `most` settle a rung: a look at which its interval is clear, or a gain can no longer be shown.
 
+    One that brings less than a hundredth so far is not pursued: to show so little takes more runs than it saves.
+
     >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15), is_settled([0.9] * 5 + [1.1] * 2, 15)
     (True, False, True, False)
+    >>> is_settled([0.995] * 6 + [1.01], 15)
+    True
     """
     ranks = looks(most)
     if len(ratios) not in ranks:
         return False
     against, favourable = sum(ratio >= 1 for ratio in ratios), sum(ratio <= 1 for ratio in ratios)
-    return min(against, favourable) <= ranks[len(ratios)] or against > max(ranks.values())
+    return min(against, favourable) <= ranks[len(ratios)] or against > max(ranks.values()) or median(ratios) > WORTH
 
 
 def find_skipped_work(trial: Trial, name: str) -> str | None:
@@ -268,7 +273,7 @@ def climb_ladder(
     rungs.check_names([*chosen, *given])
     conditions = {
         **find_conditions(threads=1), "device": bench.device, "time": "CPU seconds" if bench.device == "cpu" else "wall seconds",
-        "samples of a run": f"{bench.num_samples:,}", "warm-up": f"{WARMUP_STEPS} steps", "pairs at most": str(settings.pairs),
+        "samples of a run": f"{bench.num_samples:,}", "warm-up": f"{bench.warmup_steps} steps", "pairs at most": str(settings.pairs),
         "load when begun": f"{os.getloadavg()[0]:.2f}",
     }  # fmt: skip
     ladder = Ladder(

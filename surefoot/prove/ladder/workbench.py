@@ -27,7 +27,8 @@ from surefoot.trial.arm import REPORT, WORK, absolute
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
 WARMUP_STEPS, LEAST_STEPS = 5, 8
-TARGET_S = 1.0  # how long the measured steps of the start take, where nobody says how many samples
+WARMUP_S = 0.3  # turns of a tenth of a second begin within the warm-up, and each arm has some of them there
+TARGET_S = 1.5  # how long the measured steps of the start take, where nobody says how many samples
 ROOM = 1.25  # an arm may need so much more than the start
 CHECKED_STEPS, CHECKED_SEEDS, SCORED_SEEDS = 8, 4, 3
 Measure = Literal["time", "wall", "memory", "startup"]
@@ -76,6 +77,7 @@ class Workbench:
         step_s = outcome.measures["wall_s_per_step"]
         wanted = TARGET_S / step_s if self._settings.samples is None else self._settings.samples / per_step
         self._steps = max(LEAST_STEPS, math.ceil(wanted))
+        self.warmup_steps = max(WARMUP_STEPS, math.ceil(WARMUP_S / step_s))
         self.num_samples = round(self._steps * per_step)
         return step_s
 
@@ -136,7 +138,7 @@ class Workbench:
     def _arm(self, name: str, spec: RunSpec) -> Arm:
         """Every arm trains the same number of samples, whatever its batch."""
         return spec_arm(
-            name, _quiet(spec), steps=self._steps_of(spec, self._steps), warmup=self._steps_of(spec, WARMUP_STEPS),
+            name, _quiet(spec), steps=self._steps_of(spec, self._steps), warmup=self._steps_of(spec, self.warmup_steps),
             timeout_s=self._settings.timeout_s, whole_length=True,
         )  # fmt: skip
 
@@ -161,7 +163,7 @@ class Workbench:
 
     def scores(self, name: str, spec: RunSpec) -> Scores | None:
         """The scores after as many samples as are measured, for a few seeds; None where there are none."""
-        steps = self._steps_of(spec, self._steps + WARMUP_STEPS)
+        steps = self._steps_of(spec, self._steps + self.warmup_steps)
         with _work() as work:
             outcome = run_arm(self._child("scores", name, spec, steps=steps, num_seeds=SCORED_SEEDS), work)
         self._keep(outcome)
