@@ -106,6 +106,17 @@ class Dtypes(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Memory(Event):
+    """The peak of a step as predicted and as measured, and the error: predicted less measured, as a share of that."""
+
+    kind: ClassVar[str] = "memory"
+    step: int
+    predicted_bytes: int | None
+    measured_bytes: int | None
+    error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """A split was evaluated with the weights after `step`."""
 
@@ -173,7 +184,7 @@ class Ended(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    kind.kind: kind for kind in (Started, Step, Dtypes, Evaluated, Committed, Compiled, Fault, Ended)
+    kind.kind: kind for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
 }
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
 _NO_COUNTS = ("seed",)  # torch draws one of 64 bits for a process that sets none

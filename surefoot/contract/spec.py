@@ -252,6 +252,9 @@ class MemoryTable(Table):
         "stop",
         description="a step that runs out of memory ends the run, or is done again with half the microbatch, as all behind it",
     )
+    predict: bool = Field(
+        False, description="predict the peak of a step before the first one, and compare it with that of the third"
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -38,9 +38,9 @@ from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.failure import blame, causes
-from surefoot.train.failure.memory import WithinMemory
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
+from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
@@ -256,7 +256,7 @@ class Run:
             self.evaluate(owed)
         self._first_step = self.step + 1
         self._meter.restart_clock()
-        take_step = WithinMemory(self.assembly, self._telling, self.folder)
+        take_step = stepping(self.assembly, self._telling, self.folder)
         self._clock.begin_steps()
         while self._stop is None and not self._is_over(total):
             number = self.step + 1

@@ -309,7 +309,8 @@ def test_a_record_of_other_types_is_refused_or_told_but_never_breaks_a_verb(kind
         generation=1, time_s=0.0, step=2, function="forward", file="a.py", line=1, elapsed_s=0.1, num_operators=2, is_backward=False,
         why_again=None, ended_early=None,
     )  # fmt: skip
-    lines = [record.as_line() for record in (*whole, committed, dtypes, compiled)]
+    memory = events.Memory(generation=1, time_s=0.0, step=3, predicted_bytes=9, measured_bytes=10, error=-0.1)
+    lines = [record.as_line() for record in (*whole, committed, dtypes, compiled, memory)]
     at = next(index for index, line in enumerate(lines) if json.loads(line)["kind"] == kind)
     refused = 0
     for field in json.loads(lines[at]):

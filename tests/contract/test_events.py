@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from surefoot.components.observe import Journal
 from surefoot.contract import events
-from surefoot.contract.events import Committed, Compiled, Dtypes, Ended, Evaluated, Event, Fault, Started, Step
+from surefoot.contract.events import Committed, Compiled, Dtypes, Ended, Evaluated, Event, Fault, Memory, Started, Step
 from surefoot.core.errors import RunFolderError, StorageError
 
 
@@ -49,6 +49,7 @@ ALL = (
         generation=1, time_s=1.7, step=1, function="forward", file="a.py", line=3, elapsed_s=0.5, num_operators=2, is_backward=False,
         why_again="a size", ended_early=None,
     ),
+    Memory(generation=1, time_s=1.8, step=3, predicted_bytes=9, measured_bytes=10, error=-0.1),
     Dtypes(generation=1, time_s=1.5, step=1, parameters=({"names": ["a"], "state": None},), operators={"mm": "bf16"}),
     Ended(
         generation=1, time_s=3.0, step=1, outcome="finished", cause="done", exit_code=0, elapsed_s=1.0, num_samples=4, samples_per_s=4.0,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract import events, manifest
-from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Started, Step
+from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Memory, Started, Step
 from surefoot.control.diagnose import Goodput, Phases, find_goodput, find_phases
 from surefoot.core.errors import RunFolderError
 from surefoot.core.roofline import FILE, Utilisation, read_utilisation
@@ -30,6 +30,7 @@ class Past:
     evaluations: tuple[Evaluated, ...]
     commits: tuple[Committed, ...]
     faults: tuple[Fault, ...]
+    memory: Memory | None
     ended: Ended | None
     goodput: Goodput
     phases: Phases | None
@@ -142,12 +143,14 @@ def read(folder: Path) -> Past:
     kept = events.newest(every)
     last_start = max(index for index, event in enumerate(every) if isinstance(event, Started))
     ends = [event for event in every[last_start:] if isinstance(event, Ended)]
+    compared = [event for event in kept if isinstance(event, Memory)]
     return Past(
         folder=folder, started=starts[-1], steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluated)),
         commits=tuple(event for event in kept if isinstance(event, Committed)),
-        faults=tuple(event for event in kept if isinstance(event, Fault)), ended=ends[-1] if ends else None,
-        goodput=find_goodput(every), phases=find_phases(every), began_s=starts[0].time_s, last_s=every[-1].time_s,
+        faults=tuple(event for event in kept if isinstance(event, Fault)), memory=compared[-1] if compared else None,
+        ended=ends[-1] if ends else None, goodput=find_goodput(every), phases=find_phases(every),
+        began_s=starts[0].time_s, last_s=every[-1].time_s,
     )  # fmt: skip
 
 

@@ -175,6 +175,12 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
     yield "throughput", rate
     yield "model FLOPs", _utilisation(past)
     yield "peak memory", format_bytes(past.peak_bytes)
+    if (found := past.memory) is not None:
+        predicted, measured = (format_bytes(finite(size)) for size in (found.predicted_bytes, found.measured_bytes))
+        yield (
+            "of a step",
+            f"{measured} in step {found.step:,}, predicted {predicted}: off by {format_percent(finite(found.error))}",
+        )
     if (device := past.device_memory) is not None:
         peak, gaps = (format_bytes(finite(device.get(name))) for name in ("peak_bytes", "fragmented_bytes"))
         yield "of the device", f"at most {peak}; {gaps} reserved and unused; {device.get('num_retries', UNKNOWN)} retries"
@@ -222,5 +228,9 @@ def as_row(past: Past) -> dict[str, Any]:
         ],
         "faults": [{"step": each.step, "fault": each.fault, "detail": each.detail, "action": each.action} for each in past.faults],
         "weights": past.weights(), "goodput": past.goodput.share, "device_memory": past.device_memory,
+        "memory": None if (found := past.memory) is None else {
+            "step": found.step, "predicted_bytes": found.predicted_bytes, "measured_bytes": found.measured_bytes,
+            "error": finite(found.error),
+        },
         "time": past.phases.as_row() if past.phases is not None else None,
     }  # fmt: skip

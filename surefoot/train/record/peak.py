@@ -1,0 +1,116 @@
+"""With memory.predict: the peak of a step as predicted before the first one, beside that of the third, in the log and in `shape.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import torch
+
+from surefoot.components.data import Iterated
+from surefoot.components.memory.measure import Rise
+from surefoot.components.memory.trace import total_bytes
+from surefoot.contract import events
+from surefoot.contract.state import StepReport
+from surefoot.core.errors import InputError
+from surefoot.core.units import format_bytes, format_percent
+from surefoot.train.assemble import Assembly
+from surefoot.train.failure.memory import WithinMemory
+from surefoot.train.preflight.predicted import Prediction, copied_bytes, held, predict
+from surefoot.train.quiet import untouched
+from surefoot.train.record.telling import Telling
+
+FILE = "shape.json"
+MEASURED = 3  # the step of an attempt that is measured: by then all that is held is there
+
+
+def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[int], StepReport]:
+    """What does one step when called with its number."""
+    within = WithinMemory(assembly, telling, folder)
+    return Compared(within, assembly, telling, folder) if assembly.spec.memory.predict else within
+
+
+@final
+class Compared:
+    """Does one step when called with its number; the third is measured, and compared with what was predicted."""
+
+    def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling, folder: Path) -> None:
+        self._step, self._assembly, self._telling, self._left = step, assembly, telling, MEASURED
+        self._microbatch = assembly.feed.microbatch
+        self._predicted = self._predict()
+        if self._predicted is not None:
+            telling.say(f"a step holds {format_bytes(self._predicted.peak_bytes)} at its most, as predicted")
+            with contextlib.suppress(OSError):
+                (folder / FILE).write_text(json.dumps(self._predicted.as_row(), indent=1) + "\n", encoding="utf-8")
+
+    def _predict(self) -> Prediction | None:
+        """The run's own model, task and random streams are afterwards as before."""
+        assembly = self._assembly
+        try:
+            if isinstance(assembly.feed.source, Iterated):
+                raise InputError("the source gives its batches once, and prediction would take the first of them")
+            with untouched(assembly.model, assembly.task.state), torch.enable_grad():
+                return predict(assembly.spec, assembly.task, source=assembly.feed.source)
+        except InputError as error:
+            self._telling.say(f"the peak of a step is not predicted: {error.message}")
+            return None
+
+    def __call__(self, number: int) -> StepReport:
+        self._left -= 1
+        if self._left:
+            return self._step(number)
+        for update in self._assembly.updates:
+            update.guarded.clear_gradients()  # their release would not be seen
+        measure = _Device(self._assembly) if self._assembly.engine.device.type == "cuda" else _Host(self._assembly)
+        try:
+            report = self._step(number)
+        finally:
+            peak = measure.stop()
+        self._tell(number, peak)
+        return report
+
+    def _tell(self, number: int, peak: int | None) -> None:
+        is_same = self._predicted is not None and self._assembly.feed.microbatch == self._microbatch
+        predicted = self._predicted.peak_bytes if self._predicted is not None and is_same else None
+        error = None if predicted is None or not peak else (predicted - peak) / peak
+        self._telling.write(
+            events.Memory(
+                generation=self._telling.generation, time_s=time.time(), step=number, predicted_bytes=predicted, measured_bytes=peak,
+                error=error,
+            )
+        )  # fmt: skip
+        if error is not None:
+            self._telling.say(
+                f"step {number}: {format_bytes(peak)} at its most, the prediction is off by {format_percent(error)}"
+            )
+
+
+class _Host:
+    """What is held before the step, and the most by which it rises, by torch's profiler; None where that is at work already."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        there = held(assembly.model, assembly.updates, assembly.engine.average, [])
+        self._held = total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(assembly.model)
+        self._rise: Rise | None = Rise()
+        try:
+            self._rise.start()
+        except RuntimeError:
+            self._rise = None
+
+    def stop(self) -> int | None:
+        return None if self._rise is None else self._held + self._rise.stop()
+
+
+class _Device:
+    """The most that the allocator of the GPU has given out in the step."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._device = assembly.engine.device
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
