@@ -35,9 +35,9 @@ class Event:
     def as_line(self) -> str:
         row = {"v": VERSION, "kind": self.kind, **vars(self)}
         try:
-            return json.dumps(row, allow_nan=False) + "\n"
+            return _encode(row) + "\n"
         except ValueError:  # a number that is none
-            return json.dumps(_finite(row), allow_nan=False) + "\n"
+            return _encode(_finite(row)) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +187,7 @@ KINDS: dict[str, type[Event]] = {
     kind.kind: kind for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
 }
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
+_encode = json.JSONEncoder(allow_nan=False).encode  # made once: a record is written every few steps
 _NO_COUNTS = ("seed",)  # torch draws one of 64 bits for a process that sets none
 _PLAIN: dict[str, type | tuple[type, ...]] = {
     "Any": object, "int": int, "float": (int, float), "str": str, "bool": bool, "None": type(None),

@@ -21,7 +21,7 @@ from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_d
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of, master_of
 from surefoot.components.precision import PLAIN, DtypeRecord, Policy
-from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, OTHER, PhaseClock
+from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, PhaseClock
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
@@ -78,7 +78,7 @@ class Stepper:
         window = self._feed.window(number - 1)
         batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
         self.consumed = window.ids
-        waiting_ns = self.clock.switch(OTHER) - started_ns
+        waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else len(window.ids)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
@@ -153,7 +153,8 @@ class Stepper:
         self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: dict[str, tuple[Tensor, Count, float]]
     ) -> tuple[float | Tensor, bool | Tensor, bool | Tensor]:
         guarded, switch = update.guarded, self.clock.switch
-        switch(FORWARD)
+        if index:
+            switch(FORWARD)
         guarded.clear_gradients()
         counts = self._known_counts(batches)
         scale = 2.0 ** -round(math.log2(max(1, sum(map(size_of, batches))))) if len(batches) > 1 and counts is None else None

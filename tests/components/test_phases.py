@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -60,11 +60,13 @@ def test_a_phase_inside_another_ends_with_its_block_and_the_other_goes_on_whatev
 class Steps:
     """Steps put into a tally by hand: so many milliseconds a phase."""
 
-    tally: Tally = field(default_factory=lambda: Tally(len(PHASES)))
     now_ns: int = 0
     collecting_ns: int = 0
-    num_compiled: int = 0
+    num_compiled: int = 5  # in this process, before
     number: int = 0
+
+    def __post_init__(self) -> None:
+        self.tally = Tally(len(PHASES), lambda: self.num_compiled)
 
     def do(self, **milliseconds: float) -> None:
         for name, spent in milliseconds.items():
@@ -74,7 +76,7 @@ class Steps:
         self.tally.end_step(self.number, self.now_ns, self.collecting_ns)
 
     def take(self) -> Timing:
-        return self.tally.take(self.num_compiled)
+        return self.tally.take()
 
     def usual(self, count: int = 10) -> None:
         for _ in range(count):
@@ -123,9 +125,25 @@ def test_a_step_that_is_longer_by_less_than_a_millisecond_is_noise() -> None:
     assert cause_of(steps) == [(12, "forward")]
 
 
+def test_steps_that_stay_longer_are_the_usual_ones_after_a_window() -> None:
+    steps = Steps()
+    for _ in range(5):
+        steps.usual()
+        assert cause_of(steps) == []
+    for _ in range(10):
+        steps.do(forward=100)
+    assert len(cause_of(steps)) == 10
+    for _ in range(9):
+        steps.do(forward=100)
+    steps.do(data=500)
+    assert cause_of(steps) == [(70, "data")]
+    assert steps.tally.total().step_s.count(0.1) == 19
+
+
 @pytest.mark.parametrize(("first", "num_compiled", "told"), [(200, 0, "first step"), (200, 1, "compile"), (12, 0, None)])
 def test_the_first_step_is_judged_once_it_is_known_what_is_usual(first: float, num_compiled: int, told: str | None) -> None:
-    steps = Steps(num_compiled=num_compiled)
+    steps = Steps()
+    steps.num_compiled += num_compiled
     steps.do(forward=first)
     assert cause_of(steps) == []
     steps.usual()
@@ -209,7 +227,7 @@ class Line:
     def __init__(self) -> None:
         self.device = Device()
         self.line = DeviceLine(self.device.make_event, ON_DEVICE)
-        self.tally, self.phase, self.since_ms, self.number = Tally(len(PHASES)), OTHER, 0.0, 0
+        self.tally, self.phase, self.since_ms, self.number = Tally(len(PHASES), lambda: 0), OTHER, 0.0, 0
         self.line.start(0)
 
     def switch(self, phase: int, *, host: float = 0.0, device: float = 0.0) -> None:
@@ -254,7 +272,7 @@ def test_reading_data_counts_only_as_far_as_the_device_stood_still_for_it() -> N
     spent = line.read()
     assert spent["data"] == pytest.approx(3 + 50 - 29.7)
     assert spent["forward"] == pytest.approx(20)
-    timing = line.tally.take(0)
+    timing = line.tally.take()
     assert timing.step_s == pytest.approx((0.033, 0.0503))
 
 

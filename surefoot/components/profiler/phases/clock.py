@@ -40,7 +40,7 @@ class PhaseClock:
 
     def start(self, phase: int) -> None:
         """Begin anew, in `phase`."""
-        self._tally = Tally(len(PHASES))
+        self._tally = Tally(len(PHASES), count_compiled)
         self._spent_ns = self._tally.spent_ns
         self._phase, self._since_ns = phase, perf_counter_ns()
         if self._line is not None:
@@ -89,7 +89,7 @@ class PhaseClock:
     def take(self) -> Timing:
         """What passed since the last call, up to now. Waits for the device."""
         self._read_up_to_now(self._phase)
-        return self._tally.take(count_compiled())
+        return self._tally.take()
 
     def _read_up_to_now(self, phase: int) -> int:
         now_ns = self.switch(phase)
