@@ -11,10 +11,15 @@ from collections.abc import Container, Sequence
 from surefoot.core.units import UNKNOWN
 
 Rows = Sequence[Sequence[str]]
+GAP = 2  # columns of the screen between two of a table
+PROSE = 24  # a cell goes on in the next line where it is longer
 
 
 def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> None:
-    """Print `rows` under `headers`; the columns named in `right` stand flush right."""
+    """Print `rows` under `headers`; the columns named in `right` stand flush right.
+
+    At a terminal that is too narrow long cells go on in the next line, and columns that find no room stand below the others.
+    """
     harmless = [[without_control(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_rich(headers, harmless, right, indent)
@@ -51,17 +56,56 @@ def plain_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (
 
 
 def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], indent: int) -> None:
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in headers:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # Text: a bracket in a name is no markup
-    Console(highlight=False).print(Padding(table, (0, 0, 0, indent), expand=False))
+    console = Console(highlight=False)
+    columns = list(zip(headers, *rows, strict=True))
+    natural = [max(map(cell_len, column)) for column in columns]
+    longest = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    for number, widths in enumerate(fit_columns(natural, longest, console.width - indent)):
+        if number:
+            print()
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        for column, width in widths.items():
+            table.add_column(
+                headers[column], justify="right" if headers[column] in right else "left", overflow="fold", width=width
+            )
+        for row in rows:
+            table.add_row(*(Text(row[column]) for column in widths))  # Text: a bracket in a name is no markup
+        console.print(Padding(table, (0, 0, 0, indent), expand=False))
+
+
+def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> list[dict[int, int]]:
+    """The width of each column in `room`; what has none beside the others stands below them, behind the first column again.
+
+    `natural` is the width of a column's longest cell, `longest` that of its longest word: only a word that no line holds is broken.
+
+    >>> fit_columns([8, 50], [8, 9], 80), fit_columns([8, 90], [8, 9], 80)
+    ([{0: 8, 1: 50}], [{0: 8, 1: 70}])
+    >>> fit_columns([8, 22, 22, 22], [8, 7, 7, 7], 60)
+    [{0: 8, 1: 22, 2: 22}, {0: 8, 3: 22}]
+    """
+    least = [min(width, max(word, PROSE)) for width, word in zip(natural, longest, strict=True)]
+    tables: list[dict[int, int]] = [{}]
+    for column, width in enumerate(least):
+        widths = tables[-1]
+        if len(widths) > 1 and sum(widths.values()) + width + GAP * len(widths) > room:
+            widths = {0: least[0]}
+            tables.append(widths)
+        widths[column] = width
+    for widths in tables:
+        spare = room - sum(widths.values()) - GAP * (len(widths) - 1)
+        for column in sorted(widths, key=lambda each: natural[each]):
+            more = min(natural[column] - widths[column], max(spare, 0))
+            widths[column] += more
+            spare -= more
+        for _ in range(-spare):  # two columns, or one, that have no room even so
+            widths[max(widths, key=widths.__getitem__)] -= 1
+    return tables
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> None:
@@ -70,11 +114,22 @@ def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> Non
     At a terminal a long line goes on below its own beginning, unless it is to stay `whole`, as a command to copy is.
     """
     width = max(len(name) for name, _ in pairs)
-    room = shutil.get_terminal_size().columns - width - 4 if sys.stdout.isatty() and not whole else sys.maxsize
     for name, value in pairs:
-        lines = textwrap.wrap(without_control(value), max(room, 20), break_on_hyphens=False) or [""]
+        lines = [without_control(value)] if whole else _wrap(value, taken=width + 4)
         for number, line in enumerate(lines):
             print(f"  {name if not number else '':<{width}}  {line}")
+
+
+def print_text(text: str, *, indent: int = 0) -> None:
+    """Print a sentence; at a terminal it goes on in the next line between two words."""
+    for line in _wrap(text, taken=indent):
+        print(" " * indent + line)
+
+
+def _wrap(text: str, *, taken: int) -> list[str]:
+    """The lines that `text` has at a terminal of which `taken` columns are; one in a pipe."""
+    room = shutil.get_terminal_size().columns - taken if sys.stdout.isatty() else sys.maxsize
+    return textwrap.wrap(without_control(text), max(room, 20), break_on_hyphens=False) or [""]
 
 
 def format_time(time_s: float | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
 from surefoot.cli.plot import overlay, terminal_style
-from surefoot.cli.table import format_time, print_pairs, print_table, shorten, without_control
+from surefoot.cli.table import format_time, print_pairs, print_table, print_text, shorten, without_control
 from surefoot.control.diagnose import Spread
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
 
@@ -134,13 +134,13 @@ def _print_phases(past: Past) -> None:
     rows = [[each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)] for each in found.phases]
     rows.append(["a step", "", "", *_spread(found.step)])
     print_table(("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2)
-    print("  mean and further: of one step; of the phases, of the records' means. communication: n/a on one process")
+    print_text("mean and further: of one step; of the phases, of the records' means. communication: n/a on one process", indent=2)
     told = "" if found.coverage is None else f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} of another clock"
-    print(f"  the phases add up to {format_seconds(found.total_s)}{told}")
+    print_text(f"the phases add up to {format_seconds(found.total_s)}{told}", indent=2)
     for row in found.outliers[:MAX_OUTLIERS]:
-        print(without_control(f"  slow: step {row['step']:,} took {format_seconds(row['elapsed_s'])}: {row['cause']}"))
+        print_text(f"slow: step {row['step']:,} took {format_seconds(row['elapsed_s'])}: {row['cause']}", indent=2)
     if (others := sum(found.causes.values()) - MAX_OUTLIERS) > 0:
-        print(f"  {others} other slow steps are left out here; --json counts all by their cause")
+        print_text(f"{others} other slow steps are left out here; --json counts all by their cause", indent=2)
     print()
 
 

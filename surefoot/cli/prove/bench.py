@@ -78,7 +78,7 @@ def _label(row: Timed) -> str:
 
 
 def _print(found: Bench) -> None:
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import format_bytes, format_number, format_seconds
 
     keys = list(found.rows[0].values)
@@ -93,10 +93,11 @@ def _print(found: Bench) -> None:
     ]  # fmt: skip
     print_table([*headers, *(["time against the first"] if has_others else [])], rows, right=headers[1 + len(keys) :])
     threads = found.conditions.get("threads")
-    print(
-        f"\n{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, torch {found.conditions.get('torch')}"
+    print()
+    print_text(
+        f"{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, torch {found.conditions.get('torch')}"
     )
-    print(
+    print_text(
         f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: the mean of the first calls of a process"
     )
 

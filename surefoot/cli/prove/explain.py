@@ -56,10 +56,11 @@ def explain(
 
 
 def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | None) -> None:
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, print_text
     from surefoot.components.precision import ROLES, group
 
-    print(f"computing in {policy.compute}: {policy.why}\n")
+    print_text(f"computing in {policy.compute}: {policy.why}")
+    print()
     rows = [
         [_named(row["names"]), f"{row['num_numbers']:,}", *(row[role] or "n/a" for role in ROLES)]
         for row in group(record.parameters)
@@ -68,7 +69,8 @@ def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | Non
     print()
     print_table(["operator", "was given"], list(record.operators.items()))
     if contract:
-        print(f"\ncontract: {breach or 'holds'}")
+        print()
+        print_text(f"contract: {breach or 'holds'}")
 
 
 def _named(names: list[str]) -> str:

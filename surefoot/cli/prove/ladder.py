@@ -108,7 +108,7 @@ def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
 
 
 def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import UNKNOWN
     from surefoot.prove.ladder import BEST, HEADER, cells
 
@@ -116,11 +116,11 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
     print()
     for each in ladder.results:
         if not each.kept:
-            print(f"{each.rung.name}: {each.reason}")
+            print_text(f"{each.rung.name}: {each.reason}")
     for name, interval in (ladder.left_out or {}).items():
-        print(f"leaving out {name}: with it all the others take {interval} of the time")
+        print_text(f"leaving out {name}: with it all the others take {interval} of the time")
     if few:
-        print("so few pairs show no gain, whatever it is: give --pairs 7 or more")
+        print_text("so few pairs show no gain, whatever it is: give --pairs 7 or more")
     last = ladder.kept[-1].total["time"] if ladder.kept else None
     gain = f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
-    print(f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs")
+    print_text(f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs")

@@ -98,7 +98,7 @@ def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | 
 
 
 def _print(row: Mapping[str, Any]) -> None:
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import format_bytes, format_percent
 
     peak = row["peak_bytes"]
@@ -117,4 +117,4 @@ def _print(row: Mapping[str, Any]) -> None:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
     if "measured_bytes" in row:
         error = f", the prediction is off by {format_percent(row['error'])}" if row["error"] is not None else ""
-        print(f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}")
+        print_text(f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}")
