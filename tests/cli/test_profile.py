@@ -79,6 +79,32 @@ def test_a_run_that_is_over_is_repeated_from_its_last_commit_and_stays_as_it_is(
     assert surefoot("profile", "here", "--set", "train.batch=8").code == 2
 
 
+def test_what_a_killed_repetition_left_goes_with_the_next_one_and_one_that_goes_on_stays(
+    surefoot: Command, task: str, tmp_path: Path
+) -> None:
+    def find_places() -> set[Path]:
+        return set((tmp_path / "here" / "profile").glob(".repeated-*"))
+
+    assert surefoot("train", task, "--run", "here", "--quiet").code == 0
+    words = [sys.executable, "-m", "surefoot", "profile", "here", "--steps", "1000000", "--with", ""]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not any((place / "run" / events.FILE).is_file() for place in find_places()):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGSTOP)
+        places = find_places()
+        assert surefoot("profile", "here", "--steps", "1", "--with", "").code == 0
+        assert find_places() == places
+        assert len(places) == 1
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    assert find_places() == places
+    assert surefoot("profile", "here", "--steps", "1", "--with", "").code == 0
+    assert not find_places()
+
+
 def test_a_short_run_is_recorded_with_a_shorter_window_and_that_is_said(surefoot: Command, task: str) -> None:
     answer = surefoot("profile", task, "--set", 'train.length="6 steps"', "--with", "shapes", "--run", "here")
     assert answer.code == 0

@@ -23,6 +23,7 @@ from surefoot.train.resume.start import Start, newest_sound, spec_of
 from surefoot.train.run import Run
 
 POLL_S = 0.1
+REPEATED = ".repeated-"  # folders in which a run is repeated
 Tell = Callable[[str], None]
 
 
@@ -56,20 +57,29 @@ def record_again(run: Path, window: Window, levels: Sequence[str], tell: Tell, *
         tell(f"{trouble}; the commit before it is taken")
     try:
         (run / FOLDER).mkdir(exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=".repeated-", dir=run / FOLDER))
+        _clear_killed(run / FOLDER)
+        place = Path(tempfile.mkdtemp(prefix=REPEATED, dir=run / FOLDER))
     except OSError as error:
         raise RunFolderError(
             f"{run / FOLDER} cannot be written: {error.strerror}", hint="copy the run, and profile that"
         ) from None
     try:
-        attempt = Run(_long_enough(run, spec, step, window), folder=place / "run", quiet=True, start=Start(run, step))
-        tell(f"repeating {run} after step {step:,}")
-        made = record(attempt, window, levels, tell, nvtx=nvtx)
-        for path in made.iterdir() if made.is_dir() else ():
-            os.replace(path, run / FOLDER / path.name)
+        with runlock.RunLock(place):
+            attempt = Run(_long_enough(run, spec, step, window), folder=place / "run", quiet=True, start=Start(run, step))
+            tell(f"repeating {run} after step {step:,}")
+            made = record(attempt, window, levels, tell, nvtx=nvtx)
+            for path in made.iterdir() if made.is_dir() else ():
+                os.replace(path, run / FOLDER / path.name)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return run / FOLDER
+
+
+def _clear_killed(folder: Path) -> None:
+    """Remove what repetitions left that were killed; one that goes on holds its lock."""
+    for place in folder.glob(f"{REPEATED}*"):
+        if (place / runlock.FILE).is_file() and not runlock.is_held(place):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
