@@ -56,6 +56,7 @@ class Stepper:
         self.record: DtypeRecord | None = None  # of the first step that was done here
         self._is_first = False
         self.has_moved = False  # weights or the optimiser's state, in the step that goes on
+        self.records = True  # whether the first step is looked at, and so not compiled
         self._look: AbstractContextManager[Any] | None = None
         self.eager: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # nothing is compiled inside: not while operators are seen
@@ -87,8 +88,8 @@ class Stepper:
         overflowed: bool | Tensor = False
         rate: float | Tensor = 0.0
         num_done = 0
-        self._is_first = self.record is None
-        if self.record is None:
+        self._is_first = self.records and self.record is None
+        if self._is_first:
             self.record = DtypeRecord(self._model, tf32=self._policy.compute == "tf32")
             self._look = self.record if number == 1 else None  # the same whether a run was left before this step, or not
         for index, update in enumerate(self._updates):
@@ -103,7 +104,7 @@ class Stepper:
             self._buffers.put_back_unless(applied)
         if self._average is not None:
             self._average.update(applied)
-        if self._is_first:
+        if self._is_first and self.record is not None:
             self._look = None
             self.record.see_update((each for update in self._updates for each in update.guarded.states()), master_of)
         self.clock.end_step(number)

@@ -16,6 +16,8 @@ from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
 
+NUM_WORST = 5
+
 if TYPE_CHECKING:
     from surefoot.prove.command import CommandVerdict
     from surefoot.prove.verify import Verdict
@@ -25,6 +27,7 @@ def verify(
     spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="kill -9 and go on against an unbroken run (what is tested by default)")] = True,
     precision: Annotated[bool, typer.Option("--precision", help="the spec's precision against fp32 instead, by scores")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="the compiled step against eager mode instead, by every tensor")] = False,
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs")] = 3,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="how long each run is")] = 24,
     kills: Annotated[int, typer.Option("--kills", metavar="K", help="how often it is killed")] = 3,
@@ -38,12 +41,17 @@ def verify(
     """Test whether training repeats, and goes on after a kill to the same bits.
 
     Two unbroken runs in fresh processes, then one that is killed with SIGKILL and started again; the first step and component that
-    differ are named. Ends with 0 where all is the same, 1 where it is not. With --precision: whether fewer bits changed the score.
+    differ are named. Ends with 0 where all is the same, 1 where it is not. With --precision: whether fewer bits changed the score; with
+    --compile: whether torch.compile changed the numbers.
     """
-    if precision:
-        if spec is None or command is not None:
-            raise InputError("--precision compares the runs of a SPEC", hint="surefoot verify digits --precision")
+    if precision or compiled:
+        flag = "--precision" if precision else "--compile"
+        if spec is None or command is not None or (precision and compiled):
+            raise InputError(f"{flag} compares runs of a SPEC, and nothing else", hint=f"surefoot verify digits {flag}")
         stated = options.overrides(set_, seed=seed, data=data)
+        if compiled:
+            with _folder(keep) as folder:
+                return _verify_compiled(spec, stated, folder, json=json, quiet=quiet)
         return _verify_precision(spec, stated, steps=steps, seeds=seeds, json=json, quiet=quiet)
     if (spec is None) == (command is None):
         raise InputError(
@@ -84,6 +92,28 @@ def _verify_precision(spec: str, stated: Any, *, steps: int, seeds: int, json: b
         print(f"\nthe runs in {WIDE} scatter by {format_number(score.spread)}; {steps} steps each")
         print(f"verdict: {spec} {'learns less' if score.is_worse else 'learns the same'} in {name}")
     return EXIT_VERDICT_FAILS if score.is_worse else EXIT_OK
+
+
+def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet: bool) -> int:
+    from surefoot.cli.table import print_table
+    from surefoot.contract import spec_file
+    from surefoot.core.units import format_number
+    from surefoot.prove.ladder import verify_compiled
+
+    tried, found = verify_compiled(spec_file.read(spec, stated).spec, folder, tell=_teller(quiet or json))
+    holds, what = found.verdict == "passes", f"{tried.compile.what}, {tried.compile.mode}"
+    if json:
+        rows = [asdict(each) for each in found.claims]
+        options.print_json({
+            "spec": spec, "compile": tried.compile.what, "mode": tried.compile.mode, "holds": holds, "words": found.words,
+            "comparisons": rows,
+        })  # fmt: skip
+    else:
+        worst = [(each.what, format_number(each.off), format_number(each.allowed)) for each in found.claims[:NUM_WORST]]
+        print_table(("the worst of all comparisons", "off by", "allowed"), worst, right=("off by", "allowed"))
+        print(f"\n{len(found.claims)} comparisons; compiled: {what}")
+        print(f"verdict: {spec} {'computes' if holds else 'does not compute'} compiled what it does in eager mode: {found.words}")
+    return EXIT_OK if holds else EXIT_VERDICT_FAILS
 
 
 @contextlib.contextmanager

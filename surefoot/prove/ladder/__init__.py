@@ -1,11 +1,12 @@
 """The ladder: what each optimisation brings here, one at a time from the plain loop up, and whether it leaves the numbers alone."""
 
 from surefoot.prove.ladder.climb import Ladder, Result, climb_ladder
+from surefoot.prove.ladder.compiled import verify_compiled
 from surefoot.prove.ladder.rows import BEST, HEADER, as_markdown, as_row, as_svg, as_toml, cells
 from surefoot.prove.ladder.rungs import PLAIN, Rung, find_rungs, parse_rung
 from surefoot.prove.ladder.workbench import Settings
 
 __all__ = [
     "BEST", "HEADER", "PLAIN", "Ladder", "Result", "Rung", "Settings", "as_markdown", "as_row", "as_svg", "as_toml", "cells",
-    "climb_ladder", "find_rungs", "parse_rung",
+    "climb_ladder", "find_rungs", "parse_rung", "verify_compiled",
 ]  # fmt: skip

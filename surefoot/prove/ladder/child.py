@@ -1,6 +1,6 @@
 """What a process that checks a rung runs: the tensors of a few steps, or the scores of short runs, for several seeds.
 
-`python -m surefoot.prove.ladder.child tensors|scores SPEC --steps N --report FILE --run DIR --seed N ...`
+`python -m surefoot.prove.ladder.child tensors|scores|states SPEC --steps N --report FILE --run DIR --seed N ...`
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from torch import Tensor
 from surefoot.components.optim import master_of
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import TaskError
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
+
+COMPARED_STEPS = 2  # from a state: the second has the first's update in it
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -31,10 +34,19 @@ def main(words: Sequence[str] | None = None) -> None:
         _report_scores(spec, asked)
         return
     arrays: dict[str, np.ndarray] = {}
+    if asked.what == "states":
+        write_report(
+            asked.report, {}, arrays=states(spec, asked.run, seeds=asked.seed, steps=asked.steps, units=asked.unit or ())
+        )
+        return
     for number, seed in enumerate(asked.seed):
         seeded = spec.replace(train={"seed": seed})
         arrays |= tensors(
-            seeded, asked.run / str(number), steps=asked.steps if number == 0 else 1, number=number, unit=asked.unit
+            seeded,
+            asked.run / str(number),
+            steps=asked.steps if number == 0 else 1,
+            number=number,
+            unit=asked.unit[0] if asked.unit else None,
         )
     write_report(asked.report, {}, arrays=arrays)
 
@@ -57,10 +69,12 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
     """Loss, gradients and weights after the first and the last of `steps` steps; of a further seed (`number` > 0) its first gradients.
 
     With `unit` every weight, and whatever a module gives on and back, is off by up to so large a share: rounding to a format whose
-    unit it is does no more.
+    unit it is does no more. Raises TaskError where the spec compiles, and nothing was.
     """
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
+        engine = run.assembly.engine
+        engine.stepper.records = engine.compiled is None  # what is looked at is not compiled, and the first step is compared
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
         for report in islice(run.steps(), steps):
@@ -71,6 +85,59 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
                 }
             if number == 0 and report.step in (1, steps):
                 found |= taken
+        if engine.compiled is not None and not engine.compiled.was_called:
+            raise TaskError("nothing was compiled: the steps call none of what was to be", hint="see compile.what")
+    return found
+
+
+def states(spec: RunSpec, folder: Path, *, seeds: Sequence[int], steps: int, units: Sequence[float]) -> dict[str, np.ndarray]:
+    """Loss, gradients, weights and buffers of two steps from states that plain steps led to: none, `steps` of them, twice as many ...
+
+    Since those are neither compiled nor blurred, what is compared starts from the same bits, and a difference has no time to grow. With
+    `units` also, as `floor/...`, each tensor of that draw of rounding which moved it furthest: the next draw takes the next unit.
+    Raises TaskError where the spec compiles, and nothing was.
+    """
+    found: dict[str, np.ndarray] = {}
+    for number, seed in enumerate(seeds):
+        seeded = spec.replace(train={"seed": seed})
+        start = _state(seeded, folder / f"{number}", number=number, plain_steps=number * steps)
+        found |= start
+        furthest = dict(start)
+        for draw, unit in enumerate(units):
+            moved = _state(seeded, folder / f"{number}-{draw}", number=number, plain_steps=number * steps, unit=unit, draw=draw)
+            for name, array in moved.items():
+                if _distance(array, start[name]) > _distance(furthest[name], start[name]):
+                    furthest[name] = array
+        found |= {f"floor/{name}": array for name, array in furthest.items()} if units else {}
+    return found
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0.0))
+
+
+def _state(
+    spec: RunSpec, folder: Path, *, number: int, plain_steps: int, unit: float | None = None, draw: int = 0
+) -> dict[str, np.ndarray]:  # fmt: skip
+    found: dict[str, np.ndarray] = {}
+    with Run(spec, folder=folder, quiet=True) as run:
+        compiled, stepper = run.assembly.engine.compiled, run.assembly.engine.stepper
+        stepper.records = False  # what is looked at is not compiled
+        steps = run.steps()
+        with stepper.eager():
+            for _ in islice(steps, plain_steps):
+                pass
+        if unit is not None:
+            blur(run.model, unit, draw)
+        for report in islice(steps, COMPARED_STEPS):
+            taken = with_masters(run.model, capture(run.model, report.loss or 0.0, report.step), report.step)
+            if report.step == plain_steps + 1:
+                prefix = f"gradient/{report.step}"
+                gradients = {name for name in taken if name.startswith("gradient")}
+                found |= {f"batch/{number}{name.removeprefix(prefix)}": taken.pop(name) for name in gradients}
+            found |= taken
+        if compiled is not None and not compiled.was_called:
+            raise TaskError("nothing was compiled: the steps call none of what was to be", hint="see compile.what")
     return found
 
 
@@ -126,13 +193,13 @@ class _Blurred(torch.autograd.Function):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="surefoot.prove.ladder.child")
-    parser.add_argument("what", choices=("tensors", "scores"))
+    parser.add_argument("what", choices=("tensors", "scores", "states"))
     parser.add_argument("spec", type=Path)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--seed", type=int, action="append", required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--unit", type=float)
+    parser.add_argument("--unit", type=float, action="append")
     return parser
 
 

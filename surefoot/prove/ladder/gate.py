@@ -40,16 +40,7 @@ SPREADS = 2.0  # by so many standard deviations of the start's own runs a score 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the gate says; `worst` is how many times what is allowed the worst of all is off."""
-
-    verdict: Literal["passes", "fails", "does not apply", "not measured"]
-    words: str
-    worst: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Claim:
+class Claim:
     """One thing that is off by `off` and may be by `allowed`."""
 
     what: str
@@ -61,6 +52,16 @@ class _Claim:
         if np.isnan(self.off):
             return float("inf")
         return self.off / self.allowed if self.allowed else (0.0 if self.off == 0 else float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the gate says; `worst` is how many times what is allowed the worst of all `claims` is off, which stands first."""
+
+    verdict: Literal["passes", "fails", "does not apply", "not measured"]
+    words: str
+    worst: float | None = None
+    claims: tuple[Claim, ...] = ()
 
 
 def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
@@ -80,14 +81,15 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
     has_floor = _has_floor(start, blurred)
     floor = blurred if has_floor else start
     claims = [*_slices(start, floor, rung), *(_equal(start, floor, rung) if kind == "nothing" else _near(start, floor, rung))]
-    worst = max(claims, key=lambda claim: claim.share)
+    claims.sort(key=lambda claim: claim.share, reverse=True)
+    worst = claims[0]
     fails = worst.share > 1
     words = f"{worst.what} is off by {format_number(worst.off)}, {format_number(worst.allowed)} is allowed"
     if not fails:
         words = f"{len(claims)} comparisons hold; the nearest to its bound: {words}"
     if not has_floor:
         words += ", since what rounding comes to here could not be measured"
-    return Verdict(verdict="fails" if fails else "passes", words=words, worst=worst.share)
+    return Verdict(verdict="fails" if fails else "passes", words=words, worst=worst.share, claims=tuple(claims))
 
 
 def _has_floor(start: Arrays, blurred: Arrays) -> bool:
@@ -97,31 +99,31 @@ def _has_floor(start: Arrays, blurred: Arrays) -> bool:
     )
 
 
-def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
+def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
     for gap in compare_arrays(start, blurred, rung):
         allowed = max(gap.tolerance, NOISE_FACTOR * (gap.floor or 0.0))
         off = float("inf") if gap.distance is None else gap.distance
-        yield _Claim(what=_named(gap.name), off=off, allowed=allowed)
+        yield Claim(what=_named(gap.name), off=off, allowed=allowed)
 
 
-def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
+def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
     """Each gradient as a whole, and the way that the weights went in the steps after the first."""
     for number, name in _gradients(start):
         key = f"batch/{number}/{name}"
         scale = max(_norm(start[key]), 1e-3 * _typical(start, number) * float(np.sqrt(start[key].size)))
         if scale:
             off, floor = (_norm(_wide(other[key]) - _wide(start[key])) / scale for other in (rung, blurred))
-            yield _Claim(
+            yield Claim(
                 what=f"the gradient of {name} in batch {number + 1}", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE)
             )
     way = _way(start)
     length = _norm(way)
     if length:
         off, floor = (_norm(_way(other) - way) / length for other in (rung, blurred))
-        yield _Claim(what="the way of the weights after the first step", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE))
+        yield Claim(what="the way of the weights after the first step", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE))
 
 
-def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
+def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
     """Each gradient's worst slice over all batches together: off to the same side each time."""
     names = dict.fromkeys(name for _, name in _gradients(start))
     floors = {name: float(np.abs(_lean(start, blurred, name)).max()) for name in names}
@@ -130,7 +132,7 @@ def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[_Claim]:
         lean = np.abs(_lean(start, rung, name))
         worst = int(lean.argmax())
         allowed = max(NOISE_FACTOR * max(floors[name], usual), TOLERANCE)
-        yield _Claim(what=f"slice {worst} of the gradient of {name}, over all batches,", off=float(lean[worst]), allowed=allowed)
+        yield Claim(what=f"slice {worst} of the gradient of {name}, over all batches,", off=float(lean[worst]), allowed=allowed)
 
 
 def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:

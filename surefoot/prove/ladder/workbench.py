@@ -31,6 +31,7 @@ WARMUP_S = 0.3  # turns of a tenth of a second begin within the warm-up, and eac
 TARGET_S = 1.5  # how long the measured steps of the start take, where nobody says how many samples
 ROOM = 1.25  # an arm may need so much more than the start
 CHECKED_STEPS, CHECKED_SEEDS, SCORED_SEEDS = 8, 4, 3
+STATES, STATE_STEPS = 3, 4  # so many states, each so many steps further than the one before
 Measure = Literal["time", "wall", "memory", "startup"]
 Tell = Callable[[str], None]
 
@@ -150,7 +151,14 @@ class Workbench:
     def tensors(self, name: str, spec: RunSpec, *, unit: float | None = None) -> Arrays:
         """Gradients and weights of a few steps; with `unit` under simulated rounding. Raises TaskError where they cannot be had."""
         words = () if unit is None else ("--unit", repr(unit))
-        arm = self._child("tensors", name, spec, steps=CHECKED_STEPS, num_seeds=CHECKED_SEEDS, words=words)
+        return self._arrays(self._child("tensors", name, spec, steps=CHECKED_STEPS, num_seeds=CHECKED_SEEDS, words=words))
+
+    def states(self, name: str, spec: RunSpec, *, units: Sequence[float] = ()) -> Arrays:
+        """What two steps make of a few states, and under rounding by `units`. Raises TaskError where it cannot be had."""
+        words = [word for unit in units for word in ("--unit", repr(unit))]
+        return self._arrays(self._child("states", name, spec, steps=STATE_STEPS, num_seeds=STATES, words=words))
+
+    def _arrays(self, arm: Arm) -> Arrays:
         with _work() as work:
             outcome = run_arm(arm, work)
             self._keep(outcome)

@@ -1,0 +1,50 @@
+"""Does what is compiled compute what eager mode does? The tensors of both, from the same batches and states, through the ladder's gate.
+
+Where a number lies on an edge, as two equal ones do for a maximum, the last bit decides between two gradients, and no bound on
+rounding covers that. So both start each time from the same bits, where simulated rounding meets the same edges, and several draws of
+it say what is allowed: for fp32 of up to four units, since a compiled sum goes in another order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from surefoot.contract.spec import RunSpec, key_names
+from surefoot.core.errors import SpecError, TaskError
+from surefoot.prove.ladder import gate, rungs
+from surefoot.prove.ladder.gate import Verdict
+from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+
+UNITS = {"fp32": (1, 2, 4, 4)}  # of a draw; in formats of fewer bits a compiled step rounds less often than eager mode does
+FLOOR = "floor/"
+
+
+def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec, Verdict]:
+    """Hold `spec` compiled, all of its model where it compiles nothing, against the same in eager mode; gives the spec that was tried.
+
+    What cannot be compiled is an error here: it would be compared with itself. Raises SpecError for a task without a name, TaskError
+    where one of the two does not run.
+    """
+    if spec.task.use is None:
+        raise SpecError(
+            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+        )
+    what = "model" if spec.compile.what == "none" else spec.compile.what
+    compiled = rungs.change(spec, {"compile.what": what, "compile.on_failure": "stop"})
+    eager = rungs.change(spec, {f"compile.{key}": None for key in key_names("compile")})
+    compute = spec.precision.compute
+    unit = gate.UNITS.get(compute, gate.UNITS["bf16"])
+    bench = Workbench(eager, Settings(), folder)
+    tell("eager mode, and what rounding makes of it")
+    found = _states(bench, "eager mode", eager, tuple(unit * times for times in UNITS.get(compute, (1, 1, 1))))
+    start = {name: array for name, array in found.items() if not name.startswith(FLOOR)}
+    floor = {name.removeprefix(FLOOR): array for name, array in found.items() if name.startswith(FLOOR)}
+    tell(f"compiled: {what}")
+    return compiled, gate.judge("nothing", start, floor, _states(bench, "compiled", compiled))
+
+
+def _states(bench: Workbench, name: str, spec: RunSpec, units: tuple[float, ...] = ()) -> gate.Arrays:
+    try:
+        return bench.states(name, spec, units=units)
+    except TaskError as error:
+        raise TaskError(f"{name}: {error.message}", hint="does surefoot train run it?") from error
