@@ -264,9 +264,9 @@ class MemoryTable(Table):
 
 
 class CompileTable(Table):
-    what: Literal["none", "blocks", "model"] = Field(
+    what: Literal["none", "blocks", "model", "step"] = Field(
         "none",
-        description="what torch.compile compiles: the blocks of the model, of which equal ones share it, or all of the model",
+        description="what torch.compile compiles: the blocks of the model, of which equal ones share it, all of it, or the whole step",
     )
     blocks: tuple[str, ...] = Field((), description="patterns of the modules that are blocks; none: those that repeat")
     mode: Literal["default", "reduce-overhead", "max-autotune"] = Field("default", description="of torch.compile")

@@ -1,14 +1,15 @@
-"""torch.compile for regions of a model: its blocks, or all of it. A region that cannot be compiled runs as it was, and says so."""
+"""torch.compile for regions of a model, or for a function. What cannot be compiled runs as it was, and says so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from surefoot.components.compiler.pace import Pace
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
 
@@ -17,14 +18,15 @@ OnFailure = Literal["eager", "stop"]
 
 
 class Compiled:
-    """What `compile_regions` did: the names of the `regions`, and of those that `failed`, with the reason."""
+    """What was compiled: the names of the `regions` of a model, and of what `failed`, with the reason."""
 
-    def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure) -> None:
+    def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None) -> None:
         self.failed: dict[str, str] = {}
         self.was_called = False
+        self.is_eager = False  # for now
         self.on_failure = on_failure
-        self.steward = Steward()
-        self._regions = dict(regions)
+        self.steward, self.pace = Steward(), Pace()
+        self._regions, self._words = dict(regions), words
 
     @property
     def regions(self) -> tuple[str, ...]:
@@ -33,6 +35,8 @@ class Compiled:
     @property
     def words(self) -> str:
         """What is compiled, in a line."""
+        if self._words is not None:
+            return self._words
         names = self.regions
         listed = ", ".join(names if len(names) < 4 else (*names[:2], "...", names[-1]))
         return f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled when they are needed: {listed}"
@@ -42,14 +46,26 @@ class Compiled:
         for region in self._regions.values():
             region._compiled_call_impl = None
 
+    def fail(self, name: str, error: BaseException) -> None:
+        """Take note that `name` cannot be compiled; raises TaskError where that is to end the run."""
+        words = _in_words(error)
+        if self.on_failure == "stop":
+            raise TaskError(
+                f"{name} cannot be compiled: {words}",
+                hint='compile.on_failure = "eager" runs it as it is, or leave it out',
+            ) from error
+        self.failed[name] = words
+
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Every region runs as it was inside the block, and compiled again after it."""
         seats = {name: region._compiled_call_impl for name, region in self._regions.items()}
         self.undo()
+        self.is_eager = True
         try:
             yield
         finally:
+            self.is_eager = False
             for name, region in self._regions.items():
                 region._compiled_call_impl = seats[name]
 
@@ -78,6 +94,35 @@ def compile_regions(
             name, region, made, _options(mode, dynamic, deterministic, backend), dynamic, backend
         )
     return made
+
+
+class CompiledFunction:
+    """A function as one graph; a call gives None, and does nothing, once it could not be compiled."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
+    ) -> None:  # fmt: skip
+        self._name, self._plan = name, plan
+        self._compiled = torch.compile(function, fullgraph=True, options=options, dynamic=dynamic, backend=backend)
+
+    def __call__(self, *args: Any) -> Any:
+        self._plan.was_called = True
+        try:
+            return self._compiled(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._plan.fail(self._name, error)
+        return None
+
+
+def compile_function(
+    name: str, function: Callable[..., Any], *, mode: Mode = "default", dynamic: bool | None = None, on_failure: OnFailure = "eager",
+    deterministic: bool = True, backend: Any = "inductor",
+) -> tuple[Compiled, CompiledFunction]:  # fmt: skip
+    """Let `function`, in which gradients may be taken, be compiled as one graph when it is called first; as `compile_regions` otherwise."""
+    torch._dynamo.config.trace_autograd_ops = True
+    made = Compiled({}, on_failure, f"{name} will be compiled as one graph when it is needed")
+    options = _options(mode, dynamic, deterministic, backend)
+    return made, CompiledFunction(name, function, made, options, dynamic, backend)
 
 
 def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any) -> dict[str, Any] | None:
@@ -109,13 +154,7 @@ class _Region:
         try:
             return self._compiled(*args, **named)
         except torch._dynamo.exc.TorchDynamoException as error:
-            words = _in_words(error)
-            if self._plan.on_failure == "stop":
-                raise TaskError(
-                    f"{self._name} cannot be compiled: {words}",
-                    hint='compile.on_failure = "eager" runs it as it is, or leave it out',
-                ) from error
-            self._plan.failed[self._name] = words
+            self._plan.fail(self._name, error)
             self._module._compiled_call_impl = None
         return self._module(*args, **named)
 

@@ -44,7 +44,7 @@ def _records() -> list[Any]:
 def _read(record: Any) -> Compilation:
     function, file, line = record.co_name or "", record.co_filename or "", record.co_firstlineno or 0
     resumed = _AFTER_A_BREAK.fullmatch(function)
-    reasons = [_first_words(reason) for reason in record.restart_reasons or ()]
+    reasons = [_first_words(reason) for reason in record.restart_reasons or () if not reason.startswith("<class")]  # torch's own
     if resumed is not None:  # what follows a break: its own line is that of the break
         function, line = resumed.group(1), int(resumed.group(2))
         reasons.append(f"at {PurePath(file).name}:{line}: {linecache.getline(file, line).strip()}")

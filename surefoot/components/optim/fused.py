@@ -71,6 +71,11 @@ class FusedGroup:
         self._momentum = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
         self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
 
+    @property
+    def tensors(self) -> tuple[list[Tensor], ...]:
+        """All that an update moves: parameters, counters, first and second moments, momentum."""
+        return self._params, self._steps[:1] if self._is_shared else self._steps, self._first, self._second, self._momentum
+
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Divide the gradients by `grad_scale` and update, unless `found_inf` is 1."""
         grads = [parameter.grad for parameter in self._params]

@@ -51,6 +51,7 @@ class GuardedUpdate:
                 fused.create_state(each)
         self._take_groups()
         self._scale = torch.ones((), device=device)
+        self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.groups]
         self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
         if self.on_device and total_steps is not None:
             table = [self._curve(step) for step in range(total_steps + 1)]
@@ -162,6 +163,52 @@ class GuardedUpdate:
                     return None
                 places |= {id(parameter): (each, place) for place, parameter in enumerate(each.group["params"])}
         return places
+
+    # ---- the update as a part of a graph
+
+    def check_traceable(self) -> None:
+        """Raise SpecError where the update is no arithmetic that a graph can hold."""
+        key = 'compile.what = "step"'
+        if not all(isinstance(each, fused.FusedGroup) for groups in self._fused for each in groups or (None,)):
+            raise SpecError(
+                f"{key} compiles the updates of sgd, adam and adamw, and an optimiser is {type(self.optimizers[0]).__name__}",
+                hint='use one of them with optim.fused = true, or compile.what = "model"',
+            )
+        if self._momentum_curve is not None:
+            raise SpecError(f"{key} does not go with a schedule that moves the momentum", hint='use compile.what = "model"')
+        if self._masters:
+            raise SpecError(f'{key} does not go with precision.weights = "bf16"', hint='use compile.what = "model"')
+
+    @property
+    def limits(self) -> tuple[float, float | None]:
+        """What the norm, and what each number of a gradient, is clipped to; 0 and None are no limits."""
+        return self._clip, self._clip_value
+
+    def held(self) -> list[tuple[list[Tensor], ...]]:
+        """All that an update moves, by group."""
+        return [each.tensors for groups in self._fused for each in groups or () if isinstance(each, fused.FusedGroup)]
+
+    def begin_traced(self) -> list[Tensor]:
+        """The rate of each group for the next update."""
+        if not self.on_device:
+            self.move_schedule()
+            for rate, group in zip(self._rates, self.groups, strict=True):
+                rate.fill_(group["lr"])
+            return self._rates
+        multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
+        rates = [multiplier * base for base in self._base_rates]
+        for group, rate in zip(self.groups, rates, strict=True):
+            group["lr"] = rate.float()
+        return rates
+
+    def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
+        """Count an update that was applied; gives what `step_if_finite` does."""
+        if self.on_device:
+            self._applied += applied
+            return norm, applied
+        was_applied = bool(applied)
+        self.applied_steps += was_applied
+        return norm.item(), was_applied
 
     def move_schedule(self) -> None:
         """Set every group's rate, and its momentum where the schedule moves that, for this update."""

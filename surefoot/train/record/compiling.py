@@ -14,6 +14,9 @@ from surefoot.contract.state import Compilation
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import TaskError
 from surefoot.core.units import format_seconds
+from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step.stepper import EAGER_STEPS
+from surefoot.train.step.whole import WholeStep, check
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Compiling:
         self._told: set[str] = set()
         self._again: list[Compilation] = []
         self._has_begun = self._is_over = False
+        self._compiling_s = 0.0
 
     def take(self, step: int) -> Found:
         """What is new after `step`. The first step of a run is looked at operator by operator, and so not compiled."""
@@ -41,14 +45,18 @@ class Compiling:
         lines, faults = [each.words for each in again], []
         if new and not self._has_begun:
             lines = [_sum_up(new), *lines, *self._breaks(new)]
+        self._compiling_s += sum(each.elapsed_s for each in new)
+        paid = self._compiled.pace.take(self._compiling_s)
+        lines += [] if paid is None else [paid]
         for name, why in self._compiled.failed.items():
             if name not in self._told:
                 faults.append((f"{name} cannot be compiled: {why}", "it runs in eager mode"))
                 self._told.add(name)
-        if not self._has_begun and step > 1 and not self._compiled.was_called:
+        is_late = step > (EAGER_STEPS if self._table.what == "step" else 1)
+        if not self._has_begun and is_late and not self._compiled.was_called:
             found = "the run compiled nothing: its steps call none of what was to be compiled"
             faults.append((found, 'see compile.what, "blocks" or "model"'))
-        self._has_begun = self._has_begun or step > 1
+        self._has_begun = self._has_begun or is_late
         self._again += again
         if len(self._again) > self._table.budget and not self._is_over:
             self._is_over = True
@@ -73,11 +81,18 @@ class Compiling:
             )
 
 
-def compile_as_stated(spec: RunSpec, task: Resolved, model: nn.Module) -> Compiled | None:
-    """What [compile] says; after recomputation, which is then part of what is compiled. Raises InputError where there are no blocks."""
+def compile_as_stated(
+    spec: RunSpec, task: Resolved, model: nn.Module, stepper: Stepper, updates: list[LiveUpdate]
+) -> Compiled | None:  # fmt: skip
+    """What [compile] says; after recomputation, which is then part of what is compiled. Raises InputError where there are no blocks, or
+    where the step cannot be one graph."""
     table = spec.compile
     if table.what == "none":
         return None
+    if table.what == "step":
+        check(spec, updates, stepper.policy, model)
+        stepper.whole = WholeStep(model, updates[0], stepper.policy, table, deterministic=spec.train.deterministic)
+        return stepper.whole.plan
     named = table.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
     regions = {"model": model} if table.what == "model" else find_blocks(model, named, key="compile.blocks")
     return compile_regions(

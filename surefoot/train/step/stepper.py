@@ -8,10 +8,11 @@ before the backward pass each term is scaled by its own first; otherwise a singl
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +28,12 @@ from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import NumbersError, TaskError
 
+if TYPE_CHECKING:
+    from surefoot.train.step.whole import WholeStep
+
 Count = float | Tensor
 MAX_CONSTANTS = 1000
+EAGER_STEPS = 5  # of a run: the first is looked at, the others are what a compiled step is measured against
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,12 @@ class Stepper:
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
-        self._policy, self._scaler = policy, policy.scaler
+        self.policy, self._scaler = policy, policy.scaler
         self.record: DtypeRecord | None = None  # of the first step that was done here
         self._is_first = False
         self.has_moved = False  # weights or the optimiser's state, in the step that goes on
         self.records = True  # whether the first step is looked at, and so not compiled
+        self.whole: WholeStep | None = None  # set where the step is one graph
         self._look: AbstractContextManager[Any] | None = None
         self.eager: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # nothing is compiled inside: not while operators are seen
@@ -90,12 +96,15 @@ class Stepper:
         num_done = 0
         self._is_first = self.records and self.record is None
         if self._is_first:
-            self.record = DtypeRecord(self._model, tf32=self._policy.compute == "tf32")
+            self.record = DtypeRecord(self._model, tf32=self.policy.compute == "tf32")
             self._look = self.record if number == 1 else None  # the same whether a run was left before this step, or not
         for index, update in enumerate(self._updates):
             if number % update.every:
                 continue
+            begun_s = time.perf_counter()
             norm, was_applied, did_overflow = self._update(update, index, number, batches, totals)
+            if self.whole is not None and not self._is_first:
+                self.whole.plan.pace.add(time.perf_counter() - begun_s, is_compiled=self.whole.plan.was_called)
             applied = was_applied if num_done == 0 else applied & was_applied
             overflowed = overflowed | did_overflow
             rate = update.guarded.groups[0]["lr"]
@@ -132,7 +141,7 @@ class Stepper:
         for index, update in enumerate(self._updates):
             for position, batch in enumerate(batches):
                 self._seed_draws(number, position, index)
-                with self._policy.context():
+                with self.policy.context():
                     terms = update.loss(self._model, batch).terms
                 backward(
                     [term.total for term in terms], [self._factor(term, self._known_counts(batches), None) for term in terms]
@@ -157,6 +166,10 @@ class Stepper:
         if index:
             switch(FORWARD)
         guarded.clear_gradients()
+        if self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS):
+            done = self._as_one_graph(self.whole, update.name, number, batches[0], totals)
+            if done is not None:
+                return *done, False
         counts = self._known_counts(batches)
         scale = 2.0 ** -round(math.log2(max(1, sum(map(size_of, batches))))) if len(batches) > 1 and counts is None else None
         # a GAN's generator must not leave gradients in the critic
@@ -167,7 +180,7 @@ class Stepper:
                 if position:
                     switch(FORWARD)
                 self._seed_draws(number, position, index)
-                with self._policy.context():
+                with self.policy.context():
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
                 if len(batches) > 1:
@@ -201,6 +214,23 @@ class Stepper:
             share = first[1] / mine[terms[0].name][1]
             self.noise.add((first[0] * factor / share) ** 2, norm**2, size_of(batches[0]), sum(map(size_of, batches)))
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
+
+    def _as_one_graph(
+        self, whole: WholeStep, name: str, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]
+    ) -> tuple[float | Tensor, bool | Tensor] | None:
+        """All of the step at once, timed as its forward pass; None where it could not be compiled."""
+        if self.before_update is not None:
+            self.clock.switch(CHECKPOINT)
+            self.before_update()
+            self.clock.switch(FORWARD)
+        self._seed_draws(number, 0, 0)
+        self.has_moved = True  # nobody outside of a graph knows how far it came
+        done = whole(batch)
+        if done is None:
+            return None
+        _add(totals, done[0])
+        self._remaining_factor(totals, None, name, number)
+        return done[1:]
 
     def _update_in_backward(
         self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor], named: str

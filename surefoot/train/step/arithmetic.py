@@ -1,0 +1,89 @@
+"""The end of a step as arithmetic that a compiler sees into: norm, guard, clip, and the rules of Adam, AdamW and SGD, without a branch.
+
+The formulas are those of torch's fused kernels (`components/optim/fused`), so both give the same numbers but for rounding. Where the
+norm or a loss is not finite every tensor keeps its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a group of parameters is moved by, apart from its rate."""
+
+    name: str
+    decay: float
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    @classmethod
+    def of(cls, name: str, group: dict[str, Any]) -> Rule:
+        if name == "sgd":
+            return cls(name, group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
+        return cls(name, group["weight_decay"], betas=tuple(group["betas"]), eps=group["eps"])
+
+
+def move(
+    rules: Sequence[Rule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor], rates: Sequence[Tensor],
+    losses: Sequence[Tensor], clip: float, clip_value: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Move every tensor of `held` (parameters, counters, first, second moments, momentum, of each group) by its gradient, in place.
+
+    Returns the global norm of the gradients, not a number where a loss is none, and whether it is finite; where not, nothing moves.
+    """
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    for loss in losses:
+        norm = norm + 0.0 * loss
+    finite = torch.isfinite(norm)
+    factor = (clip / (norm + CLIP_EPS)).clamp(max=1.0) if clip else None
+    left = iter(grads)
+    for rule, tensors, rate in zip(rules, held, rates, strict=True):
+        _move_group(rule, tensors, [_limited(next(left), factor, clip_value) for _ in tensors[0]], rate, finite)
+    return norm, finite
+
+
+def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
+    grad = grad if factor is None else grad * factor
+    return grad if limit is None else grad.clamp(-limit, limit)
+
+
+def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Tensors, rate: Tensor, finite: Tensor) -> None:
+    params, counters, first, second, momentum = tensors
+    for counter in counters:
+        counter.add_(finite)
+    for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if rule.name == "sgd":
+            grad = grad + rule.decay * param
+            if rule.momentum:
+                moved = rule.momentum * momentum[number] + grad
+                grad = grad + rule.momentum * moved if rule.nesterov else moved
+                _put(momentum[number], moved, finite)
+            _put(param, param - rate * grad, finite)
+            continue
+        beta1, beta2 = rule.betas
+        count = counters[number if len(counters) > 1 else 0].double()
+        step = (rate / (1.0 - beta1**count)).float()
+        root = (1.0 - beta2**count).sqrt().float()
+        start = param if rule.name == "adam" else param * (1.0 - rate * rule.decay).float()
+        grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad
+        mean = torch.lerp(first[number], grad, 1.0 - beta1)
+        square = beta2 * second[number] + (1.0 - beta2) * grad * grad
+        _put(first[number], mean, finite)
+        _put(second[number], square, finite)
+        _put(param, start - step * mean / (square.sqrt() / root + rule.eps), finite)
+
+
+def _put(into: Tensor, value: Tensor, finite: Tensor) -> None:
+    into.copy_(torch.where(finite, value, into))

@@ -1,0 +1,118 @@
+"""The whole step as one graph: forward, backward, division by the count, norm, guard, clip and update, compiled together.
+
+What takes an optimiser's step a hundred small operators takes a graph a few kernels. The numbers are those of the step told in order,
+but for rounding; where it cannot be compiled, that one is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.compiler import compile_function
+from surefoot.components.precision import Policy
+from surefoot.contract.spec import CompileTable, RunSpec
+from surefoot.contract.task import Batch, Term
+from surefoot.core.errors import SpecError
+from surefoot.train.step.arithmetic import Rule, move
+from surefoot.train.step.stepper import LiveUpdate
+
+KEY = 'compile.what = "step"'
+NAME = "the whole step"
+Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
+
+
+class WholeStep:
+    """Takes a step of one update and one pass when called with its batch; gives None where it could not be compiled."""
+
+    def __init__(self, model: nn.Module, update: LiveUpdate, policy: Policy, table: CompileTable, *, deterministic: bool) -> None:
+        self._update = update
+        self.plan, self._compiled = compile_function(
+            NAME, _as_function(model, update, policy), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
+            deterministic=deterministic,
+        )  # fmt: skip
+
+    @property
+    def is_on(self) -> bool:
+        return not (self.plan.is_eager or self.plan.failed)
+
+    def __call__(self, batch: Batch) -> Done | None:
+        """The terms of the loss, the norm, and whether the update was applied."""
+        guarded = self._update.guarded
+        done = self._compiled(batch, guarded.held(), guarded.begin_traced())
+        if done is None:
+            return None
+        terms, norm, applied, grads = done
+        for parameter, grad in zip(guarded.parameters, grads, strict=True):
+            parameter.grad = grad
+        return tuple(Term(*each) for each in terms), *guarded.end_traced(norm, applied)
+
+
+def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
+    guarded = update.guarded
+    (clip, clip_value), optimizers = guarded.limits, guarded.optimizers
+    rules = [Rule.of(type(each).__name__.lower(), group) for each in optimizers for group in each.param_groups]
+
+    def whole(batch: Batch, held: Any, rates: Any) -> Any:
+        with policy.context():
+            terms = update.loss(model, batch).terms
+        losses = [term.total for term in terms]
+        parameters = [parameter for tensors in held for parameter in tensors[0]]
+        grads = torch.autograd.grad(losses, parameters, [_factor(term) for term in terms])
+        with torch.no_grad():
+            norm, applied = move(rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value)
+        return [(term.name, term.total.detach(), term.count, term.weight) for term in terms], norm, applied, grads
+
+    return whole
+
+
+def _factor(term: Term) -> Tensor:
+    """The gradient that flows into a term's total: weight over count; a term without items adds nothing."""
+    count = term.count
+    if isinstance(count, Tensor):
+        count = count.to(torch.promote_types(term.total.dtype, torch.float32))
+        return torch.where(count > 0, term.weight / count, 0.0).to(term.total)
+    return torch.full_like(term.total, term.weight / count if count else 0.0, requires_grad=False)
+
+
+def _validity(terms: tuple[Term, ...]) -> Tensor:
+    """0, or not a number where a count is none or all are 0, so that nothing moves before that is raised."""
+    like = terms[0].total.detach()
+    counts = torch.stack([
+        term.count.to(like) if isinstance(term.count, Tensor) else torch.full_like(like, term.count) for term in terms
+    ])  # fmt: skip
+    return torch.where(torch.isfinite(counts).all() & (counts >= 0).all() & (counts.sum() > 0), 0.0, math.nan)
+
+
+def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
+    """Raise SpecError where the step cannot be one graph: asked before anything is compiled."""
+    hooks = [
+        name
+        for name, module in model.named_modules()
+        if module._backward_hooks
+        or module._backward_pre_hooks
+        or any(p._backward_hooks for p in module.parameters(recurse=False))
+    ]
+    problem = next(
+        (
+            words
+            for words, is_so in {
+                f"several updates ({len(updates)})": len(updates) > 1,
+                "train.microbatch, which makes a step several passes": spec.train.microbatch not in (None, spec.train.batch),
+                "train.ramp": bool(spec.train.ramp),
+                "memory.update_in_backward": spec.memory.update_in_backward,
+                'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom == "halve",
+                "memory.recompute": spec.memory.recompute != "none",
+                "fp16, whose gradients are scaled": policy.scaler is not None,
+                f"hooks on gradients, as {hooks[0] if hooks else ''} has": bool(hooks),
+            }.items()
+            if is_so
+        ),
+        None,
+    )
+    if problem is not None:
+        raise SpecError(f"{KEY} does not go with {problem}", hint='use compile.what = "model", or leave that out')
+    updates[0].guarded.check_traceable()

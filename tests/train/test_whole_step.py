@@ -1,0 +1,145 @@
+"""The whole step as one graph: the numbers of the step told in order, its guard, its resume, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.compiler import compile_function
+from surefoot.contract.events import Compiled, Fault
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import SpecError, SurefootError
+from surefoot.train.run import Run
+from surefoot.train.step import whole
+from tests.train.small import OPTIMIZERS, Small, assert_same, records, spec, state_of
+
+
+class Left(SurefootError):
+    """How a loop of the tests is left."""
+
+
+TRACEABLE = ("adamw", "adam", "sgd", "plain sgd")
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The graph is captured as always, its backward pass with it, and run by torch's own kernels: making code takes tens of seconds."""
+    monkeypatch.setattr(whole, "compile_function", functools.partial(compile_function, backend="aot_eager"))
+    was = torch._dynamo.config.trace_autograd_ops
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.config.trace_autograd_ops = was
+
+
+def stated(what: str, steps: int = 12, **tables: Any) -> RunSpec:
+    return spec(steps, compile={"what": what}, observe={"every": "1 step"}, **tables)
+
+
+def train(made: RunSpec, task: Any, folder: Path, steps: int | None = None) -> tuple[list[float], dict[str, Tensor], Run]:
+    losses = []
+    torch._dynamo.reset()
+    with contextlib.suppress(Left), Run(made, task, folder=folder, quiet=True) as run:
+        for report in run.steps():
+            losses.append(float(report.loss or 0.0))
+            if report.step == steps:
+                raise Left("left")
+    return losses, state_of(run), run
+
+
+def graphs(folder: Path) -> list[Compiled]:
+    return [event for event in records(folder) if isinstance(event, Compiled)]
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(name: str, tmp_path: Path) -> None:
+    """Dropout, BatchNorm, clipping that bites, an average of the weights and a last batch that is smaller."""
+    limit = {"clip": 0.0, "clip_value": 0.01} if name == "adam" else {"clip": 0.05}
+    tables = {"optim": {**OPTIMIZERS[name], **limit, "ema": 0.9}, "train": {"batch": 7}}
+    task = Small(dropout=0.1, norm=True)
+    told, expected, _ = train(stated("none", **tables), task, tmp_path / "told")
+    losses, state, _ = train(stated("step", **tables), task, tmp_path / "whole")
+    assert losses == pytest.approx(told, rel=1e-5)
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
+    assert 1 <= len(graphs(tmp_path / "whole")) <= 3
+    assert not [event for event in records(tmp_path / "whole") if isinstance(event, Fault)]
+
+
+def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> None:
+    task = Small(norm=True, poison=(3,))
+    tables = {"stability": {"max_skips": 20}, "optim": {"ema": 0.9}}
+    _, expected, told = train(stated("none", **tables), task, tmp_path / "told")
+    _, state, run = train(stated("step", **tables), task, tmp_path / "whole")
+    assert run.num_skipped == told.num_skipped >= 2
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(tmp_path: Path) -> None:
+    task, made = Small(dropout=0.1, norm=True), stated("step", checkpoint={"every": "4 steps", "background": False})
+    losses, expected, _ = train(made, task, tmp_path / "unbroken")
+    first, _, _ = train(made, task, tmp_path / "broken", steps=8)
+    rest, state, _ = train(made, task, tmp_path / "broken")
+    assert (first, rest) == (losses[:8], losses[4:])
+    assert_same(state, expected)
+    assert graphs(tmp_path / "broken")
+
+
+def test_what_cannot_be_one_graph_is_taken_in_order_and_said(tmp_path: Path) -> None:
+    class Prints(Small):
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            output = super().forward(model, batch)
+            return output * 2 if output.sum().item() > 1e9 else output
+
+    told, expected, _ = train(stated("none"), Prints(), tmp_path / "told")
+    losses, state, _ = train(stated("step"), Prints(), tmp_path / "whole")
+    assert losses == told
+    assert_same(state, expected)
+    (fault,) = (event for event in records(tmp_path / "whole") if isinstance(event, Fault))
+    assert fault.detail.startswith("the whole step cannot be compiled")
+    assert fault.action == "it runs in eager mode"
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "train.microbatch": {"train": {"microbatch": 2}},
+    "update_in_backward": {
+        "memory": {"update_in_backward": True},
+        "optim": {"clip": 0.0},
+        "stability": {"nonfinite": "stop"},
+    },
+    "memory.recompute": {"memory": {"recompute": "full", "blocks": ["0"]}},
+    "memory.on_oom": {"memory": {"on_oom": "halve"}},
+    "fp16": {"precision": {"compute": "fp16"}},
+    "an optimiser is FlatMuon": {"optim": {"name": "muon"}},
+    "optim.fused = true": {"optim": {"fused": False}},
+    "moves the momentum": {"schedule": {"name": "one_cycle"}},
+    "precision.weights": {"precision": {"compute": "bf16", "weights": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_go_with_it_is_refused_before_anything_is_written(what: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as refused, Run(stated("step", **REFUSED[what]), Small(), folder=tmp_path / "run", quiet=True):
+        pass
+    assert 'compile.what = "step"' in refused.value.message
+    assert what in f"{refused.value.message} {refused.value.hint}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_after_how_many_steps_its_compiling_has_paid_for_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    with Run(stated("step", steps=40), Small(), folder=tmp_path / "run") as run:
+        for _ in run.steps():
+            pass
+    said = capsys.readouterr()
+    assert "of compiling are " in said.out + said.err
