@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.prove.bench.rehearsal import Rehearsal
+from surefoot.prove.bench.step import vary
 from tests.cli.conftest import Command, surefoot
 from tests.train.small import TEXT
 
@@ -116,11 +121,23 @@ def test_sigterm_leaves_no_folder_of_a_process_that_was_measured(verb: tuple[str
     assert not any(scratch.iterdir())
 
 
+def test_a_value_may_hold_commas(spec: Path) -> None:
+    def make(chosen: Sequence[tuple[str, Any, str]]) -> RunSpec:
+        return spec_file.read(str(spec), chosen).spec
+
+    variants = vary(make, ["optim.betas=[0.9, 0.99],[0.8,0.9]", "precision.compute=fp32,bf16", "task.width=4, 8"])
+    found = [(each.spec.optim.betas, each.spec.precision.compute, each.spec.task.parameters["width"]) for each in variants]
+    assert found == list(itertools.product([(0.9, 0.99), (0.8, 0.9)], ["fp32", "bf16"], [4, 8]))
+    assert variants[0].values == {"optim.betas": "[0.9, 0.99]", "precision.compute": "fp32", "task.width": "4"}
+
+
 BAD = {
     "a mode that there is not": (("--mode", "sideways"), "use some of forward,backward,step"),
     "no calls": (("--calls", "0"), "use --calls 2 or more"),
     "no rounds": (("--rounds", "0"), "and 1 round or more"),
     "a list without values": (("--vary", "task.width="), "--vary task.width=64,128"),
+    "a list with a hole": (("--vary", "task.width=4,,8"), "--vary task.width=64,128"),
+    "a list without a key": (("--vary", "width=4,8"), "--vary 'width=4,8' is not table.key=value,value"),
     "a value twice": (("--vary", "task.width=4,4"), "give each value once"),
     "a file that is there": (("--csv", "mine.py"), "error: mine.py exists already, and nothing is overwritten"),
     "a file in no folder": (("--csv", "mine.py/times.csv"), "error: there is no folder mine.py for times.csv"),

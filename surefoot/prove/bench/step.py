@@ -69,21 +69,34 @@ class Bench:
 
 def vary(make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Sequence[str]) -> list[Variant]:
     """Every combination of `key=value,value` lists; `make` gives the spec with such overrides. Raises SpecError for a list that is none."""
-    axes = [[spec_file.parse_set(f"{key}={value}") for value in values] for key, values in map(_split, lists)]
     many = [
-        Variant(values={key: str(value) for key, value, _ in chosen}, spec=make(chosen)) for chosen in itertools.product(*axes)
+        Variant(values={key: str(value) for key, value, _ in chosen}, spec=make(chosen))
+        for chosen in itertools.product(*map(_split, lists))
     ]
     if len({each.spec.id + str(each.spec.train.threads) for each in many}) < len(many):
         raise SpecError(f"--vary {' --vary '.join(lists)} names a spec twice", hint="give each value once")
     return many
 
 
-def _split(text: str) -> tuple[str, list[str]]:
-    key, equals, values = text.partition("=")
-    found = [value.strip() for value in values.split(",")]
-    if not equals or not all(found):
-        raise SpecError(f"--vary {text!r} is not table.key=value,value", hint="for example --vary task.width=64,128")
-    return key.strip(), found
+def _split(text: str) -> list[tuple[str, Any, str]]:
+    """The values of `key=value,value`, read as TOML reads a list of them, else as words: a list's own commas, and a string's, stay.
+
+    >>> [value for _, value, _ in _split("task.sizes=[64, 64],[128]")], [value for _, value, _ in _split("precision.compute=fp32,bf16")]
+    ([[64, 64], [128]], ['fp32', 'bf16'])
+    """
+    wrong = SpecError(f"--vary {text!r} is not table.key=value,value", hint="for example --vary task.width=64,128")
+    key, _, values = text.partition("=")
+    try:
+        name, found, origin = spec_file.parse_set(f"{key}=[{values}]")
+    except SpecError:
+        raise wrong from None
+    if isinstance(found, list):
+        chosen = [(name, value, origin) for value in found]
+    else:
+        chosen = [spec_file.parse_set(f"{key}={value.strip()}") for value in values.split(",")]
+    if not chosen or any(value == "" for _, value, _ in chosen):
+        raise wrong
+    return chosen
 
 
 def bench(
