@@ -262,15 +262,20 @@ def test_a_start_that_does_not_run_ends_the_ladder_in_words(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_climb_records_a_crash_and_a_wrong_gradient_and_goes_on(
+def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One pair a rung, so that nothing can be kept: what is thrown out for other reasons is."""
     given = {"crash": "Crashes", "wrong": "WrongGradient", "skips (algorithm)": "HalfBatch"}
     words = [word for name, task in given.items() for word in ("--rung", f"{name}: task.use={PLANTED}:{task}")]
+    words += ["--rung", "again: memory.recompute='full'"]
     code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), "--pairs", "1", "--samples", "512", *words)
     assert (code, said) == (0, "")
-    crash, wrong, skips = row["rungs"]
+    crash, wrong, skips, again = row["rungs"]
+    assert (again["standing"], crash["standing"]) == ("skipped", "rejected")
+    assert again["reason"].startswith(
+        "it is refused here: no block repeats in this Sequential: which are its blocks is not known"
+    )
     assert crash["reason"].startswith("it crashed: step 3: ")
     assert "planted" in crash["reason"]
     assert "Traceback" not in crash["reason"]

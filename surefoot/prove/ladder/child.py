@@ -19,7 +19,8 @@ from torch import Tensor
 from surefoot.components.optim import master_of
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import TaskError
+from surefoot.core.errors import InputError, TaskError
+from surefoot.prove.ladder.rungs import REFUSED
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
 
@@ -33,12 +34,19 @@ def main(words: Sequence[str] | None = None) -> None:
     if asked.what == "scores":
         _report_scores(spec, asked)
         return
-    arrays: dict[str, np.ndarray] = {}
+    try:
+        arrays = _arrays(spec, asked)
+    except TaskError:
+        raise
+    except InputError as error:
+        raise InputError(f"{REFUSED}: {error.message}", hint=error.hint) from None
+    write_report(asked.report, {}, arrays=arrays)
+
+
+def _arrays(spec: RunSpec, asked: argparse.Namespace) -> dict[str, np.ndarray]:
     if asked.what == "states":
-        write_report(
-            asked.report, {}, arrays=states(spec, asked.run, seeds=asked.seed, steps=asked.steps, units=asked.unit or ())
-        )
-        return
+        return states(spec, asked.run, seeds=asked.seed, steps=asked.steps, units=asked.unit or ())
+    arrays: dict[str, np.ndarray] = {}
     for number, seed in enumerate(asked.seed):
         seeded = spec.replace(train={"seed": seed})
         arrays |= tensors(
@@ -48,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
             number=number,
             unit=asked.unit[0] if asked.unit else None,
         )
-    write_report(asked.report, {}, arrays=arrays)
+    return arrays
 
 
 def _report_scores(spec: RunSpec, asked: argparse.Namespace) -> None:

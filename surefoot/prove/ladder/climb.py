@@ -91,11 +91,12 @@ class Climb:
         try:
             spec = rung.on(self.below)
         except InputError as error:
-            return _unmeasured(rung, "rejected", error.message)
+            return _unmeasured(rung, "skipped", error.message)
         self._tell(f"{rung.name}: checking its numbers")
         parity = self._check(rung, spec)
         if parity.verdict == "not measured":
-            return _unmeasured(rung, "rejected", parity.words, self._bench.num_runs - before)
+            standing: Standing = "skipped" if parity.words.startswith(rungs.REFUSED) else "rejected"
+            return _unmeasured(rung, standing, parity.words, self._bench.num_runs - before)
         trial = self._bench.measure(
             rung.name, spec, self.below, lambda trial: self._is_over(trial, rung), decides=parity.verdict != "fails"
         )
@@ -117,7 +118,7 @@ class Climb:
             self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, None, {}
 
     def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
-        """The gate's verdict on gradients and weights; a rung that crashes is not measured.
+        """The gate's verdict on gradients and weights; a rung that crashes, or is refused, is not measured.
 
         Over a rung that rounds, none has the numbers of the start more closely than its format allows.
         """
@@ -132,7 +133,8 @@ class Climb:
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
-            return Verdict(verdict="not measured", words=f"it {error.message}")
+            _, refused, why = error.message.partition(rungs.REFUSED)
+            return Verdict(verdict="not measured", words=f"{refused}{why}" if refused else f"it {error.message}")
         return gate.judge(kind, self._tensors, self._blurred[unit], found)
 
     def _floor(self, unit: float) -> Arrays:

@@ -34,6 +34,7 @@ PLAIN: Mapping[str, Any] = {
     "train.threads": 1,
     "task.chunked_loss": None,
 }
+REFUSED = "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
 RESERVED = ("start", "below", "best")
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 
@@ -42,7 +43,8 @@ _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DO
 class Rung:
     """One change of the spec. `kind` is what it may change of the numbers, `purpose` what it must gain to stay.
 
-    `expected` is the rule of thumb, as factors of the rung below; `needs` says what it cannot do without, `is_here` whether that is here.
+    `expected` is the rule of thumb, as factors of the rung below; `needs` says what it cannot do without, `is_here` whether that is here
+    as far as the spec and the machine tell: a process that is refused for what the model is says so by itself.
     """
 
     name: str
@@ -94,7 +96,7 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
              expected={"memory": 1.0 if part is None else part / spec.train.batch},
              needs="a batch that can be divided", is_here=part is not None),
         Rung(name="recompute", kind="nothing", change={"memory.recompute": "full"}, purpose="memory",
-             expected={"memory": 0.5, "time": 1.3}),
+             expected={"memory": 0.5, "time": 1.3}, needs="a model with blocks"),
         Rung(name="large batch", kind="algorithm", change=_enlarged(spec), expected={"time": 0.9},
              needs="a batch of one size", is_here=not spec.train.ramp),
     )  # fmt: skip
