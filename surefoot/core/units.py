@@ -1,6 +1,6 @@
 """Reads and prints quantities with their unit; the only formatter of the house. What is unknown is None and prints n/a.
 
-Prefixes of counts are k, M, B, T (10^3, 10^6, 10^9, 10^12); of bytes KiB, MiB ... (1024) and KB, MB ... (1000).
+Prefixes of counts are k, M, B, T (10^3, 10^6, 10^9, 10^12); of FLOP k, M, G, T, P; of bytes KiB, MiB ... (1024) and KB, MB ... (1000).
 """
 
 from __future__ import annotations
@@ -157,6 +157,17 @@ def format_count(value: float | None) -> str:
     ('2.1 B', '1.8 k', '10')
     """
     return _scaled(value, [(1, ""), (10**3, "k"), (10**6, "M"), (10**9, "B"), (10**12, "T")])
+
+
+def format_flops(value: float | None) -> str:
+    """Operations on floating-point numbers, in powers of 1000.
+
+    >>> format_flops(8.858e9), format_flops(328e3)
+    ('8.86 GFLOP', '328 kFLOP')
+    """
+    return _scaled(
+        value, [(1, "FLOP"), (10**3, "kFLOP"), (10**6, "MFLOP"), (10**9, "GFLOP"), (10**12, "TFLOP"), (10**15, "PFLOP")]
+    )
 
 
 def format_seconds(value: float | None) -> str:

@@ -331,6 +331,9 @@ def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(kind: str, brows
         assert browser.value("window.hostile") is None
         assert browser.value("document.scripts.length") == 0
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+        if (kind, width) == ("none", 1200):
+            cut_off = "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > each.clientWidth)"
+            assert browser.value(f"{cut_off}.map(each => each.textContent)") == []
     assert (
         browser.value("getComputedStyle(document.querySelector('.line')).fill") == "none"
     )  # the policy lets our own style through

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from surefoot.control.report.figure import LETTERS, NUM_STYLES, Figure, Frame, Key, Mark, Path, Words, cut
 from surefoot.control.report.rows import Memory, Place, Profile, Roofline, Table
 from surefoot.core.axis import Axis, find_axis
-from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_number, format_percent, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_flops, format_number, format_percent, format_seconds
 
 MAX_ROWS = 15
 NUM_NAMED = 5  # places whose names stand in the drawing
@@ -107,7 +107,7 @@ def table_of_places(found: Roofline) -> Table | None:
     for place in ranked:
         intensity, rate = _stand(place)
         rows.append([
-            place.name, place.kind, format_count(place.calls), format_seconds(place.elapsed_s), format_count(place.flops),
+            place.name, place.kind, format_count(place.calls), format_seconds(place.elapsed_s), format_flops(place.flops),
             format_bytes(place.num_bytes), format_count(intensity), _giga(rate), place.bound or UNKNOWN,
         ])  # fmt: skip
     return (
@@ -141,7 +141,7 @@ def table_of_operators(profile: Profile) -> Table | None:
         [
             each.name, format_count(each.calls), format_seconds(each.self_s),
             format_percent(each.self_s / total_s if each.self_s is not None and total_s > 0 else None),
-            format_seconds(each.total_s), format_bytes(each.self_bytes), format_count(each.flops),
+            format_seconds(each.total_s), format_bytes(each.self_bytes), format_flops(each.flops),
         ]
         for each in ranked
     ]  # fmt: skip

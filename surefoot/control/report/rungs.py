@@ -9,7 +9,7 @@ from surefoot.control.report.rows import Ladder, Ratio, Rung, Table
 from surefoot.core.axis import LARGEST, Axis, find_axis
 from surefoot.core.units import UNKNOWN, format_number
 
-KEPT, REJECTED = "kept", "rejected"
+STANDINGS = KEPT, REJECTED, SKIPPED = "kept", "rejected", "skipped"
 ROW, WIDTH, LEFT, RIGHT = 26, 460, 150, 74
 
 
@@ -42,15 +42,17 @@ def tables_of_rungs(ladder: Ladder) -> list[Table]:
     table = Table(
         headers=headers, rows=rows, right=headers[2:5], caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told
     )
-    more = ("rung", "kind", "change", "throughput", "start-up", "memory from the start", "rule of thumb", "parity")
-    others = [
-        [
-            rung.name, rung.kind or UNKNOWN, rung.change or UNKNOWN, *map(format_ratio, (rung.throughput, rung.startup)),
-            format_ratio(rung.total_memory), rung.expected or UNKNOWN, rung.parity or UNKNOWN,
-        ]
+    ratios = ("rung", "throughput", "start-up", "memory from the start", "rule of thumb")
+    measured = [
+        [rung.name, *map(format_ratio, (rung.throughput, rung.startup, rung.total_memory)), rung.expected or UNKNOWN]
         for rung in ladder.rungs
-    ]  # fmt: skip
-    return [table, Table(headers=more, rows=others, right=more[3:6])]
+    ]
+    what = [[rung.name, rung.kind or UNKNOWN, rung.change or UNKNOWN, rung.parity or UNKNOWN] for rung in ladder.rungs]
+    return [
+        table,
+        Table(headers=ratios, rows=measured, right=ratios[1:4]),
+        Table(headers=("rung", "kind", "change", "parity"), rows=what),
+    ]
 
 
 def draw_rungs(ladder: Ladder) -> Figure | None:
@@ -104,7 +106,7 @@ def tell_ladder(ladder: Ladder) -> list[tuple[str, str]]:
     """What it was measured on."""
     standings = [rung.standing for rung in ladder.rungs]
     return [
-        ("rungs", f"{len(standings)}, {standings.count(KEPT)} kept, {standings.count(REJECTED)} rejected"),
+        ("rungs", f"{len(standings)}: " + ", ".join(f"{standings.count(each)} {each}" for each in STANDINGS)),
         ("runs", f"{ladder.num_runs:,} of {ladder.num_samples:,} samples" if ladder.num_runs and ladder.num_samples else ""),
         ("spec", ladder.spec), ("device", ladder.device), ("conditions", ladder.conditions), ("start", ladder.baseline),
         ("best", ladder.best),

@@ -30,6 +30,7 @@ svg{background:#fff;color:#1a1a1a}text{font:11px ui-monospace,monospace;fill:cur
 _SCRIPT = f"""
 (function(){{
 var svg=document.currentScript.ownerSVGElement,all=[].slice.call(svg.querySelectorAll('.f')),said=svg.querySelector('.s');
+var usual='click a frame to zoom in; '+said.textContent;said.textContent=usual;
 function of(g,k){{return +g.getAttribute(k)}}
 function zoom(to){{
  var x=of(to,'data-x'),w=of(to,'data-w'),y=of(to,'data-y'),scale={WIDTH - 2 * SIDE}/w;
@@ -41,7 +42,7 @@ function zoom(to){{
   r.setAttribute('x',{SIDE}+left);r.setAttribute('width',Math.max(wide,.5));
   t.setAttribute('x',{SIDE}+left+3);t.textContent=n<3?'':name.length<=n?name:name.slice(0,n-1)+'\\u2026';
  }});
- said.textContent=to===all[0]?'':to.querySelector('title').textContent.replace(/\\n/g,'   ')+'   (Escape: all of it)';
+ said.textContent=to===all[0]?usual:to.querySelector('title').textContent.replace(/\\n/g,'   ')+'   (Escape: all of it)';
 }}
 all.forEach(function(g){{
  g.addEventListener('click',function(){{zoom(g)}});
@@ -100,7 +101,7 @@ def draw(root: Frame, title: str) -> str:
         f' role="img" aria-label="{_text(label)}">',
         f"<style>{_STYLE}</style>",
         f'<text class="t" x="{SIDE}" y="18">{_text(label)}</text>',
-        f'<text class="s" x="{SIDE}" y="36">click a frame to zoom in; frames under {format_percent(LEAST_SHARE)} are not drawn</text>',
+        f'<text class="s" x="{SIDE}" y="36">frames under {format_percent(LEAST_SHARE)} are not drawn</text>',
     ]
     parts += [_group(box, whole_ns) for box in drawn]
     return "\n".join([*parts, f"<script><![CDATA[{_SCRIPT}]]></script>", "</svg>", ""])
