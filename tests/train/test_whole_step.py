@@ -51,7 +51,8 @@ def train(made: RunSpec, task: Any, folder: Path, steps: int | None = None) -> t
             losses.append(float(report.loss or 0.0))
             if report.step == steps:
                 raise Left("left")
-    return losses, state_of(run), run
+    gradients = {f"gradient of {name}": each.grad.clone() for name, each in run.model.named_parameters() if each.grad is not None}
+    return losses, state_of(run) | gradients, run
 
 
 def graphs(folder: Path) -> list[Compiled]:

@@ -38,20 +38,22 @@ class Rule:
 def move(
     rules: Sequence[Rule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor], rates: Sequence[Tensor],
     losses: Sequence[Tensor], clip: float, clip_value: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
     """Move every tensor of `held` (parameters, counters, first, second moments, momentum, of each group) by its gradient, in place.
 
-    Returns the global norm of the gradients, not a number where a loss is none, and whether it is finite; where not, nothing moves.
+    Returns the global norm of the gradients, not a number where a loss is none, whether it is finite (where not, nothing moves), and
+    the gradients as they were applied, which is what the fused kernels leave behind, too.
     """
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
     for loss in losses:
         norm = norm + 0.0 * loss
     finite = torch.isfinite(norm)
-    factor = (clip / (norm + CLIP_EPS)).clamp(max=1.0) if clip else None
-    left = iter(grads)
+    factor = torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0) if clip else None
+    limited = [_limited(grad, factor, clip_value) for grad in grads]
+    left = iter(limited)
     for rule, tensors, rate in zip(rules, held, rates, strict=True):
-        _move_group(rule, tensors, [_limited(next(left), factor, clip_value) for _ in tensors[0]], rate, finite)
-    return norm, finite
+        _move_group(rule, tensors, [next(left) for _ in tensors[0]], rate, finite)
+    return norm, finite, limited
 
 
 def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:

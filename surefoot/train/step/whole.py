@@ -63,8 +63,8 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         parameters = [parameter for tensors in held for parameter in tensors[0]]
         grads = torch.autograd.grad(losses, parameters, [_factor(term) for term in terms])
         with torch.no_grad():
-            norm, applied = move(rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value)
-        return [(term.name, term.total.detach(), term.count, term.weight) for term in terms], norm, applied, grads
+            norm, applied, limited = move(rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value)
+        return [(term.name, term.total.detach(), term.count, term.weight) for term in terms], norm, applied, limited
 
     return whole
 
