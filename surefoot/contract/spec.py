@@ -244,7 +244,9 @@ class MemoryTable(Table):
         "none", description=f"what the backward pass computes again instead of keeping it: {WORDS}"
     )
     blocks: tuple[str, ...] = Field((), description="patterns of the modules to compute again; none: those that repeat")
-
+    offload: Literal["none", "activations", "optimizer"] = Field(
+        "none", description="what stands in host memory while the device does not need it; for a GPU alone"
+    )
     update_in_backward: bool = Field(
         False, description="update each parameter as soon as its gradient is there, and let the gradient go"
     )
@@ -258,6 +260,8 @@ class MemoryTable(Table):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
+        if self.offload == "optimizer" and self.update_in_backward:
+            raise ValueError('offload = "optimizer" gathers gradients on the host; drop it, or set update_in_backward = false')
         if self.blocks and self.recompute == "none":
             raise ValueError('blocks are named, and recompute is "none"; set recompute, or leave blocks out')
         return self

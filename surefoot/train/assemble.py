@@ -17,7 +17,7 @@ from surefoot.components import optim, precision
 from surefoot.components.compiler import Compiled
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
-from surefoot.components.memory import Recomputed, recompute
+from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
@@ -298,6 +298,8 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     kept = precision.keep_in_fp32(model, spec.precision.keep)
     if spec.precision.weights == "bf16":
         optim.store_narrow(model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32")
+    if with_masters and spec.memory.offload == "optimizer":
+        optim.keep_on_host(model)
     return [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
 
 
@@ -357,7 +359,8 @@ def _updates(
             total_steps=total_steps if schedule.is_pure else None,
         )  # fmt: skip
         in_backward = optim.UpdateInBackward(guarded) if spec.memory.update_in_backward else None
-        made.append(LiveUpdate(update.name, update.loss, guarded, update.every, in_backward))
+        loss = Offloaded(update.loss) if spec.memory.offload == "activations" else update.loss
+        made.append(LiveUpdate(update.name, loss, guarded, update.every, in_backward))
     _check_cover(task, model, made)
     return made, notes
 
@@ -428,8 +431,8 @@ def _optimizers(
     if update.optimizer is not None:
         if any(optim.master_of(parameter) is not parameter for parameter in parameters):
             raise SpecError(
-                f"precision.weights is 'bf16', and update {update.name} has an optimiser of its own, which knows no masters",
-                hint='let surefoot build it, or set precision.master = "none"',
+                f"update {update.name} has an optimiser of its own, which knows no masters (precision.weights, memory.offload)",
+                hint="let surefoot build the optimiser, or leave that out",
             )
         held = {id(parameter) for group in update.optimizer.param_groups for parameter in group["params"]}
         if held != mine:

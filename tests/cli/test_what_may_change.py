@@ -36,7 +36,7 @@ EDITS = {
     "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
     "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
     "memory.recompute": ("full", "in place"), "memory.blocks": (("a*",), "in place"),
-    "memory.on_oom": ("halve", "in place"), "memory.predict": (True, "in place"),
+    "memory.on_oom": ("halve", "in place"), "memory.predict": (True, "in place"), "memory.offload": ("optimizer", "in place"),
     "compile.what": ("model", "in place"), "compile.blocks": (("a*",), "in place"), "compile.mode": ("max-autotune", "in place"),
     "compile.dynamic": (True, "in place"), "compile.on_failure": ("stop", "in place"), "compile.budget": (9, "in place"),
     "compile.over_budget": ("stop", "in place"),

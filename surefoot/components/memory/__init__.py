@@ -2,6 +2,7 @@
 
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.chunked import linear_cross_entropy
+from surefoot.components.memory.offload import Offloaded
 from surefoot.components.memory.recompute import Recomputed, recompute
 
-__all__ = ["Recomputed", "find_blocks", "linear_cross_entropy", "recompute"]
+__all__ = ["Offloaded", "Recomputed", "find_blocks", "linear_cross_entropy", "recompute"]

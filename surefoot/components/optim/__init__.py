@@ -7,7 +7,7 @@ from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
 from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.layerwise import Lamb, Lars
-from surefoot.components.optim.masters import leaf_of, master_of, publish, store_narrow
+from surefoot.components.optim.masters import keep_on_host, leaf_of, master_of, publish, store_narrow
 from surefoot.components.optim.muon import FlatMuon
 from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch
 from surefoot.components.optim.update import GuardedUpdate
@@ -31,6 +31,7 @@ __all__ = [
     "find_trained",
     "freeze",
     "leaf_of",
+    "keep_on_host",
     "master_of",
     "publish",
     "scaled",

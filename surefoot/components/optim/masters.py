@@ -35,10 +35,29 @@ def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_mas
         master = nn.Parameter(parameter.detach().clone())
         parameter.data = parameter.data.to(NARROW)
         if parameter.requires_grad and with_masters:
-            master.served, parameter.master = parameter, master  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
+            _serve(parameter, master)
         narrowed.append(name)
     return narrowed
+
+
+def keep_on_host(model: nn.Module) -> None:
+    """Let the masters of all trained parameters stand in host memory, and with them the optimiser's state: it updates there.
+
+    A gradient goes there as soon as it is there, and is let go.
+    """
+    for parameter in model.parameters():
+        master = master_of(parameter)
+        if not parameter.requires_grad:
+            continue
+        if master is parameter:
+            _serve(parameter, nn.Parameter(parameter.detach().to("cpu", copy=True)))
+        else:
+            master.data = master.data.cpu()
+
+
+def _serve(parameter: Tensor, master: Tensor) -> None:
+    master.served, parameter.master = parameter, master  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -49,9 +68,9 @@ def _hand_over(parameter: Tensor) -> None:
     master, gradient = master_of(parameter), parameter.grad
     assert gradient is not None
     if master.grad is None:
-        master.grad = gradient.float()
+        master.grad = gradient.to(master)
     else:
-        master.grad.add_(gradient)
+        master.grad.add_(gradient.to(master.device))
     parameter.grad = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, norms
 from surefoot.train.record.compiling import eager
@@ -9,6 +10,12 @@ from surefoot.train.record.compiling import eager
 
 def check(assembly: Assembly) -> list[str]:
     """Try what the run is made of; gives notes, and adds to those that are said. Raises TaskError for what cannot be trained."""
+    offload = assembly.spec.memory.offload
+    if offload != "none" and assembly.engine.device.type == "cpu":
+        raise SpecError(
+            f"memory.offload is {offload!r}, and the run is on a CPU: the device is the host already, and nothing would be gained",
+            hint='leave it out; for less memory see memory.recompute, or optim.name = "sgd"',
+        )
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
         assembly.told.extend(norms.check(assembly))

@@ -1,0 +1,49 @@
+"""What the forward pass leaves for the backward pass, kept in host memory until that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from surefoot.components.memory.tensors import find_tensors
+
+LEAST_BYTES = 1 << 16  # a smaller tensor stays: its copies would cost more than its place
+
+
+class Offloaded:
+    """`loss(model, batch)` as it was; what autograd keeps of it goes to the host, and comes back in the backward pass.
+
+    Weights, buffers, the batch and small tensors stay. The copies are ordered on the stream that computes, through pinned memory: no
+    copy overtakes what it copies, and the step waits for them. `num_bytes` counts what went.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self._loss = loss
+        self._stays: set[int] = set()
+        self.num_bytes = 0
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        own = (*model.parameters(), *model.buffers(), *find_tensors(batch))
+        self._stays = {each.untyped_storage().data_ptr() for each in own}
+        with saved_tensors_hooks(self._keep, _bring):
+            return self._loss(model, batch)
+
+    def _keep(self, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        is_strided = tensor.layout == torch.strided
+        if not is_strided or tensor.nbytes < LEAST_BYTES or tensor.untyped_storage().data_ptr() in self._stays:
+            return tensor
+        held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        held.copy_(tensor.detach())
+        self.num_bytes += tensor.nbytes
+        return tensor.device, held
+
+
+def _bring(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    device, held = kept
+    return held.to(device, non_blocking=True)
