@@ -17,7 +17,7 @@ from surefoot.core.errors import InputError
 from surefoot.prove.memory import compare, fit, predict
 from tests.train.small import call, write_task
 
-MOST_ERROR = 0.03
+MOST_ERROR = 0.005
 HUGE = """
 import torch
 from surefoot import Loss
@@ -41,8 +41,9 @@ class Huge:
 @pytest.mark.parametrize(
     "case",
     [
-        Named("mlp", "fp32", "none", "adamw"), Named("convnet", "fp32", "every 2", "sgd"), Named("gpt", "bf16", "full", "adamw"),
-        Named("lstm", "fp32", "none", "sgd"), Named("unet", "fp32", "operators", "adamw"),
+        Named("mlp", "fp32", "none", "muon"), Named("convnet", "bf16", "every 2", "sgd"), Named("gpt", "bf16", "full", "adamw"),
+        Named("lstm", "fp32", "none", "sgd"), Named("unet", "fp32", "operators", "adamw"), Named("vit", "fp32", "none", "adamw"),
+        Named("vit", "bf16", "none", "adamw"),
     ],
     ids=lambda case: case.name,
 )  # fmt: skip

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,14 @@ OF_PART = f"{ACTIVATIONS} of "
 
 def without_numbers() -> FakeTensorMode:
     """A context in which tensors are made without numbers: sizes, types and devices alone."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _Sizes(allow_non_fake_inputs=True)
+
+
+class _Sizes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """One that a copied tensor shares: each has its mode among its fields, and with a copy of that its views were copies of it."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
