@@ -119,6 +119,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "memory.recompute": {"memory": {"recompute": "full", "blocks": ["0"]}},
     "memory.on_oom": {"memory": {"on_oom": "halve"}},
+    "memory.offload": {"memory": {"offload": "optimizer"}},
     "fp16": {"precision": {"compute": "fp16"}},
     "an optimiser is FlatMuon": {"optim": {"name": "muon"}},
     "optim.fused = true": {"optim": {"fused": False}},

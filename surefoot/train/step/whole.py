@@ -105,6 +105,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
                 "train.ramp": bool(spec.train.ramp),
                 "memory.update_in_backward": spec.memory.update_in_backward,
                 'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom == "halve",
+                "memory.offload": spec.memory.offload != "none",
                 "memory.recompute": spec.memory.recompute != "none",
                 "fp16, whose gradients are scaled": policy.scaler is not None,
                 f"hooks on gradients, as {hooks[0] if hooks else ''} has": bool(hooks),
