@@ -27,51 +27,51 @@ class LiveBuffers:
             tuple[list[Tensor], list[Tensor]]
         ] = []  # copies and originals of one dtype each: one pass for all of them
         self._is_settled = not self._slots
-        self._was_applied: bool | Tensor = True  # the step since `keep`
 
     def keep(self) -> None:
         """Take note of what they hold; called before each step."""
         if not self._is_settled:
-            self._settle()
-        elif self._moving:
-            self._hold()
+            self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
+        if not self._is_settled or self._moving:
+            self._hold([getattr(module, name) for module, name in self._slots])
         for copies, held in self._kinds:
             copy_tensors(copies, held)
-        self._was_applied = True
 
     def _settle(self) -> None:
-        """At the first step every buffer is copied; after one that was applied those that stayed as they were are let go."""
-        now = [getattr(module, name) for module, name in self._slots]
-        if self._copies and self._was_applied:
-            before = list(zip(self._slots, self._held, self._copies, now, strict=True))
-            live = [
-                (slot, held, tensor) for slot, held, copy, tensor in before if tensor is not held or not torch.equal(copy, tensor)
-            ]
-            self._slots = [slot for slot, _, _ in live]
-            self._moving = [slot for slot, held, tensor in live if tensor is not held]
-            self._is_settled = True
-        self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
-        self._hold()
+        """At the end of the first step those that stayed as they were are let go, whether it is applied or not."""
+        every = zip(self._slots, self._held, self._copies, strict=True)
+        live = [(slot, held, copy) for slot, held, copy in every if getattr(*slot) is not held or not torch.equal(copy, held)]
+        self._slots = [slot for slot, _, _ in live]
+        self._copies = [copy for _, _, copy in live]
+        self._hold([held for _, held, _ in live])
+        self._moving = [slot for slot, held, _ in live if getattr(*slot) is not held]
+        self._is_settled = True
 
-    def _hold(self) -> None:
-        self._held = [getattr(module, name) for module, name in self._slots]
+    def _hold(self, held: list[Tensor]) -> None:
+        self._held = held
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for copy, held in zip(self._copies, self._held, strict=True):
-            copies, originals = kinds.setdefault(held.dtype, ([], []))
+        for copy, original in zip(self._copies, held, strict=True):
+            copies, originals = kinds.setdefault(original.dtype, ([], []))
             copies.append(copy)
-            originals.append(held)
+            originals.append(original)
         self._kinds = list(kinds.values())
 
     @torch.no_grad()
     def put_back_unless(self, applied: bool | Tensor) -> None:
-        """Put back what `keep` saw, unless the step was applied; where that is known on the device only, it is decided there."""
-        self._was_applied = applied
+        """Put back what `keep` saw, unless the step that is over was applied; where only the device knows that, it is decided there."""
+        if not self._is_settled:
+            self._settle()
         if isinstance(applied, Tensor):
             for (module, name), copy in zip(self._slots, self._copies, strict=True):
                 tensor = getattr(module, name)
                 tensor.copy_(torch.where(applied, tensor, copy))
         elif not applied:
-            for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
-                tensor.copy_(copy)
-                if getattr(module, name) is not tensor:
-                    setattr(module, name, tensor)
+            self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put back what `keep` saw, in the middle of a step too."""
+        for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
+            tensor.copy_(copy)
+            if getattr(module, name) is not tensor:
+                setattr(module, name, tensor)

@@ -129,7 +129,7 @@ class Stepper:
 
     def take_back(self) -> None:
         """Forget a step that broke off before anything moved, all but its gradients, which the next one clears."""
-        self._buffers.put_back_unless(False)
+        self._buffers.put_back()
         if self._is_first:
             self.record = None
 
@@ -147,7 +147,7 @@ class Stepper:
                     [term.total for term in terms], [self._factor(term, self._known_counts(batches), None) for term in terms]
                 )
             update.guarded.clear_gradients()
-        self._buffers.put_back_unless(False)
+        self._buffers.put_back()
 
     def _read(self, window: Window, ids: np.ndarray) -> Batch:
         batch = self._feed.source.read(ids)
