@@ -13,10 +13,15 @@ from tests.docs.runner import ROOT, Forge, Reader
 
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 LINKED = sorted((*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")))
+LONG = {f"docs/guides/{name}.md" for name in ("compile", "large-batches", "memory", "precision")}  # half a minute or more each
 
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def _marks(path: Path) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if _name(path) in LONG else []
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,7 @@ def forge() -> Iterator[Forge]:
         yield made
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=_marks(path), id=_name(path)) for path in DOCUMENTS])
 def test_all_that_a_document_shows_runs(path: Path, forge: Forge, tmp_path: Path) -> None:
     data = (ROOT / os.environ.get("DATA", "../shared/data")).resolve()
     reader = Reader(forge, tmp_path / "reader", data if data.is_dir() else None, _name(path))
