@@ -10,17 +10,17 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
+from torch import nn
 
+from benchmarks.step_cost import watch as step_cost
+from benchmarks.step_cost.arms import idiomatic
 from benchmarks.step_cost.arms.surefoot_run import Costed
-from benchmarks.step_cost.models import CLIP, GPT, LEARNING_RATE, READ_EVERY, SEED, WORKLOADS, Workload, mean_loss
+from benchmarks.step_cost.models import GPT, LEARNING_RATE, SEED, WORKLOADS, Workload
 from surefoot.contract.spec import RunSpec
 from surefoot.train.run import Run
 from surefoot.train.step.stepper import EAGER_STEPS
@@ -43,52 +43,30 @@ class Compiled(Costed):
         self.workload = MODELS[workload]
 
 
-class Watch:
-    """Times the steps of a loop that calls `tick` after each."""
+class Watch(step_cost.Watch):
+    """Also times the loop up to the first step that runs as all later ones do."""
 
-    def __init__(self, first: int, warmup: int, steps: int) -> None:
-        self.total = warmup + steps
-        self._first, self._warmup = first, warmup
-        self._done, self._begun_s, self._cpu_s = 0, time.perf_counter(), 0.0
-        self.measures: dict[str, float] = {}
+    def __init__(self, workload: Workload, first: int) -> None:
+        super().__init__(workload)
+        self._alike, self._begun_s, self.first_s = first, time.perf_counter(), 0.0
 
-    def tick(self) -> None:
-        self._done += 1
-        if self._done == self._first:
-            self.measures["first_s"] = time.perf_counter() - self._begun_s
-        if self._done == self._warmup:
-            self._cpu_s = time.process_time()
-        if self._done == self.total:
-            self.measures["cpu_s_per_step"] = (time.process_time() - self._cpu_s) / (self.total - self._warmup)
+    def tick(self, model: nn.Module, loss: Any) -> None:
+        super().tick(model, loss)
+        if self._done == self._alike:
+            self.first_s = time.perf_counter() - self._begun_s
 
 
-def train_plainly(workload: Workload, watch: Watch) -> None:
-    model, batches = workload.model(), workload.batches()
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for step in range(watch.total):
-        inputs, targets = batches[step % len(batches)]
-        optimizer.zero_grad()
-        loss = mean_loss(model(inputs), targets)
-        loss.backward()
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        if step % READ_EVERY == 0:
-            losses.append(loss.item())
-        watch.tick()
-
-
-def train(workload: Workload, kind: str, folder: str, tick: Callable[[], Any], total: int) -> None:
+def train(workload: Workload, kind: str, folder: str, watch: Watch) -> None:
     spec = RunSpec(
         task={"use": "benchmarks.compile.arm:Compiled", "workload": workload.name},
         compile={"what": "none" if kind == "eager" else kind, "on_failure": "stop"},
         optim={"lr": LEARNING_RATE}, schedule={"name": "constant"},
-        train={"length": f"{total} steps", "batch": workload.batch, "seed": SEED, "threads": 1},
+        train={"length": f"{watch.total} steps", "batch": workload.batch, "seed": SEED, "threads": 1},
         observe={"tensorboard": False},
     )  # fmt: skip
     with Run(spec, folder=folder) as run:
-        for _ in islice(run.steps(), total):
-            tick()
+        for report in islice(run.steps(), watch.total):
+            watch.tick(run.model, report)
 
 
 def main() -> None:
@@ -103,13 +81,13 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{asked.folder}/compiled"  # torch reads it when it compiles first
     measures: dict[str, float] = {}
     for name in asked.models.split(","):
-        workload = MODELS[name]
-        watch = Watch(FIRST[asked.kind], workload.warmup, asked.steps or workload.steps)
+        workload = replace(MODELS[name], steps=asked.steps or MODELS[name].steps)
+        watch = Watch(workload, FIRST[asked.kind])
         if asked.kind == "idiomatic":
-            train_plainly(workload, watch)
+            idiomatic.train(workload, watch, asked.folder)
         else:
-            train(workload, asked.kind, f"{asked.folder}/{name}", watch.tick, watch.total)
-        measures |= {f"{name}/{measure}": value for measure, value in watch.measures.items()}
+            train(workload, asked.kind, f"{asked.folder}/{name}", watch)
+        measures |= {f"{name}/{measure}": value for measure, value in {"first_s": watch.first_s, **watch.measures}.items()}
     write_report(asked.report, measures)
 
 

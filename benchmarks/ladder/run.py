@@ -21,7 +21,6 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.units import format_number
 from surefoot.prove.ladder import Ladder, Rung, Settings, as_row, climb_ladder, gate, parse_rung, rungs
-from surefoot.prove.ladder.rungs import Kind
 from surefoot.prove.ladder.workbench import OUTCOMES, Workbench
 from surefoot.trial import find_conditions, markdown
 
@@ -72,14 +71,13 @@ def search(name: str, spec: RunSpec, folder: Path) -> dict[str, Any]:
 def check_all(bench: Workbench, start: RunSpec, five: list[Rung]) -> dict[str, RunSpec]:
     """Every subset of the rungs whose numbers pass the gate of the ladder, by name."""
     ground = bench.tensors("start", start)
-    floors = {unit: bench.tensors("blurred", start, unit=gate.UNITS[unit]) for unit in ("fp32", "bf16")}
+    floors = {gate.UNITS[name]: bench.tensors("blurred", start, unit=gate.UNITS[name]) for name in ("fp32", "bf16")}
     found = {}
     for size in range(1, len(five) + 1):
         for subset in itertools.combinations(five, size):
             name, spec = " ".join(each.name for each in subset), _with(start, subset)
-            compute = spec.precision.compute
-            kind: Kind = "nothing" if compute == "fp32" else "rounding"
-            verdict = gate.judge(kind, ground, floors[compute], bench.tensors(name, spec))
+            kind, unit = gate.bound_of("nothing", spec.precision.compute)
+            verdict = gate.judge(kind, ground, floors[unit], bench.tensors(name, spec))
             tell(f"{name}: {verdict.verdict}: {verdict.words}")
             if verdict.verdict == "passes":
                 found[name] = spec

@@ -19,6 +19,7 @@ from torch import Tensor
 from surefoot.components.optim import master_of
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import StepReport
 from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.ladder.rungs import REFUSED
 from surefoot.train.run import Run
@@ -86,15 +87,14 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
         for report in islice(run.steps(), steps):
-            taken = with_masters(run.model, capture(run.model, report.loss or 0.0, report.step), report.step)
+            taken = _take(run, report)
             if report.step == 1:
                 found |= {
                     f"batch/{number}{name.removeprefix('gradient/1')}": each for name, each in taken.items() if "gradient" in name
                 }
             if number == 0 and report.step in (1, steps):
                 found |= taken
-        if engine.compiled is not None and not engine.compiled.was_called:
-            raise TaskError("nothing was compiled: the steps call none of what was to be", hint="see compile.what")
+        _check_compiled(run)
     return found
 
 
@@ -129,7 +129,7 @@ def _state(
 ) -> dict[str, np.ndarray]:  # fmt: skip
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
-        compiled, stepper = run.assembly.engine.compiled, run.assembly.engine.stepper
+        stepper = run.assembly.engine.stepper
         stepper.records = False  # what is looked at is not compiled
         steps = run.steps()
         with stepper.eager():
@@ -138,15 +138,24 @@ def _state(
         if unit is not None:
             blur(run.model, unit, draw)
         for report in islice(steps, COMPARED_STEPS):
-            taken = with_masters(run.model, capture(run.model, report.loss or 0.0, report.step), report.step)
+            taken = _take(run, report)
             if report.step == plain_steps + 1:
                 prefix = f"gradient/{report.step}"
                 gradients = {name for name in taken if name.startswith("gradient")}
                 found |= {f"batch/{number}{name.removeprefix(prefix)}": taken.pop(name) for name in gradients}
             found |= taken
-        if compiled is not None and not compiled.was_called:
-            raise TaskError("nothing was compiled: the steps call none of what was to be", hint="see compile.what")
+        _check_compiled(run)
     return found
+
+
+def _check_compiled(run: Run) -> None:
+    compiled = run.assembly.engine.compiled
+    if compiled is not None and not compiled.was_called:
+        raise TaskError("nothing was compiled: the steps call none of what was to be", hint="see compile.what")
+
+
+def _take(run: Run, report: StepReport) -> dict[str, np.ndarray]:
+    return with_masters(run.model, capture(run.model, report.loss or 0.0, report.step), report.step)
 
 
 def with_masters(model: torch.nn.Module, taken: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:

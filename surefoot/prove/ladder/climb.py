@@ -20,7 +20,7 @@ from surefoot.core.units import format_number, format_seconds
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import gate, rungs
 from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
-from surefoot.prove.ladder.rungs import Kind, Rung
+from surefoot.prove.ladder.rungs import Rung
 from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tell, Workbench
 from surefoot.trial import Trial, find_conditions
 
@@ -118,14 +118,10 @@ class Climb:
             self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, None, {}
 
     def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
-        """The gate's verdict on gradients and weights; a rung that crashes, or is refused, is not measured.
-
-        Over a rung that rounds, none has the numbers of the start more closely than its format allows.
-        """
+        """The gate's verdict on gradients and weights; a rung that crashes, or is refused, is not measured."""
         if rung.kind == "algorithm":
             return gate.judge(rung.kind, {}, {}, {})
-        kind: Kind = rung.kind if spec.precision.compute == "fp32" else "rounding"
-        unit = gate.UNITS.get(spec.precision.compute, gate.UNITS["bf16"]) if kind == "rounding" else gate.UNITS["fp32"]
+        kind, unit = gate.bound_of(rung.kind, spec.precision.compute)
         if self._tensors is None:
             self._tensors = self._bench.tensors(self._ground_name, self._ground)
         if unit not in self._blurred:

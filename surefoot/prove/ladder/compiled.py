@@ -33,7 +33,7 @@ def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec
     compiled = rungs.change(spec, {"compile.what": what, "compile.on_failure": "stop"})
     eager = rungs.change(spec, {f"compile.{key}": None for key in key_names("compile")})
     compute = spec.precision.compute
-    unit = gate.UNITS.get(compute, gate.UNITS["bf16"])
+    unit = gate.unit_of(compute)
     bench = Workbench(eager, Settings(), folder)
     tell("eager mode, and what rounding makes of it")
     found = _states(bench, "eager mode", eager, tuple(unit * times for times in UNITS.get(compute, (1, 1, 1))))

@@ -39,6 +39,21 @@ SMALL_SLICE = 0.25  # of the mean slice: below that a slice is measured against 
 SPREADS = 2.0  # by so many standard deviations of the start's own runs a score may be worse
 
 
+def unit_of(compute: str) -> float:
+    """The unit of a format; bf16's, the coarsest, for one that is not known."""
+    return UNITS.get(compute, UNITS["bf16"])
+
+
+def bound_of(kind: Kind, compute: str) -> tuple[Kind, float]:
+    """What a rung of this kind is held to where its spec computes in `compute`, and the unit of its floor.
+
+    Over a rung that rounds, none has the numbers of the start more closely than its format allows.
+    """
+    if kind == "nothing" and compute == "fp32":
+        return kind, UNITS["fp32"]
+    return "rounding", unit_of(compute)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """One thing that is off by `off` and may be by `allowed`."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.components.memory.measure import Rise
-from surefoot.components.memory.trace import total_bytes
 from surefoot.components.observe import peak_resident_bytes
 from surefoot.contract.spec import RunSpec
 from surefoot.prove.bench.rehearsal import Rehearsal
-from surefoot.train.preflight.predicted import copied_bytes, held
+from surefoot.train.preflight.predicted import held_bytes
 
 STEPS = 3
 
@@ -40,12 +39,11 @@ def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
             rehearsal.take("step")
         for update in assembly.updates:
             update.guarded.clear_gradients()  # their release would not be seen
-        there = held(assembly.model, assembly.updates, assembly.engine.average, rehearsal.batches)
-        held_bytes = total_bytes(tensor for tensors in there.values() for tensor in tensors) + copied_bytes(assembly.model)
+        before_bytes = held_bytes(assembly, rehearsal.batches)
         handle = assembly.model.register_forward_pre_hook(lambda module, args: rise.start())
         try:
             rehearsal.take("step")
         finally:
             handle.remove()
             rise_bytes = rise.stop()
-    return Compared(held_bytes + rise_bytes, peak_resident_bytes(), predicted_bytes)
+    return Compared(before_bytes + rise_bytes, peak_resident_bytes(), predicted_bytes)

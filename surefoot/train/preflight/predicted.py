@@ -134,6 +134,12 @@ def held(
     }  # fmt: skip
 
 
+def held_bytes(assembly: Assembly, batches: Sequence[Any] = ()) -> int:
+    """The bytes of what is there all the time, `batches` and the copies of the buffers among it."""
+    there = held(assembly.model, assembly.updates, assembly.engine.average, batches)
+    return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(assembly.model)
+
+
 def copied_bytes(model: nn.Module) -> int:
     """What the copies of the buffers take that a step puts back where it is skipped: those of norms over the batch."""
     kept = [module for module in model.modules() if getattr(module, "track_running_stats", False)]

@@ -13,14 +13,13 @@ import torch
 
 from surefoot.components.data import Iterated
 from surefoot.components.memory.measure import Rise
-from surefoot.components.memory.trace import total_bytes
 from surefoot.contract import events
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.memory import WithinMemory
-from surefoot.train.preflight.predicted import Prediction, copied_bytes, held, predict
+from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import untouched
 from surefoot.train.record.telling import Telling
 
@@ -93,8 +92,7 @@ class _Host:
     """What is held before the step, and the most by which it rises, by torch's profiler; None where that is at work already."""
 
     def __init__(self, assembly: Assembly) -> None:
-        there = held(assembly.model, assembly.updates, assembly.engine.average, [])
-        self._held = total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(assembly.model)
+        self._held = held_bytes(assembly)
         self._rise: Rise | None = Rise()
         try:
             self._rise.start()
