@@ -1,61 +1,99 @@
 """What torch compiled in this process, again and again: which code, why, for how long, and where a graph had to end.
 
-torch keeps a record of its last compilations (`torch._dynamo.utils.get_compilation_metrics`), which is private; where it is gone the
-steward has nothing to tell. https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
+torch keeps a record of its last compilations (`torch._dynamo.utils.get_compilation_metrics`) and of every graph break
+(`graph_break_reasons` there), which are private; where they are gone the steward has nothing to tell.
+https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
 """
 
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
+
+import torch
 
 from surefoot.contract.state import Compilation
 
 _AFTER_A_BREAK = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
+_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
+RECORDS, BREAKS = "get_compilation_metrics", "graph_break_reasons"
+_JUMP = "Data-dependent branching: the value of a tensor decides which way the code goes"
 
 
 class Steward:
     """Hands out each compilation of this process once; those before it was made belong to somebody else."""
 
     def __init__(self) -> None:
-        self._last = next(reversed(_records()), None)
+        self._last = {name: next(reversed(_kept(name)), None) for name in (RECORDS, BREAKS)}
 
     def take(self) -> list[Compilation]:
         """What was compiled since the last call; of very many the newest."""
-        records = _records()
-        new: list[Any] = []
-        for record in reversed(records):
-            if record is self._last:
+        records = self._take_new(RECORDS)
+        ended = self._take_breaks(records)
+        return [_read(record, ended.get(id(record))) for record in records]
+
+    def _take_new(self, name: str) -> list[Any]:
+        """What torch keeps by this name and nobody was handed yet; all of it where it began anew, as after a reset."""
+        kept, new = _kept(name), list[Any]()
+        for each in reversed(kept):
+            if each is self._last[name]:
                 break
-            new.append(record)
-        if records:
-            self._last = records[-1]
-        return [_read(record) for record in reversed(new)]
+            new.append(each)
+        if kept:
+            self._last[name] = kept[-1]
+        return new[::-1]
+
+    def _take_breaks(self, records: Sequence[Any]) -> Mapping[int, str]:
+        """The graph breaks since the last call in words, by the identity of the record that each belongs to."""
+        ended: dict[int, str] = {}
+        for each in self._take_new(BREAKS):
+            if not each.user_stack:
+                continue
+            outer = each.user_stack[0]  # of the function that is compiled; the last is the innermost
+            inner = next((frame for frame in reversed(each.user_stack) if not frame.filename.startswith(_OF_TORCH)), outer)
+            mine = [
+                record
+                for record in records
+                if (record.co_filename, record.co_name) == (outer.filename, outer.name)
+                and record.co_firstlineno <= outer.lineno
+                and id(record) not in ended
+            ]
+            if mine:
+                ended[id(max(mine, key=lambda record: record.co_firstlineno))] = _in_words(
+                    each.reason, inner.filename, inner.lineno
+                )
+        return ended
 
 
-def _records() -> list[Any]:
-    loaded = sys.modules.get("torch._dynamo.utils")
-    return list(getattr(loaded, "get_compilation_metrics", list)()) if loaded is not None else []
+def _kept(name: str) -> Sequence[Any]:
+    """What torch keeps by this name, a list or a function that gives one."""
+    kept: Any = getattr(sys.modules.get("torch._dynamo.utils"), name, ())
+    return list(kept() if callable(kept) else kept)
 
 
-def _read(record: Any) -> Compilation:
+def _read(record: Any, ended_early: str | None) -> Compilation:
     function, file, line = record.co_name or "", record.co_filename or "", record.co_firstlineno or 0
     resumed = _AFTER_A_BREAK.fullmatch(function)
-    reasons = [_first_words(reason) for reason in record.restart_reasons or () if not reason.startswith("<class")]  # torch's own
     if resumed is not None:  # what follows a break: its own line is that of the break
         function, line = resumed.group(1), int(resumed.group(2))
-        reasons.append(f"at {PurePath(file).name}:{line}: {linecache.getline(file, line).strip()}")
+    if record.fail_reason and not ended_early:  # a break that nothing can go on behind, as in a loop
+        words = _in_words(record.fail_reason, record.fail_user_frame_filename or file, record.fail_user_frame_lineno or line)
+        ended_early = f"nothing of it is compiled: {words}"
     return Compilation(
         function=function, file=file, line=line, elapsed_s=(record.duration_us or 0) / 1e6, num_operators=record.graph_op_count or 0,
-        is_backward=record.is_forward is False, why_again=record.recompile_reason, ended_early="; ".join(reasons) or None,
+        is_backward=record.is_forward is False, why_again=record.recompile_reason, ended_early=ended_early,
     )  # fmt: skip
 
 
-def _first_words(reason: str) -> str:
-    """The headline of a reason and its explanation; hints and links stay out."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
-    return f"{lines[0]}: {explained}" if explained else lines[0] if lines else "no reason given"
+def _in_words(reason: str, file: str, line: int) -> str:
+    """Why a graph ends, and the line of the user's code where it does; hints and links stay out."""
+    lines = [part.strip() for part in reason.splitlines() if part.strip()]
+    explained = next((part.removeprefix("Explanation: ") for part in lines if part.startswith("Explanation: ")), "")
+    why = f"{lines[0]}: {explained}" if explained else lines[0] if lines else "no reason given"
+    why = _JUMP if why.startswith("generic_jump") else why
+    return f"{why}; at {PurePath(file).name}:{line}: {linecache.getline(file, line).strip()}"
