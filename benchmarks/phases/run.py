@@ -1,6 +1,7 @@
 """What the timers cost a step, what the phases of four tasks add up to, and where delays of known size are found.
 
 python benchmarks/phases/run.py [--rounds 9]
+python benchmarks/phases/run.py --part cost --rounds 60     one of the three parts alone
 """
 
 from __future__ import annotations
@@ -76,24 +77,26 @@ def _percent(trial: Trial, name: str, measured: str) -> str:
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=9)
+    parser.add_argument("--part", choices=("cost", "wall", "delays"), help="measure this alone; the rest stays as it is")
     asked = parser.parse_args()
     costs = [arm(what, what) for what, _ in COSTS.values()]
     runs = {"plain": "plain", "saved and evaluated": "busy"}
     walls = [arm(f"{task} {how}", f"wall:{task}:{word}") for task in TASKS for how, word in runs.items()]
     delays = [arm(where, f"delay:{where}") for where in PLACES]
-    if not asked.show:
-        packages = ("torch", "numpy", "surefoot")
-        measure(
-            "what the timers cost", costs, rounds=asked.rounds, packages=packages, out=asked.out / "cost.json", warmup_rounds=0
-        )
-        measure("phases and wall time", walls, rounds=1, packages=packages, out=asked.out / "wall.json", warmup_rounds=0)
-        measure("planted delays", delays, rounds=1, packages=packages, out=asked.out / "delays.json", warmup_rounds=0)
-    cost, wall, planted = (read_trial(asked.out / f"{name}.json") for name in ("cost", "wall", "delays"))
     parts = {
+        "cost": ("what the timers cost", costs, asked.rounds), "wall": ("phases and wall time", walls, 1),
+        "delays": ("planted delays", delays, 1),
+    }  # fmt: skip
+    for name, (title, arms, rounds) in parts.items():
+        if not asked.show and asked.part in (None, name):
+            packages = ("torch", "numpy", "surefoot")
+            measure(title, arms, rounds=rounds, packages=packages, out=asked.out / f"{name}.json", warmup_rounds=0)
+    cost, wall, planted = (read_trial(asked.out / f"{name}.json") for name in ("cost", "wall", "delays"))
+    shown = {
         "cost": render_cost(cost), "wall": render_wall(wall), "delays": render_delays(planted, "elsewhere"),
         "raw": render_delays(planted, "nowhere"), "conditions": render_conditions(cost),
     }  # fmt: skip
-    show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
+    show(shown, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 
 if __name__ == "__main__":

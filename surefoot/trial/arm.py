@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import InputError, SpecError
+from surefoot.core.errors import InputError, SpecError, TaskError
 
 REPORT, WORK, STARTED, TURNS = "{report}", "{work}", "{started_s}", "{turns}"
+REFUSED = "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
 _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """What a process of an arm runs inside, so that a spec that cannot run here is told apart from a task that fails: REFUSED."""
+    try:
+        yield
+    except TaskError:
+        raise
+    except InputError as error:
+        raise InputError(f"{REFUSED}: {error.message}", hint=error.hint) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch
 from surefoot.contract import spec_file
 from surefoot.contract.state import StepReport
 from surefoot.train.run import Run
+from surefoot.trial.arm import told_apart
 from surefoot.trial.report import Clock, capture, peak_bytes, resident_bytes, write_report
 from surefoot.trial.turns import Turns
 
@@ -28,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> None:
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
     turns = Turns(asked.turns)
-    with Run(spec, folder=asked.run) as run:
+    with told_apart(), Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
         steps, clock, settle = run.steps(), Clock(), partial(wait_for, device)

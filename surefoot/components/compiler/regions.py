@@ -116,12 +116,17 @@ class CompiledFunction:
 
 def compile_function(
     name: str, function: Callable[..., Any], *, mode: Mode = "default", dynamic: bool | None = None, on_failure: OnFailure = "eager",
-    deterministic: bool = True, backend: Any = "inductor",
+    deterministic: bool = True, backend: Any = "inductor", on_cpu: bool = False,
 ) -> tuple[Compiled, CompiledFunction]:  # fmt: skip
-    """Let `function`, in which gradients may be taken, be compiled as one graph when it is called first; as `compile_regions` otherwise."""
+    """Let `function`, in which gradients may be taken, be compiled as one graph when it is called first; as `compile_regions` otherwise.
+
+    With `on_cpu`, where all tensors are, its kernels follow each other without Python in between.
+    """
     torch._dynamo.config.trace_autograd_ops = True
     made = Compiled({}, on_failure, f"{name} will be compiled as one graph when it is needed")
     options = _options(mode, dynamic, deterministic, backend)
+    if options is not None:
+        options["cpp_wrapper"] = on_cpu
     return made, CompiledFunction(name, function, made, options, dynamic, backend)
 
 

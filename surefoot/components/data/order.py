@@ -19,6 +19,8 @@ LARGEST = 2**40
 ROUNDS = 6
 LARGEST_TABLE = 8192
 _MASK64 = (1 << 64) - 1
+_INCREMENT, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
+_STAGES = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
 def mix(value: int) -> int:
@@ -38,10 +40,11 @@ def derive(*parts: int) -> int:
 
 
 def _mix_array(values: np.ndarray) -> np.ndarray:
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values + _INCREMENT
+    for shift, factor in _STAGES:
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> _LAST_SHIFT
     return mixed
 
 
@@ -66,17 +69,21 @@ class Permutation:
         if self._table is not None:
             chosen: np.ndarray = self._table[positions]
             return chosen
-        values = self._encrypt(positions.astype(np.uint64))
-        outside = values >= self.n
-        while outside.any():  # cycle walking: the domain is under four times n, so few rounds are expected
-            values[outside] = self._encrypt(values[outside])
-            outside = values >= self.n
-        return values.astype(np.int64)
+        values = self._encrypt(positions.astype(np.uint64).ravel())
+        outside = np.flatnonzero(values >= self.n)
+        while len(outside):  # cycle walking: the domain is under four times n, so few rounds are expected
+            walked = self._encrypt(values[outside])
+            values[outside] = walked
+            outside = outside[walked >= self.n]
+        return values.astype(np.int64).reshape(positions.shape)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self._shift, values & self._mask
         for key in self._round_keys:
-            left, right = right, left ^ (_mix_array(right ^ key) & self._mask)
+            mixed = _mix_array(right ^ key)
+            mixed &= self._mask
+            mixed ^= left
+            left, right = right, mixed
         return (left << self._shift) | right
 
 

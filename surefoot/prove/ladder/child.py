@@ -20,10 +20,10 @@ from surefoot.components.optim import master_of
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
-from surefoot.core.errors import InputError, TaskError
-from surefoot.prove.ladder.rungs import REFUSED
+from surefoot.core.errors import TaskError
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
+from surefoot.trial.arm import told_apart
 
 COMPARED_STEPS = 2  # from a state: the second has the first's update in it
 
@@ -35,12 +35,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if asked.what == "scores":
         _report_scores(spec, asked)
         return
-    try:
+    with told_apart():
         arrays = _arrays(spec, asked)
-    except TaskError:
-        raise
-    except InputError as error:
-        raise InputError(f"{REFUSED}: {error.message}", hint=error.hint) from None
     write_report(asked.report, {}, arrays=arrays)
 
 

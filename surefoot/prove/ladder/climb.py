@@ -23,6 +23,7 @@ from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
 from surefoot.prove.ladder.rungs import Rung
 from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tell, Workbench
 from surefoot.trial import Trial, find_conditions
+from surefoot.trial.arm import REFUSED
 
 SAME_WORK = (
     0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
@@ -95,8 +96,7 @@ class Climb:
         self._tell(f"{rung.name}: checking its numbers")
         parity = self._check(rung, spec)
         if parity.verdict == "not measured":
-            standing: Standing = "skipped" if parity.words.startswith(rungs.REFUSED) else "rejected"
-            return _unmeasured(rung, standing, parity.words, self._bench.num_runs - before)
+            return _unmeasured(rung, _standing(parity.words), parity.words, self._bench.num_runs - before)
         trial = self._bench.measure(
             rung.name, spec, self.below, lambda trial: self._is_over(trial, rung), decides=parity.verdict != "fails"
         )
@@ -104,7 +104,7 @@ class Climb:
         total = {measure: self._bench.ratio(trial, rung.name, START, measure) for measure in MEASURES}
         reason, score = self._reason_against(rung, spec, trial, parity, step)
         result = Result(
-            rung=rung, standing="kept" if reason is None else "rejected", reason=reason or self._words(rung, step), parity=parity,
+            rung=rung, standing=_standing(reason), reason=reason or self._words(rung, step), parity=parity,
             step=step, total=step if self.below == self.start else total, score=score, num_runs=self._bench.num_runs - before,
         )  # fmt: skip
         if reason is None:
@@ -129,8 +129,7 @@ class Climb:
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
-            _, refused, why = error.message.partition(rungs.REFUSED)
-            return Verdict(verdict="not measured", words=f"{refused}{why}" if refused else f"it {error.message}")
+            return Verdict(verdict="not measured", words=_refused(error.message) or f"it {error.message}")
         return gate.judge(kind, self._tensors, self._blurred[unit], found)
 
     def _floor(self, unit: float) -> Arrays:
@@ -160,7 +159,8 @@ class Climb:
         failure = trial.failure(rung.name)
         if failure is not None:
             ended, _, error = failure.partition(": ")
-            return f"it {ended}: {last_words(error)}", None
+            said = last_words(error)
+            return _refused(said) or f"it {ended}: {said}", None
         if parity.verdict == "fails":
             return f"its numbers are not those of {self._ground_words}: {parity.words}", None
         skipped = find_skipped_work(trial, rung.name)
@@ -227,6 +227,17 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
         return False
     against, favourable = sum(ratio >= 1 for ratio in ratios), sum(ratio <= 1 for ratio in ratios)
     return min(against, favourable) <= ranks[len(ratios)] or against > max(ranks.values()) or median(ratios) > WORTH
+
+
+def _refused(words: str) -> str:
+    """From where `words` say that this spec is refused here; nothing where they do not."""
+    _, refused, why = words.partition(REFUSED)
+    return f"{refused}{why}"
+
+
+def _standing(reason: str | None) -> Standing:
+    """What becomes of a rung for `reason`; one that the task or the machine refuses was not tried."""
+    return "kept" if reason is None else "skipped" if reason.startswith(REFUSED) else "rejected"
 
 
 def find_skipped_work(trial: Trial, name: str) -> str | None:

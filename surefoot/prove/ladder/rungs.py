@@ -34,7 +34,6 @@ PLAIN: Mapping[str, Any] = {
     "train.threads": 1,
     "task.chunked_loss": None,
 }
-REFUSED = "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
 RESERVED = ("start", "below", "best")
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 

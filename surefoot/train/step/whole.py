@@ -32,7 +32,7 @@ class WholeStep:
         self._update = update
         self.plan, self._compiled = compile_function(
             NAME, _as_function(model, update, policy), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
-            deterministic=deterministic,
+            deterministic=deterministic, on_cpu=all(each.device.type == "cpu" for each in update.guarded.parameters),
         )  # fmt: skip
 
     @property
