@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from surefoot.core.units import format_seconds
+from surefoot.core.statistics import mean, mean_difference
+from surefoot.core.units import format_number, format_seconds
 from surefoot.trial import Arm, Trial, find_conditions, markdown, run_rounds, write_trial
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +54,32 @@ def render_conditions(trial: Trial) -> str:
     rounds = ", ".join(f"{arm} {count}" for arm, count in done.items())
     failures = [(f"failure of {arm}", text.splitlines()[0]) for arm in trial.arms if (text := trial.failure(arm))]
     return markdown(("condition", "value"), [*trial.conditions.items(), ("rounds", rounds), *failures])
+
+
+def render_scores(
+    trial: Trial, kinds: Sequence[str], *, heads: tuple[str, str, str], most_worse: float, factor: float = 1.0
+) -> str:
+    """The mean score of each kind over arms `KIND seed N`, and how far it is from the first one's with the same seeds.
+
+    A kind holds where its mean is at most `most_worse` below that one, scores times `factor`; with a negative factor less is better.
+    """
+    scores: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    for outcome in trial.outcomes:
+        kind, _, seed = outcome.arm.partition(" seed ")
+        if "score" in outcome.measures:
+            scores[kind][seed] = abs(factor) * outcome.measures["score"]
+    rows, base = [], scores[kinds[0]]
+    for kind, mine in scores.items():
+        both = sorted(mine.keys() & base.keys())
+        if not both:
+            rows.append((kind, "n/a", "0", "", "not measured"))
+            continue
+        average = mean([mine[seed] for seed in both])
+        apart = mean_difference([mine[seed] for seed in both], [base[seed] for seed in both], paired=True)
+        worse = -apart.estimate if factor > 0 else apart.estimate
+        verdict = "" if kind == kinds[0] else "holds" if worse <= most_worse else "fails"
+        rows.append((kind, format_number(average), str(len(both)), "" if kind == kinds[0] else str(apart), verdict))
+    return markdown(("run", heads[0], "seeds", heads[1], heads[2]), rows)
 
 
 def show(parts: Mapping[str, str], readme: Path | None) -> None:

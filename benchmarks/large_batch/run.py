@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_scores, show
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.core.statistics import mean, mean_difference
-from surefoot.core.units import format_number
 from surefoot.trial import Arm, Bar, Trial, effects_markdown, find_effects, markdown, read_trial
 
 FOLDER = Path(__file__).parent
@@ -81,22 +79,8 @@ def render_step(trial: Trial) -> str:
 
 def render_score(trial: Trial) -> str:
     """The mean score of each kind, its difference from SGD's with the same seeds, and the bar."""
-    scores: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
-    for outcome in trial.outcomes:
-        kind, _, seed = outcome.arm.partition(" seed ")
-        if "score" in outcome.measures:
-            scores[kind][seed] = 100 * outcome.measures["score"]
-    rows, base = [], scores["sgd 256"]
-    for kind, mine in scores.items():
-        both = sorted(mine.keys() & base.keys())
-        if not both:
-            rows.append((kind, "n/a", "0", "", "not measured"))
-            continue
-        average = mean([mine[seed] for seed in both])
-        apart = mean_difference([mine[seed] for seed in both], [base[seed] for seed in both], paired=True)
-        verdict = "" if kind == "sgd 256" else "holds" if apart.estimate >= -MOST_APART else "fails"
-        rows.append((kind, format_number(average), str(len(both)), "" if kind == "sgd 256" else str(apart), verdict))
-    return markdown(("run", "mean accuracy, %", "seeds", "points above SGD at 256", f"means within {MOST_APART} points"), rows)
+    heads = ("mean accuracy, %", "points above SGD at 256", f"means within {MOST_APART} points")
+    return render_scores(trial, list(KINDS), heads=heads, most_worse=MOST_APART, factor=100)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One arm: a model, what is done about its memory, its CPU time for a step and the peak of what was allocated in one.
+"""One arm: a model, what is done about its memory, its CPU time for a step or an update and the peak of what was allocated in one.
 
 python -m benchmarks.memory_components.arms NAME REPORT
 """
@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step_cost.models import GPT
 from surefoot import linear_cross_entropy, recompute
+from surefoot.components import optim
+from surefoot.contract.spec import OptimTable
 from surefoot.trial import write_report
 
 WORDS, TOKENS, WIDTH = 33_278, 8_192, 256  # of the head
@@ -60,13 +62,23 @@ def make_deep(way: str) -> Step:
     return step
 
 
+def make_update(state: str) -> optim.GuardedUpdate:
+    """The guarded update of AdamW over the weights of that GPT, whose gradients are there already."""
+    torch.manual_seed(0)
+    model = GPT(layers=LAYERS, width=GPT_WIDTH, heads=HEADS, tokens=LENGTH)
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn(parameter.shape)
+    built = optim.build(OptimTable.model_validate({"lr": 1e-4, "state": state}), optim.find_trained(model))
+    return optim.GuardedUpdate(built.optimizers, clip=1.0)
+
+
 ARMS: dict[str, Callable[[], Step]] = {
     "head plain": lambda: make_head(chunked=False), "head chunked": lambda: make_head(chunked=True),
     **{f"deep {name}": (lambda way=way: make_deep(way)) for name, way in WAYS.items()},
 }  # fmt: skip
 
 
-def find_peak(step: Step) -> int:
+def find_peak(step: Callable[[], object]) -> int:
     """The most bytes above those at its beginning that torch had given out at a time in a step, gradients included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         step()
@@ -85,13 +97,17 @@ def find_peak(step: Step) -> int:
 def main() -> None:
     name, report = sys.argv[1:]
     torch.set_num_threads(1)
-    step = ARMS[name]()
+    kind, _, state = name.partition(" ")
+    guarded = make_update(state) if kind == "state" else None
+    step: Callable[[], object] = ARMS[name]() if guarded is None else guarded.step_if_finite
     for _ in range(WARMUP):
         step()
     started_s = time.process_time()
     for _ in range(STEPS):
         step()
     measures = {"cpu_s_per_step": (time.process_time() - started_s) / STEPS, "peak_bytes": float(find_peak(step))}
+    if guarded is not None:
+        measures["state_bytes"] = float(sum(each.nbytes for _, kept in guarded.states() for each in kept.values()))
     write_report(report, measures)
 
 

@@ -1,6 +1,6 @@
-"""What the memory components save and what they cost: the chunked head, and recomputation of a deep model.
+"""What the memory components save and what they cost: the chunked head, recomputation of a deep model, AdamW with moments in 8 bits.
 
-python benchmarks/memory_components/run.py [--rounds 15]
+python benchmarks/memory_components/run.py [--only cost|score] [--rounds 15] [--seeds 5] [--show]
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_scores, show
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
 from surefoot.core.units import format_number, format_percent
 from surefoot.trial import Arm, Bar, Trial, effects_markdown, find_effect, markdown, read_trial
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results" / "memory_components.json"
-ARMS = ("head plain", "head chunked", "deep none", "deep full", "deep every2", "deep operators")
+RESULTS, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("memory_components", "score"))
+ARMS = ("head plain", "head chunked", "deep none", "deep full", "deep every2", "deep operators", "state fp32", "state 8bit")
 PAIRS = (
     ("head chunked", "head plain"),
     ("deep full", "deep none"),
@@ -22,12 +24,14 @@ PAIRS = (
     ("deep operators", "deep none"),
 )
 MEASURES = ("peak_bytes", "cpu_s_per_step")
+STATE = ("state 8bit", "state fp32")
 BARS = (
     ("head chunked", "head plain", "peak_bytes", 0.25), ("head chunked", "head plain", "cpu_s_per_step", 1.15),
     ("deep full", "deep none", "peak_bytes", 0.35), ("deep full", "deep none", "cpu_s_per_step", 1.40),
-    ("deep operators", "deep none", "cpu_s_per_step", 1.10),
+    ("deep operators", "deep none", "cpu_s_per_step", 1.10), (*STATE, "state_bytes", 0.27),
 )  # fmt: skip
 LEAST_SHARE = 0.60  # of the saving of full recomputation that the selective one has
+STATES, SEEDS, MOST_WORSE = ("fp32", "8bit"), 5, 0.02  # bits per byte
 
 
 def make_arms() -> list[Arm]:
@@ -35,9 +39,30 @@ def make_arms() -> list[Arm]:
     return [Arm(name=name, command=(sys.executable, "-m", module, name, "{report}"), folder=ROOT) for name in ARMS]
 
 
+def make_spec(state: str, seed: int) -> RunSpec:
+    """A small language model for a million bytes with AdamW: the same but for its moments."""
+    return RunSpec(
+        task={"use": "pycorpus", "layers": 4, "width": 128, "heads": 4, "length": 128},
+        optim={"name": "adamw", "lr": 0.002, "betas": [0.9, 0.95], "state": state},
+        schedule={"name": "linear", "warmup": "20 steps"},
+        train={"length": "1 M tokens", "batch": 16, "seed": seed}, evaluate={"split": "heldout", "every": "1 M tokens", "batch": 64},
+        checkpoint={"every": "1 h"},
+    )  # fmt: skip
+
+
+def score_arms(seeds: int) -> list[Arm]:
+    words = (sys.executable, "-m", "benchmarks.large_batch.arms", "score", "{work}/spec.toml", "{work}/run", "{report}")
+    return [
+        Arm(name=f"{state} seed {seed}", command=words, folder=ROOT, timeout_s=3600,
+            files={"spec.toml": spec_file.write(make_spec(state, seed))})
+        for seed in range(seeds) for state in STATES
+    ]  # fmt: skip
+
+
 def render(trial: Trial) -> str:
     """Each arm against the plain one, then the bars."""
     effects = [find_effect(trial, arm, baseline, name) for arm, baseline in PAIRS for name in MEASURES]
+    effects += [find_effect(trial, *STATE, name) for name in ("state_bytes", *MEASURES)]
     rows = []
     for arm, baseline, name, most in BARS:
         effect = find_effect(trial, arm, baseline, name)
@@ -65,12 +90,29 @@ def find_share(trial: Trial) -> float | None:
     return (none - operators) / (none - full)
 
 
+def render_score(trial: Trial) -> str:
+    """The mean score with moments of either kind, their difference with the same seeds, and the bar."""
+    heads = ("mean bits per byte", "above moments in fp32", f"means within {MOST_WORSE}")
+    return render_scores(trial, STATES, heads=heads, most_worse=MOST_WORSE, factor=-1)
+
+
 def main() -> None:
-    asked = make_parser(__doc__, RESULTS).parse_args()
-    if not asked.show:
-        measure("memory components", make_arms(), rounds=asked.rounds, packages=("torch", "surefoot"), out=asked.out)
-    trial = read_trial(asked.out)
-    parts = {"conditions": render_conditions(trial), "results": render(trial)}
+    parser = make_parser(__doc__, RESULTS)
+    parser.add_argument("--only", choices=("cost", "score"))
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    asked = parser.parse_args()
+    packages, scores = ("torch", "torchao", "surefoot"), asked.out.with_name(SCORES.name)
+    if not asked.show and asked.only != "score":
+        measure("memory components", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out)
+    if not asked.show and asked.only != "cost":
+        measure("memory components: score", score_arms(asked.seeds), rounds=1, packages=packages, out=scores, warmup_rounds=0)
+    parts = {}
+    if asked.out.is_file():
+        trial = read_trial(asked.out)
+        parts |= {"conditions": render_conditions(trial), "results": render(trial)}
+    if scores.is_file():
+        trial = read_trial(scores)
+        parts |= {"score conditions": render_conditions(trial), "score": render_score(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

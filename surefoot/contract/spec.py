@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import PurePath
@@ -39,36 +39,27 @@ Count = Annotated[int, Field(ge=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _canonical_duration(text: str) -> str:
-    try:
-        return str(Duration.parse(text))
-    except SpecError as error:
-        raise ValueError(f"{error.message}; {error.hint}") from None  # so that pydantic adds the key
+def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
+    """A text that `parse` takes; what it refuses, it refuses in its own words."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except SpecError as error:
+            raise ValueError(f"{error.message}; {error.hint}") from None  # so that pydantic adds the key
+        return text
+
+    return AfterValidator(check)
 
 
-def _checked_size(text: str) -> str:
-    try:
-        parse_bytes(text)
-    except SpecError as error:
-        raise ValueError(f"{error.message}; {error.hint}") from None
-    return text
-
-
-def _checked_recompute(text: str) -> str:
-    try:
-        How.parse(text)
-    except SpecError as error:
-        raise ValueError(f"{error.message}; {error.hint}") from None
-    return text
-
-
-def _above_nothing(text: str) -> str:
-    if Duration.parse(text).value == 0:
+def _canonical(text: str) -> str:
+    length = Duration.parse(text)
+    if length.value == 0:
         raise ValueError(f"{text} is nothing; use at least 1 step")
-    return text
+    return str(length)
 
 
-DurationText = Annotated[str, AfterValidator(_canonical_duration), AfterValidator(_above_nothing)]
+DurationText = Annotated[str, _checked_by(Duration.parse), AfterValidator(_canonical)]
 SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
 
 
@@ -121,6 +112,9 @@ class OptimTable(Table):
     fused: bool = Field(
         True, description="the kernels of torch that update in one pass, where it has them; false: as torch does it by itself"
     )
+    state: Literal["fp32", "8bit"] = Field(
+        "fp32", description="what adam and adamw keep their moments in; 8bit: a tensor of fewer than 4,096 numbers keeps fp32"
+    )
     ema: Fraction | None = Field(None, description="decay of the moving average of weights; evaluated and saved instead of them")
 
     @model_validator(mode="after")
@@ -132,6 +126,11 @@ class OptimTable(Table):
         if self.reference_batch is None and self.scaling != "linear":
             raise ValueError(
                 f'scaling = "{self.scaling}" has nothing to scale from; state reference_batch, the batch that lr is for'
+            )
+        if self.state == "8bit" and (self.name not in ("adam", "adamw") or not self.fused):
+            given = f'name = "{self.name}"' if self.fused else "fused = false"
+            raise ValueError(
+                f'state = "8bit" is of the adam and adamw of surefoot, not of {given}; use "adamw" or "adam", or leave state out'
             )
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
@@ -240,7 +239,7 @@ class PrecisionTable(Table):
 
 
 class MemoryTable(Table):
-    recompute: Annotated[str, AfterValidator(_checked_recompute)] = Field(
+    recompute: Annotated[str, _checked_by(How.parse)] = Field(
         "none", description=f"what the backward pass computes again instead of keeping it: {WORDS}"
     )
     blocks: tuple[str, ...] = Field((), description="patterns of the modules to compute again; none: those that repeat")
@@ -295,7 +294,7 @@ class CheckpointTable(Table):
         None, description="commits at multiples of this stay for ever; of a time, the first after each"
     )
     keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
-    budget: Annotated[str, AfterValidator(_checked_size)] | None = Field(
+    budget: Annotated[str, _checked_by(parse_bytes)] | None = Field(
         None, description="the disk that all commits may take; the oldest go, never the newest two nor the best"
     )
     store: str | None = Field(None, min_length=1, description="a URL that fsspec knows; every commit is copied there too")

@@ -490,7 +490,7 @@ def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
     """A rate that the spec states overrules that of the task's own optimiser; what only surefoot's optimisers have is refused."""
-    idle = sorted(table.model_fields_set & {"betas", "eps", "momentum", "nesterov", "trust"})
+    idle = sorted(table.model_fields_set & {"betas", "eps", "momentum", "nesterov", "state", "trust"})
     if idle:
         raise SpecError(
             f"optim.{idle[0]} is given, but the optimiser is the task's own",

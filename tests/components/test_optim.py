@@ -12,7 +12,7 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.components.optim import fused
-from surefoot.components.optim.muon import as_matrix
+from surefoot.components.optim.kinds.muon import as_matrix
 from surefoot.contract.spec import OptimTable
 from surefoot.core.errors import SpecError, TaskError
 

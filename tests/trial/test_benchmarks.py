@@ -12,6 +12,7 @@ from benchmarks import measured
 from benchmarks.input import run as input_run
 from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
+from benchmarks.memory_components import run as components_run
 from benchmarks.roofline import run as roofline_run
 from benchmarks.startup import run as startup_run
 from benchmarks.step_cost import run as step_cost_run
@@ -26,6 +27,8 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     large_batch_run.RESULTS: (large_batch_run.render_step, measured.render_conditions),
     large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
     roofline_run.RESULTS: (roofline_run.render, measured.render_conditions),
+    components_run.RESULTS: (components_run.render, measured.render_conditions),
+    components_run.SCORES: (components_run.render_score, measured.render_conditions),
 }
 
 

@@ -1,4 +1,4 @@
-"""Optimisers: groups, the guarded fused update, Muon over filters, LARS and LAMB, averages of weights."""
+"""Optimisers: groups, the guarded fused update, Muon over filters, LARS and LAMB, Adam in 8 bits, averages of weights."""
 
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
@@ -6,13 +6,15 @@ from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.optim.build import Built, build
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
 from surefoot.components.optim.in_backward import UpdateInBackward
-from surefoot.components.optim.layerwise import Lamb, Lars
+from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
+from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.components.optim.masters import keep_on_host, leaf_of, master_of, publish, store_narrow
-from surefoot.components.optim.muon import FlatMuon
 from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch
 from surefoot.components.optim.update import GuardedUpdate
 
 __all__ = [
+    "Adam8bit",
     "Built",
     "FlatMuon",
     "GuardedUpdate",
@@ -32,6 +34,7 @@ __all__ = [
     "freeze",
     "leaf_of",
     "keep_on_host",
+    "load_codes",
     "master_of",
     "publish",
     "scaled",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,15 @@ import torch
 from torch.optim import Optimizer
 
 from surefoot.components.optim.groups import Named, build_groups
-from surefoot.components.optim.layerwise import FUSED_DEVICES, Lamb, Lars
-from surefoot.components.optim.muon import FlatMuon
+from surefoot.components.optim.kinds.eight_bits import Adam8bit, why_not
+from surefoot.components.optim.kinds.layerwise import FUSED_DEVICES, Lamb, Lars
+from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.contract.spec import OptimTable
 
 ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
 PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
+NUM_NAMED = 4  # of the parameters that are alike
+Groups = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,22 @@ def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, An
         group.setdefault("weight_decay", table.decay)
     if table.name == "muon":
         return _muon(table, trained, groups)
+    if table.state == "8bit":
+        return _eight_bits(table, trained, groups)
     if table.name in ("lars", "lamb"):
         groups = _layers(trained, groups)
     made = _one(table, groups)
     return Built((made,), _describe(table.name, made))
 
 
-def _layers(trained: Sequence[Named], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
     """The groups of a layer-wise optimiser: a user's own may say by itself whether it adapts."""
-    adapted, rest = _split(trained, groups, PLAIN_KINDS)
+    adapted, rest = _split(trained, groups, lambda each: each.kind in PLAIN_KINDS)
     return [{"adapt": True, **group} for group in adapted] + [{"adapt": False, **group} for group in rest]
 
 
-def _muon(table: OptimTable, trained: Sequence[Named], groups: Sequence[dict[str, Any]]) -> Built:
-    matrices, rest = _split(trained, groups, ADAM_KINDS)
+def _muon(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
+    matrices, rest = _split(trained, groups, lambda each: each.kind in ADAM_KINDS)
     made: list[Optimizer] = []
     if matrices:
         made.append(FlatMuon(matrices, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov))
@@ -59,16 +64,35 @@ def _muon(table: OptimTable, trained: Sequence[Named], groups: Sequence[dict[str
     return Built(tuple(made), tuple(line for each in made for line in _describe(type(each).__name__, each)))
 
 
+def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
+    """Two optimisers: what 8 bits do not fit keeps its moments in fp32, and the summary says why."""
+    narrow, wide = _split(trained, groups, lambda each: why_not(each.parameter) is not None)
+    made: list[Optimizer] = []
+    if narrow:
+        made.append(Adam8bit(narrow, table.lr, betas=table.betas, eps=table.eps, decoupled=table.name == "adamw"))
+    if wide:
+        made.append(_one(table, wide))
+    lines = [line for each in made for line in _describe(f"{table.name}{' in 8 bits' * isinstance(each, Adam8bit)}", each)]
+    reasons: dict[str | None, list[str]] = {}
+    for group in wide:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            reasons.setdefault(why_not(parameter), []).append(name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        lines.append(f"moments stay in fp32: {', '.join(names[:NUM_NAMED])}{more} ({reason})")
+    return Built(tuple(made), tuple(lines))
+
+
 def _split(
-    trained: Sequence[Named], groups: Sequence[dict[str, Any]], others: Sequence[str]
+    trained: Sequence[Named], groups: Groups, is_other: Callable[[Named], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Each group in two: what the optimiser is for, and the parameters of the kinds `others`."""
+    """Each group in two: what the optimiser is for, and the others."""
     named = {id(each.parameter): each for each in trained}
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
         members = [named[id(parameter)] for parameter in group["params"] if id(parameter) in named]  # the others are frozen
-        for is_other, into in enumerate(parts):
-            chosen = [each for each in members if (each.kind in others) is bool(is_other)]
+        for wanted, into in zip((False, True), parts, strict=True):
+            chosen = [each for each in members if is_other(each) is wanted]
             if chosen:
                 into.append({**group, "params": [each.parameter for each in chosen], "names": [each.name for each in chosen]})
     return parts

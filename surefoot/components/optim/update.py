@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from surefoot.components.optim import fused, saving
-from surefoot.components.optim.layerwise import Lamb, Lars, LayerwiseGroup
+from surefoot.components.optim.kinds.by_group import ByGroup, Driven
+from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.components.optim.masters import leaf_of, publish
-from surefoot.components.optim.muon import FlatMuon
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 
 Curve = Callable[[int], float]
@@ -255,8 +255,8 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
     """The groups of an optimiser that divides and skips by itself; None for one that cannot."""
     if fused.supports(optimizer):
         return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
-    if isinstance(optimizer, Lars | Lamb) and all(group["fused"] for group in optimizer.param_groups):
-        return [LayerwiseGroup(optimizer, group) for group in optimizer.param_groups]
+    if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
+        return [Driven(optimizer, group) for group in optimizer.param_groups]
     return None
 
 

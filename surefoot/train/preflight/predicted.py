@@ -18,7 +18,7 @@ from surefoot.components.data import Keys
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.memory.trace import GRADIENTS, Allocations, naming, total_bytes, without_numbers
-from surefoot.components.optim import WeightAverage, backward
+from surefoot.components.optim import WeightAverage, backward, load_codes
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source
 from surefoot.core.errors import InputError, SurefootError
@@ -70,6 +70,8 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) ->
     spec = RunSpec(**{**tables, "memory": {**tables.get("memory", {}), "offload": "none"}})
     source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source)
+    if spec.optim.state == "8bit":
+        load_codes()  # they are numbers
     with without_numbers() as sizes, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, where a module is copied
         try:

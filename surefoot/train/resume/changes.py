@@ -39,6 +39,7 @@ RULES = (
     Rule("task.use", "refused", "another task has another model"),
     Rule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),
     Rule("optim.name", "refused", "another optimiser has another state"),
+    Rule("optim.state", "refused", "the optimiser's state is of another format"),
     Rule("optim.freeze", "refused", "what was frozen has no optimiser state"),
     Rule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
     Rule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),

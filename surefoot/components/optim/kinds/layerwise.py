@@ -6,61 +6,28 @@ says so, and then the gradients are divided by `grad_scale` and nothing moves wh
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from surefoot.components.optim import fused
+from surefoot.components.optim.kinds.by_group import ByGroup
 
 FUSED_DEVICES = ("cpu", "cuda")
 
 
-class _Layerwise(Optimizer, ABC):
-    """What both share: a step of all groups, each by `step_group`; whether the kernels are fused."""
+class _Layerwise(ByGroup):
+    """What both share: the kernels are fused where all of a group stands on a device that has them."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         for group in self.param_groups:
             if group["fused"] is None:
                 group["fused"] = all(each.device.type in FUSED_DEVICES for each in group["params"])
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self.step_group(group, group["lr"])
-        return loss
-
-    @abstractmethod
-    def create_state(self, group: dict[str, Any]) -> None:
-        """Create what there is not of the state of a group's parameters."""
-
-    @torch.no_grad()
-    def step_group(
-        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        """Update one group at the rate `lr`; the last two are for fused groups alone."""
-        params = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if params:
-            self.create_state(group)
-            self._move(group, params, [parameter.grad for parameter in params], lr, grad_scale, found_inf)
-
-    @abstractmethod
-    def _move(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Update those of a group's parameters that have a gradient; their state is there."""
 
 
 @final
@@ -158,20 +125,6 @@ class Lamb(_Layerwise):
         if found_inf is not None:
             rates = rates * (1.0 - found_inf)
         fused.add_products(params, moves, _each(rates, params), sign=-1)
-
-
-@dataclass(frozen=True)
-class LayerwiseGroup:
-    """One group of LARS or LAMB, with its state: what is restored goes where that lies."""
-
-    optimizer: Lars | Lamb
-    group: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self.optimizer.create_state(self.group)
-
-    def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        self.optimizer.step_group(self.group, lr, grad_scale, found_inf)
 
 
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,1 @@
+"""Optimisers that torch has not, each a torch optimiser like any other."""

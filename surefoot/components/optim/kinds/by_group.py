@@ -1,0 +1,61 @@
+"""A torch optimiser whose groups can each be driven alone: they divide, and skip, by themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class ByGroup(Optimizer, ABC):
+    """A step of all groups, each by `step_group`; `fused` in a group says whether it divides and skips."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group, group["lr"])
+        return loss
+
+    @abstractmethod
+    def create_state(self, group: dict[str, Any]) -> None:
+        """Create what there is not of the state of a group's parameters."""
+
+    @torch.no_grad()
+    def step_group(
+        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """Update one group at the rate `lr`; the last two are for fused groups alone."""
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if params:
+            self.create_state(group)
+            self._move(group, params, [parameter.grad for parameter in params], lr, grad_scale, found_inf)
+
+    @abstractmethod
+    def _move(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update those of a group's parameters that have a gradient; their state is there."""
+
+
+@dataclass(frozen=True)
+class Driven:
+    """One group of such an optimiser, with its state: what is restored goes where that lies."""
+
+    optimizer: ByGroup
+    group: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.optimizer.create_state(self.group)
+
+    def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        self.optimizer.step_group(self.group, lr, grad_scale, found_inf)

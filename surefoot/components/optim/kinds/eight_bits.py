@@ -1,0 +1,151 @@
+"""Adam and AdamW whose moments are kept in 8 bits: a code for each number, a scale for each block of 256.
+
+Codes and their rounding are torchao's, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021
+(https://arxiv.org/abs/2110.02861). torchao keeps them in a tensor subclass, widens a whole tensor at a time, and searches each code among
+256. Here they are plain tensors, saved and counted as any other, widened piece by piece, and looked up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from surefoot.components.optim.kinds.by_group import ByGroup
+from surefoot.runtime.lowbit import torchao
+
+BLOCK = 256  # numbers under one scale
+LEAST = 4096  # numbers of a tensor below which it saves nothing: torchao's own limit
+PIECE = 1 << 16  # numbers that are widened at a time: what they need stays in a processor's cache
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # on their way into fp32, and back
+NAMES = ("exp_avg", "exp_avg_sq")
+SHARES = (1, 1, BLOCK, 1, BLOCK)  # numbers to an entry of: weights, codes and scales of both moments
+HALVINGS = 64  # of the way between two values, until no number is left between
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What each of 256 codes stands for, rising to 1; the least number of the code after each; and for each of the 65,536 beginnings of a
+    number in fp32 (sign, exponent, 7 bits) the code of the least that begins so. Numbers that begin alike have at most two codes."""
+
+    values: Tensor
+    ends: Tensor
+    begins: Tensor
+
+    def to(self, device: torch.device) -> Codes:
+        return Codes(self.values.to(device), self.ends.to(device), self.begins.to(device))
+
+    def widen(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return (self.values.index_select(0, codes.int()).view(-1, BLOCK) * scales.view(-1, 1)).view(-1)
+
+    def narrow(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The code of each number, and the scale of each block."""
+        blocks = numbers.view(-1, BLOCK)
+        scales = blocks.abs().amax(-1).clip(1e-12)
+        scaled = (blocks / scales.view(-1, 1)).view(-1)
+        codes = self.begins.index_select(0, (scaled.view(torch.int32) >> 16) + (1 << 15))
+        return codes + (scaled >= self.ends.index_select(0, codes.int())), scales
+
+
+@functools.cache
+def load_codes() -> tuple[Codes, Codes]:
+    """torchao's codes with a sign and without: once a process, where tensors have numbers. Raises MissingExtra without torchao."""
+    with torchao('optim.state = "8bit"'):
+        from torchao.optim import quant_utils
+    signed, unsigned = (torch.tensor(quant_utils.create_dynamic_map(signed=each)) for each in (True, False))
+    return _look_up(signed, quant_utils.quantize_8bit_with_qmap), _look_up(unsigned, quant_utils.quantize_8bit_with_qmap)
+
+
+def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
+    """The tables of what `find` makes of every number."""
+    low, high = values[:-1], values[1:]
+    for _ in range(HALVINGS):
+        middle = ((low.double() + high.double()) / 2).float()
+        is_next = find(middle, values) > torch.arange(len(low))
+        low, high = torch.where(is_next, low, middle), torch.where(is_next, middle, high)
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
+    least = torch.where(bits < 0, bits | 0xFFFF, bits).view(torch.float32)
+    begins = torch.bucketize(least.nan_to_num(0.0), high, right=True).byte()
+    return Codes(values, torch.cat([high, torch.tensor([torch.inf])]), begins)
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Why the moments of a parameter are not kept in 8 bits; None where they are."""
+    if tensor.numel() < LEAST:
+        return f"fewer than {LEAST:,} numbers"
+    if tensor.numel() % BLOCK:
+        return f"its size is no multiple of {BLOCK}"
+    return None if tensor.dtype in WIDENED else f"its numbers are {tensor.dtype}"
+
+
+@final
+class Adam8bit(ByGroup):
+    """Adam, or with `decoupled` AdamW, as torch has them, for parameters that `why_not` has nothing against.
+
+        m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
+        w = w - lr * decay * w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    m and v are widened, moved and used in fp32, and rounded to 8 bits when they are put back.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01, decoupled: bool = True,
+    ) -> None:  # fmt: skip
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "fused": True}
+        super().__init__(params, defaults)
+        devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
+        self._codes = {each: [codes.to(each) for codes in load_codes()] for each in devices}
+
+    def create_state(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for name in NAMES:
+                    state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
+                    state[f"{name}_scale"] = torch.zeros(parameter.numel() // BLOCK, device=parameter.device)
+            for name in NAMES:
+                state[name] = state[name].byte()  # torch's own load_state_dict gives it the parameter's dtype
+
+    def _move(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
+        rate = torch.as_tensor(lr, dtype=torch.float32, device=params[0].device)
+        for parameter, grad in zip(params, grads, strict=True):
+            state = self.state[parameter]
+            state["step"] += 1 if found_inf is None else 1 - found_inf
+            weights, slopes = parameter.contiguous().view(-1), grad.contiguous().view(-1)
+            rows = [weights, *(row for name in NAMES for row in (state[name].view(-1), state[f"{name}_scale"]))]
+            for start in range(0, len(weights), PIECE):
+                slope = slopes[start : start + PIECE].float()
+                if grad_scale is not None:
+                    slope = slope / grad_scale
+                before = [row[start // share : (start + PIECE) // share] for row, share in zip(rows, SHARES, strict=True)]
+                for old, new in zip(before, self._moved(group, before, slope, rate, state["step"]), strict=True):
+                    old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
+            if not parameter.is_contiguous():
+                parameter.copy_(weights.view(parameter.shape))
+
+    def _moved(
+        self, group: dict[str, Any], before: Sequence[Tensor], slope: Tensor, rate: Tensor, step: Tensor
+    ) -> tuple[Tensor, ...]:
+        """A piece of the weights, and codes and scales of both moments, after a step along `slope`."""
+        weights, first, first_scales, second, second_scales = before
+        signed, unsigned = self._codes[weights.device]
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        wide = weights.float()
+        if group["decoupled"]:
+            wide = wide - rate * decay * wide
+        else:
+            slope = slope + decay * wide
+        mean = signed.widen(first, first_scales).lerp(slope, 1 - beta1)
+        square = unsigned.widen(second, second_scales).lerp(slope.square(), 1 - beta2)
+        size = square.sqrt() / (1 - beta2**step).sqrt() + group["eps"]
+        wide = wide - rate * (mean / (1 - beta1**step)) / size
+        return (wide, *signed.narrow(mean), *unsigned.narrow(square))
