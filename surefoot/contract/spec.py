@@ -52,14 +52,14 @@ def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _canonical(text: str) -> str:
+def _canonical_duration(text: str) -> str:
     length = Duration.parse(text)
     if length.value == 0:
         raise ValueError(f"{text} is nothing; use at least 1 step")
     return str(length)
 
 
-DurationText = Annotated[str, _checked_by(Duration.parse), AfterValidator(_canonical)]
+DurationText = Annotated[str, _checked_by(Duration.parse), AfterValidator(_canonical_duration)]
 SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
 
 
