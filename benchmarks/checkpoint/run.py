@@ -16,6 +16,7 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "checkpoint.json"
+SLOW = RESULTS.with_name("without_sha.json")  # another machine, whose processor has no instructions for SHA-256
 WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
 STALLS = {"one core": 1, "both cores": 2}
 STALL_MODES = {
@@ -25,13 +26,9 @@ LEAST_SHARE = 0.9
 MOST_LOST = {"one core": 0.02, "both cores": 0.15}
 
 
-def make_arms(sizes: list[int], folder: Path) -> list[Arm]:
-    def arm(name: str, *words: str) -> Arm:
-        command = (sys.executable, "-m", "benchmarks.checkpoint.arms", *words, "{report}", str(folder / "state"))
-        return Arm(name=name, command=command, folder=ROOT, timeout_s=900.0)
-
-    saves = [arm(f"{way}_{size}", "save", way, str(size)) for size in sizes for way in WAYS]
-    return [*saves, arm("small", "small", "-", "0")]
+def make_arm(name: str, folder: Path, *words: str) -> Arm:
+    command = (sys.executable, "-m", "benchmarks.checkpoint.arms", *words, "{report}", str(folder / "state"))
+    return Arm(name=name, command=command, folder=ROOT, timeout_s=900.0)
 
 
 def make_stall_arms(folder: Path) -> list[Arm]:
@@ -66,12 +63,6 @@ def render(trial: Trial) -> str:
                             _verdict(ratio.estimate >= LEAST_SHARE),
                         )
                     )
-    small = {name: median(list(trial.by_round("small", name).values())) for name in SMALL if trial.by_round("small", name)}
-    bars += [
-        (text, format_number(small[name]), f"<= {most:g}", _verdict(small[name] <= most))
-        for name, (text, most) in SMALL.items()
-        if name in small
-    ]
     table = markdown(("state", "", "way", "bandwidth", "share of raw"), rows)
     return f"{table}\n{markdown(('bar', 'measured', 'must', 'verdict'), bars)}"
 
@@ -81,6 +72,14 @@ SMALL = {
     "cursor_50000_ms": ("seek to any step of 50,000 samples, ms", 1.0), "cursor_10000000_ms": ("the same of 10 million, ms", 1.0),
     "incremental_share": ("incremental save, bytes written over bytes of changed tensors", 1.05),
 }  # fmt: skip
+
+
+def render_small(trial: Trial) -> str:
+    found = {name: median(list(trial.by_round("small", name).values())) for name in SMALL}
+    rows = [
+        (text, format_number(found[name]), f"<= {most:g}", _verdict(found[name] <= most)) for name, (text, most) in SMALL.items()
+    ]
+    return markdown(("bar", "measured", "must", "verdict"), rows)
 
 
 def render_stall(trial: Trial) -> str:
@@ -109,21 +108,28 @@ def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=4)
     parser.add_argument("--sizes", default="400,2000", help="megabytes")
-    parser.add_argument("--part", choices=("saves", "stall", "all"), default="all", help="what to measure")
+    parser.add_argument("--part", choices=("saves", "small", "stall"), help="measure this alone; the rest stays as it is")
     parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
     asked = parser.parse_args()
-    stalls = asked.out.with_name(f"{asked.out.stem}_stall.json")
-    if not asked.show:
-        with tempfile.TemporaryDirectory(dir=asked.folder) as made:
-            folder = Path(made)
-            sizes = [int(size) for size in asked.sizes.split(",")]
-            if asked.part != "stall":
-                arms, packages = make_arms(sizes, folder), ("torch", "numpy", "surefoot")
-                measure("checkpoint", arms, rounds=asked.rounds, packages=packages, out=asked.out)
-            if asked.part != "saves":
-                measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=("torch", "surefoot"), out=stalls)
+    stalls, small = (asked.out.with_name(f"{asked.out.stem}_{name}.json") for name in ("stall", "small"))
+    wanted = () if asked.show else ("saves", "small", "stall") if asked.part is None else (asked.part,)
+    with tempfile.TemporaryDirectory(dir=asked.folder) as made:
+        folder, packages = Path(made), ("torch", "numpy", "surefoot")
+        if "saves" in wanted:
+            sizes = asked.sizes.split(",")
+            arms = [make_arm(f"{way}_{size}", folder, "save", way, size) for size in sizes for way in WAYS]
+            measure("checkpoint", arms, rounds=asked.rounds, packages=packages, out=asked.out)
+        if "small" in wanted:
+            arms = [make_arm("small", folder, "small", "-", "0")]
+            measure("small things", arms, rounds=asked.rounds, packages=packages, out=small)
+        if "stall" in wanted:
+            measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=packages, out=stalls)
     trial = read_trial(asked.out)
-    parts = {"conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls))}
+    parts = {
+        "conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls)),
+        "small": render_small(read_trial(small)), "slow": render(read_trial(SLOW)),
+        "slow stall": render_stall(read_trial(SLOW.with_name(f"{SLOW.stem}_stall.json"))),
+    }  # fmt: skip
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

@@ -158,6 +158,21 @@ def test_what_became_non_finite_on_its_way_fails_though_its_first_gradients_are_
         assert gate.judge(kind, start, tensors(spec(), gate.UNITS["bf16"]), lost).verdict == "fails"  # type: ignore[arg-type]
 
 
+def test_a_loss_whose_floor_is_nothing_by_chance_may_be_off_as_far_as_the_weights_way_is() -> None:
+    generator = np.random.default_rng(0)
+    first, way, noise = (generator.normal(size=(64, 8)) for _ in range(3))
+
+    def arrays(loss: float, blur: float) -> Arrays:
+        last = first + way + blur * noise
+        return {"loss/1": np.array(2.0), "loss/8": np.array(loss), "weight/1/w": first, "weight/8/w": last, "batch/0/w": way}
+
+    start, blurred = arrays(1.5, 0.0), arrays(1.5, 1e-3)
+    assert gate.judge("nothing", start, blurred, arrays(1.5 + 1e-3, 1e-3)).verdict == "passes"
+    off = gate.judge("nothing", start, blurred, arrays(1.5 + 3e-3, 1e-3))
+    assert off.verdict == "fails"
+    assert "the loss after step 8 is off by 0.002" in off.words
+
+
 @pytest.mark.parametrize("floor", ["not finite", "missing"])
 def test_a_floor_that_was_not_measured_allows_nothing(floor: str, tensors: Tensors) -> None:
     start = tensors(spec())

@@ -115,10 +115,25 @@ def _has_floor(start: Arrays, blurred: Arrays) -> bool:
 
 
 def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
+    least = _floors_of_losses(start, blurred)
     for gap in compare_arrays(start, blurred, rung):
-        allowed = max(gap.tolerance, NOISE_FACTOR * (gap.floor or 0.0))
+        allowed = max(gap.tolerance, NOISE_FACTOR * max(gap.floor or 0.0, least.get(gap.name, 0.0)))
         off = float("inf") if gap.distance is None else gap.distance
         yield Claim(what=_named(gap.name), off=off, allowed=allowed)
+
+
+def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
+    """A loss is one number, whose single draw of a floor may be next to nothing by chance.
+
+    So it is no less than this: by as large a share as the weights' way is off under rounding, what the loss lost on it may be off too.
+    """
+    length = _norm(_way(start))
+    if not length:
+        return {}
+    share = _norm(_way(blurred) - _way(start)) / length
+    losses = {name: float(_wide(start[name]).sum()) for name in start if name.startswith("loss/")}
+    first = losses.get("loss/1", 0.0)
+    return {name: share * abs(loss - first) / abs(loss) for name, loss in losses.items() if loss}
 
 
 def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
