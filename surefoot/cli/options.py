@@ -68,6 +68,20 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
         raise InputError(f"there is no folder {path.parent} for {path.name}", hint=f"make it first, or give another {flag}")
 
 
+def check_new_folder(path: Path, flag: str) -> None:
+    """Raise InputError where `path` is no empty folder and cannot become one: asked before any work, whose result would have no place."""
+    from surefoot.core.errors import InputError
+
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InputError(f"{flag} {path} is not an empty folder", hint="name a new one")
+        if not path.exists():
+            path.mkdir(parents=True)
+            path.rmdir()
+    except OSError as error:
+        raise InputError(f"{flag} {path} cannot be made: {error.strerror}", hint="name another") from None
+
+
 def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
     """Raise InputError for a flag that would change the spec of a run, which is `done` as it is."""
     from surefoot.core.errors import InputError

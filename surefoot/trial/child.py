@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from surefoot.components.compiler import Steward
 from surefoot.contract import spec_file
 from surefoot.contract.state import StepReport
 from surefoot.train.run import Run
@@ -28,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> None:
     spec = spec_file.read(str(asked.spec)).spec
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
-    turns = Turns(asked.turns)
+    turns, steward = Turns(asked.turns), Steward()
     with told_apart(), Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
@@ -52,6 +53,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if measured and not found:  # taking tensors is no part of a step
         measures |= clock.per(len(measured)) | _of_samples(measured, clock)
     measures["peak_bytes"] = float(peak_bytes())
+    compiled = steward.take()
+    if compiled:
+        measures["compile_s"] = sum(each.elapsed_s for each in compiled)
     if device.type == "cuda":
         measures["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
     facts = {"outcome": run.outcome, "cause": run.cause, "spec": spec.id, "device": device.type}

@@ -12,7 +12,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
-from surefoot.core.errors import EXIT_OK, InputError, StorageError
+from surefoot.core.errors import EXIT_OK, StorageError
 
 if TYPE_CHECKING:
     from surefoot.prove.ladder import Ladder
@@ -65,14 +65,7 @@ def ladder(
 def _folder(out: Path | None, use: str) -> Path:
     """Where the results go: DIR, which must be new or empty, or `ladders/<task>-<n>`."""
     if out is not None:
-        try:
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise InputError(f"--out {out} is not an empty folder", hint="name a new one")
-            if not out.exists():  # whether it can be made, while nothing was measured that would have no place
-                out.mkdir(parents=True)
-                out.rmdir()
-        except OSError as error:
-            raise InputError(f"--out {out} cannot be made: {error.strerror}", hint="name another") from None
+        options.check_new_folder(out, "--out")
         return out
     stem = Path(use.rpartition(":")[0]).stem or use
     return next(path for number in itertools.count(1) if not (path := Path("ladders") / f"{stem}-{number}").exists())

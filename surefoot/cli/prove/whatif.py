@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,10 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption
 from surefoot.core.errors import InputError, StorageError, UserCodeError
 
 if TYPE_CHECKING:
+    from surefoot.components.compiler.kernels import Graph
+    from surefoot.contract.spec import RunSpec
     from surefoot.prove.whatif.batch import Split, Splits
+    from surefoot.prove.whatif.compiled import Way, Ways
     from surefoot.prove.whatif.noise import NoiseLab
 
 COLUMNS = (
@@ -28,8 +32,14 @@ def whatif(
         str | None, typer.Option("--microbatch", metavar="SIZES", help="split into these", show_default="all of it, 1/2, 1/4, 1/8")
     ] = None,
     updates: Annotated[int, typer.Option("--updates", metavar="N", help="so many are measured in a round")] = 10,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="fresh processes of each row")] = 3,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", metavar="N", help="fresh processes of each row", show_default="3; for --compile 7")
+    ] = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="eager mode beside every way to compile that is here")] = False,
+    save_kernels: Annotated[
+        Path | None, typer.Option("--save-kernels", metavar="DIR", help="the code that compiling makes, and what it fuses")
+    ] = None,
     noise: Annotated[bool, typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for")] = False,
     draws: Annotated[int, typer.Option("--draws", metavar="N", help="batches drawn for --noise, a power of two")] = 128,
     size: Annotated[
@@ -38,19 +48,24 @@ def whatif(
     set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
-    """Measure what another batch would cost.
+    """Measure what another batch would cost, or what compiling would bring.
 
     --batch: peak memory, throughput, updates and communications of an epoch, for each batch and microbatch, in fresh processes.
+    --compile: compile time, step, memory and break-even of each way to compile, beside eager mode, in fresh processes.
+    --save-kernels: the source of every kernel, what was fused in it, and the bytes that no longer travel.
     --noise: how far the gradients of batches lie apart at the same weights, and what that says of the batch.
     """
-    if noise == (batch is not None):
-        raise InputError("what is asked?", hint="either --batch 128,256 or --noise")
+    if sum((batch is not None, compiled, save_kernels is not None, noise)) != 1:
+        raise InputError("what is asked?", hint="one of --batch 128,256, --compile, --save-kernels DIR and --noise")
     from surefoot.contract import spec_file
 
     run = Path(given) if noise and (Path(given) / "spec.toml").is_file() else None
     if run:
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif")
+    if save_kernels is not None:
+        options.check_new_folder(save_kernels, "--save-kernels")
     spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
+    tell = options.teller("whatif", quiet=quiet or json)
     if noise:
         from surefoot.prove.whatif.noise import measure_noise
 
@@ -59,15 +74,35 @@ def whatif(
             options.print_json({"given": given, **lab.as_row()})
         else:
             _print_noise(lab)
-        return
+    elif save_kernels is not None:
+        _save_kernels(given, spec, save_kernels, json=json)
+    elif compiled:
+        _compare_compiled(given, spec, rounds, tell, json=json)
+    else:
+        _compare_batches(
+            given,
+            spec,
+            (_sizes("--batch", batch), _sizes("--microbatch", microbatch)),
+            updates,
+            3 if rounds is None else rounds,
+            csv,
+            tell,
+            json,
+        )
+
+
+def _compare_batches(
+    given: str, spec: RunSpec, sizes: tuple[list[int], list[int]], updates: int, rounds: int, csv: Path | None,
+    tell: Callable[[str], None], json: bool,
+) -> None:  # fmt: skip
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.batch import find_splits, measure
 
     if csv is not None:
         options.check_new_file(csv, "--csv", "batches.csv")
-    pairs = find_splits(_sizes("--batch", batch), _sizes("--microbatch", microbatch))
+    pairs = find_splits(*sizes)
     with ending_by_signal():
-        found = measure(spec, pairs, updates=updates, rounds=rounds, tell=options.teller("whatif", quiet=quiet or json))
+        found = measure(spec, pairs, updates=updates, rounds=rounds, tell=tell)
     if csv is not None:
         _write_csv(csv, found)
     if json:
@@ -79,6 +114,34 @@ def whatif(
         raise UserCodeError(f"no row could be measured: {_last_line(failed[0])}", hint="does surefoot train run it?")
 
 
+def _compare_compiled(given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool) -> None:
+    from surefoot.core.signals import ending_by_signal
+    from surefoot.prove.whatif.compiled import ROUNDS, measure_ways
+
+    with ending_by_signal():
+        found = measure_ways(spec, rounds=ROUNDS if rounds is None else rounds, tell=tell)
+    if json:
+        options.print_json({
+            "given": given, "conditions": found.conditions, "rounds": found.rounds, "rows": [each.as_row() for each in found.ways],
+            "left_out": found.left_out, "best": None if found.best is None else {"what": found.best.what, "mode": found.best.mode},
+        })  # fmt: skip
+    else:
+        _print_ways(found)
+    if all(each.failure is not None for each in found.ways[1:]):
+        raise UserCodeError(f"nothing could be compiled: {_last_line(found.ways[1])}", hint="does surefoot train run it?")
+
+
+def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
+    from surefoot.prove.whatif.kernels import as_row, find_kernels, write_kernels
+
+    graphs = find_kernels(spec)
+    files = write_kernels(graphs, folder)
+    if json:
+        options.print_json({"given": given, "files": list(map(str, files)), "graphs": [as_row(graph) for graph in graphs]})
+    else:
+        _print_kernels(graphs, files)
+
+
 def _sizes(flag: str, text: str | None) -> list[int]:
     words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() for word in words):
@@ -86,7 +149,7 @@ def _sizes(flag: str, text: str | None) -> list[int]:
     return [int(word) for word in words]
 
 
-def _last_line(row: Split) -> str:
+def _last_line(row: Split | Way) -> str:
     return (row.failure or "").splitlines()[-1]
 
 
@@ -108,6 +171,66 @@ def _print(found: Splits) -> None:
         if each.failure is not None:
             print(f"{each.batch:,} by {each.microbatch:,} failed: {_last_line(each)}")
     print(f"\n{found.conditions.get('processor')}, torch {found.conditions.get('torch')}")
+
+
+def _print_ways(found: Ways) -> None:
+    from surefoot.cli.table import print_table, print_text
+    from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
+
+    headers = ("what", "mode", "compiling", "from its cache", "step", "of eager mode", "peak memory", "paid for after")
+    rows = [
+        [
+            each.what, each.mode or "", format_seconds(each.compile_s), format_seconds(each.again_s), format_seconds(each.step_s),
+            UNKNOWN if each.ratio is None else str(each.ratio), format_bytes(each.peak_bytes), _break_even(each),
+        ]
+        for each in found.ways
+    ]  # fmt: skip
+    print_table(headers, rows, right=headers[2:])
+    print()
+    for mode, why in found.left_out.items():
+        print_text(f"{mode}: {why}")
+    for each in found.ways:
+        if each.failure is not None:
+            print_text(f"{each.what} {each.mode or ''}: {_last_line(each)}")
+    if found.best is not None:
+        print_text(
+            f'best: compile.what = "{found.best.what}", compile.mode = "{found.best.mode}"; its numbers: surefoot verify --compile'
+        )
+    elif any(each.ratio is not None and each.ratio.verdict == "too few" for each in found.ways):
+        print_text("so few rounds show no gain, whatever it is: give --rounds 7 or more")
+    else:
+        print_text("best: eager mode, no gain is shown")
+    print_text(f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}")
+
+
+def _break_even(way: Way) -> str:
+    if way.pays_after is not None:
+        after, least, most = way.pays_after
+        return f"{after:,} steps ({least:,} to {most:,})"
+    return "never" if way.ratio is not None and way.ratio.verdict == "higher" else ""
+
+
+def _print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
+    from surefoot.cli.table import print_table, print_text
+    from surefoot.core.units import format_bytes
+
+    for graph in graphs:
+        print_text(
+            f"{graph.name}: {graph.num_operators:,} operators in {len(graph.kernels):,} kernels, "
+            f"{format_bytes(graph.num_bytes)} read and written instead of {format_bytes(graph.eager_bytes)}"
+        )
+        rows = [
+            [
+                "called" if each.is_library else "made",
+                format_bytes(each.num_bytes),
+                format_bytes(each.eager_bytes),
+                ", ".join(each.operators) or "none: another layout, or numbers that are drawn",
+            ]
+            for each in graph.kernels
+        ]
+        print_table(("kernel", "moves", "alone", "operators"), rows, right=("moves", "alone"), indent=2)
+    for path in files:
+        print(path)
 
 
 def _print_noise(lab: NoiseLab) -> None:

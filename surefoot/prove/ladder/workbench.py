@@ -26,7 +26,8 @@ from surefoot.trial.arm import REPORT, WORK, absolute
 
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
-WARMUP_STEPS, LEAST_STEPS = 5, 8
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch.compile keeps what it made
+WARMUP_STEPS, LEAST_STEPS = 8, 8  # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
 WARMUP_S = 0.3  # turns of a tenth of a second begin within the warm-up, and each arm has some of them there
 TARGET_S = 1.5  # how long the measured steps of the start take, where nobody says how many samples
 ROOM = 1.25  # an arm may need so much more than the start
@@ -79,8 +80,14 @@ class Workbench:
         wanted = TARGET_S / step_s if self._settings.samples is None else self._settings.samples / per_step
         self._steps = max(LEAST_STEPS, math.ceil(wanted))
         self.warmup_steps = max(WARMUP_STEPS, math.ceil(WARMUP_S / step_s))
+        self._epoch_steps = math.ceil(outcome.measures["samples_per_epoch"] / per_step)
         self.num_samples = round(self._steps * per_step)
         return step_s
+
+    def warm_up_what_is_compiled(self) -> None:
+        """Let no arm compile while it is measured: where an epoch is short, its last batch, of another size, comes before."""
+        if self._epoch_steps < self.warmup_steps + self._steps:
+            self.warmup_steps = max(self.warmup_steps, self._epoch_steps + WARMUP_STEPS)
 
     def key(self, measure: Measure) -> str:
         """The name that arms report a measure by. On a CPU time is that of all its cores, which other processes do not lengthen."""
@@ -122,13 +129,18 @@ class Workbench:
                     return trial
         return trial
 
-    def measure_all(self, title: str, specs: Mapping[str, RunSpec], rounds: int) -> Trial:
-        """So many interleaved rounds of all of `specs`."""
+    def measure_all(
+        self, title: str, specs: Mapping[str, RunSpec], rounds: int, *, caches: Path | None = None, tell: Tell = lambda text: None
+    ) -> Trial:
+        """So many interleaved rounds of all of `specs`; below `caches` each keeps what it compiled, from its first round on."""
         outcomes: list[Outcome] = []
         arms = [self._arm(name, spec) for name, spec in specs.items()]
+        if caches is not None:
+            arms = [replace(arm, variables={CACHE: str(caches / arm.name.replace(" ", "-"))}) for arm in arms]
         for outcome in self._rounds(arms, rounds, self._seed):
             self._keep(outcome)
             outcomes.append(outcome)
+            tell(f"round {outcome.round + 1} of {rounds}: {outcome.arm}: {outcome.ended}")
         return Trial(title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes))
 
     def _rounds(self, arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[Outcome]:

@@ -1,0 +1,203 @@
+"""The kernels that torch.compile makes: their source, the operators that each is made of, and the bytes that it reads and writes.
+
+    with watch_kernels() as graphs:
+        model(batch)
+    graphs[0].kernels
+
+Inductor hands its source to `GraphLowering.save_output_code` while the graph and the schedule that it was made from still stand
+(`V.graph`); all of that is private. The bytes are those of every buffer once, as its own count has them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config, ir, scheduler
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch.fx import Node
+
+VIEWS = ("_unsafe_view",)  # besides those whose schema says so
+EPILOGUE = "copy_"  # into an input, at the end of a graph: how it writes what eager mode changes in place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch: the operators of eager mode that it is made of, and the bytes that it moves beside those that they would move alone.
+
+    An operator that several kernels compute counts for the first of them; what a backward pass computes `again`, since it was not kept,
+    eager mode keeps. A library's kernel, as of a product, is called and not generated.
+    """
+
+    operators: tuple[str, ...]
+    is_library: bool
+    num_bytes: int
+    eager_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """What became of one graph; `num_operators` and `eager_bytes` are those of eager mode, where each operator is a launch."""
+
+    name: str
+    source: str
+    num_operators: int
+    eager_bytes: int
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kernel.num_bytes for kernel in self.kernels)
+
+
+@contextmanager
+def watch_kernels() -> Iterator[list[Graph]]:
+    """Every graph that inductor makes code for inside the block, in order. Its caches are left alone, or nothing would be made."""
+    found: list[Graph] = []
+
+    def keep(source: str) -> None:
+        found.append(_read(V.graph, source, len(found) + 1))
+
+    lowering: Any = GraphLowering
+    before = lowering.save_output_code
+    lowering.save_output_code = keep
+    try:
+        with config.patch(force_disable_caches=True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+            yield found
+    finally:
+        lowering.save_output_code = before
+
+
+def _read(graph: Any, source: str, number: int) -> Graph:
+    operators = _find_operators(graph.graph.nodes, is_again=_computes_again if graph.is_backward else lambda node: False)
+    kernels: list[Kernel] = []
+    counted: set[int] = set()
+    for each in filter(_launches, graph.scheduler.nodes):
+        origins = {origin for part in each.get_nodes() if part.node is not None for origin in _origins(part)}
+        inside = [one for one in operators if origins & one.nodes]
+        kernels.append(
+            Kernel(
+                operators=tuple(one.name for one in inside), is_library=each.is_extern(), num_bytes=each.get_read_write_buffers_sizes(),
+                eager_bytes=sum(one.num_bytes for one in inside if id(one) not in counted),
+            )
+        )  # fmt: skip
+        counted |= set(map(id, inside))
+    runs = [one for one in operators if not one.is_again]
+    return Graph(
+        name=f"graph-{number}-{'backward' if graph.is_backward else 'forward'}", source=source, num_operators=len(runs),
+        eager_bytes=sum(one.num_bytes for one in runs), kernels=tuple(kernels),
+    )  # fmt: skip
+
+
+def _launches(node: Any) -> bool:
+    """Whether a node of the schedule is work of its own: neither nothing, nor one of several results of a call."""
+    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(node.node, ir.MultiOutput)
+
+
+def _origins(part: Any) -> Collection[Node]:
+    """The nodes of the graph that a part of the schedule computes; a call of a library is one of them."""
+    called = part.node.get_origin_node() if part.is_extern() else None
+    return part.node.get_origins() if called is None else (called,)
+
+
+# ---- what eager mode would run
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator as eager mode runs it: one node of the graph, or those that it was taken apart into."""
+
+    name: str
+    nodes: frozenset[Node]
+    num_bytes: int
+    is_again: bool
+
+
+def _find_operators(nodes: Collection[Node], is_again: Callable[[Node], bool]) -> list[_Operator]:
+    parts: dict[Any, set[Node]] = {}
+    names: dict[Any, str] = {}
+    for node in filter(_computes, nodes):
+        whole = node.meta.get("original_aten")
+        is_whole = whole is None or _name(whole) == _name(node.target)
+        origin = [each.name for each in node.meta.get("from_node") or ()][:1]
+        key = node if is_whole else (_name(whole), node.meta.get("seq_nr"), *origin)
+        parts.setdefault(key, set()).add(node)
+        names[key] = _name(node.target if is_whole else whole)
+    found = []
+    for key, mine in parts.items():
+        again = all(map(is_again, mine))
+        found.append(_Operator(names[key] + " again" * again, frozenset(mine), 0 if again else _count_bytes(mine), again))
+    return found
+
+
+def _name(target: Any) -> str:
+    """`add` of `aten.add.Tensor`."""
+    return str(getattr(target, "overloadpacket", target)).rpartition(".")[2]
+
+
+def _computes(node: Node) -> bool:
+    """Whether a node makes a tensor: not an input, a view, a part of several results, a size, or the end of a change in place."""
+    if node.op != "call_function" or node.target is operator.getitem or not _size_of(node.meta.get("val")):
+        return False
+    return not (getattr(node.target, "is_view", False) or _name(node.target) in VIEWS or _is_epilogue(node))
+
+
+def _is_epilogue(node: Node) -> bool:
+    return _name(node.target) == EPILOGUE and isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+
+
+def _computes_again(node: Node) -> bool:
+    """Whether a backward graph computes it once more, so that it need not be kept: eager mode keeps it."""
+    return bool(node.meta.get("partitioner_tag") == "is_forward")
+
+
+def _count_bytes(mine: set[Node]) -> int:
+    """What these nodes read from outside, each tensor once, and write for others."""
+    reads: dict[Node, int] = {}
+    written = 0
+    for node in mine:
+        for given in node.all_input_nodes:
+            source = _source(given)
+            if source not in mine:
+                reads[source] = max(reads.get(source, 0), _size_of(given.meta.get("val")))
+        if any(user not in mine for user in _users(node)):
+            written += _size_of(node.meta.get("val"))
+    return sum(reads.values()) + written
+
+
+def _source(node: Node) -> Node:
+    """The node that computed what this one views."""
+    while node.op == "call_function" and not _computes(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _users(node: Node) -> Iterator[Node]:
+    """What uses a node's numbers, directly or through views."""
+    for user in node.users:
+        if user.op == "call_function" and not _computes(user) and not _is_epilogue(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of a tensor, what is repeated counted once, or of several; 0 for anything else."""
+    if isinstance(value, Tensor):
+        sizes = [_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if _hint(stride)]
+        return math.prod(sizes) * value.dtype.itemsize
+    return sum(map(_size_of, value)) if isinstance(value, list | tuple) else 0
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size, or what it was when it was seen first where it may differ: asking otherwise would hold the graph to it."""
+    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size

@@ -1,0 +1,160 @@
+"""Does compiling pay, and how? Eager mode beside every way to compile that this machine has, in fresh processes that take turns."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from surefoot.components.compiler.modes import why_default
+from surefoot.contract.spec import CompileTable, RunSpec, key_names
+from surefoot.core.errors import InputError
+from surefoot.core.statistics import FIRST_LOOK, Interval, median
+from surefoot.prove.attempts import last_words
+from surefoot.prove.ladder import rungs
+from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.trial import Trial, find_conditions
+
+EAGER = "eager"
+ROUNDS = FIRST_LOOK
+WHATS = ("blocks", "model", "step")
+MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
+LONG = "100000 steps"  # neither an evaluation, nor a commit, nor the end of the run falls into what is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run a step; a number that was not measured is None, and `failure` says why.
+
+    `compile_s` is with nothing in the compiler's caches, `again_s` the median of later processes, which find there what the first one
+    left. `ratio` is the time of a step to that of eager mode, `pays_after` the steps that pay for `compile_s`: by the ratio, and by
+    the bounds of its interval; None where no gain is shown.
+    """
+
+    what: str
+    mode: str | None = None
+    compile_s: float | None = None
+    again_s: float | None = None
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    ratio: Interval | None = None
+    pays_after: tuple[int, int, int] | None = None
+    failure: str | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        verdict = None if self.ratio is None else self.ratio.verdict
+        return {**asdict(self), "verdict": verdict}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """All that was measured, under which conditions, and what this machine or spec has no use for, with the reason."""
+
+    ways: tuple[Way, ...]
+    left_out: Mapping[str, str]
+    rounds: int
+    conditions: Mapping[str, str]
+
+    @property
+    def best(self) -> Way | None:
+        """The one that takes least of eager mode's time, of those whose gain is shown."""
+        gains = [each for each in self.ways if each.ratio is not None and each.ratio.verdict == "lower"]
+        return min(gains, key=lambda way: way.ratio.estimate if way.ratio else math.inf, default=None)
+
+
+def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str, str]]:
+    """A spec for each way, by its name, and the modes that are no way of their own here, with the reason.
+
+    All parts that can be compiled are tried, or the one that `spec` compiles.
+    """
+    whats = WHATS if spec.compile.what == "none" else (spec.compile.what,)
+    reasons = {mode: why_default(mode, device, deterministic=spec.train.deterministic) for mode in MODES}
+    left_out = {mode: f"it is default here, since {why}" for mode, why in reasons.items() if why is not None}
+    specs = {
+        f"{what} {mode}": rungs.change(spec, {"compile.what": what, "compile.mode": mode, "compile.on_failure": "stop"})
+        for what in whats
+        for mode in MODES
+        if mode not in left_out
+    }
+    return specs, left_out
+
+
+def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Ways:
+    """Train every way for the same steps, `rounds` times, interleaved. Raises TaskError where eager mode does not run."""
+    if rounds < 1:
+        raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show a gain")
+    steady = {"train.length": LONG, "evaluate.every": LONG, "checkpoint.every": LONG, "checkpoint.keep_every": None}
+    made = rungs.change(spec, steady)
+    eager = rungs.change(made, {f"compile.{key}": None for key in key_names("compile")})
+    with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
+        bench = Workbench(eager, Settings(pairs=rounds), Path(work))
+        tell("eager mode alone, to see how long a step takes")
+        bench.begin()
+        bench.warm_up_what_is_compiled()
+        specs, left_out = find_specs(made, bench.device)
+        tell(f"{len(specs) + 1} arms in {rounds} rounds; in the first each compiles with empty caches")
+        trial = bench.measure_all("compiling", {EAGER: eager, **specs}, rounds, caches=Path(work) / "caches", tell=tell)
+    conditions = {**find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1), "device": bench.device}
+    ways = (_eager(trial), *(_way(bench, trial, name) for name in specs))
+    return Ways(ways=ways, left_out=left_out, rounds=rounds, conditions=conditions)
+
+
+def _eager(trial: Trial) -> Way:
+    return Way(
+        what=EAGER,
+        step_s=_median(trial, EAGER, "wall_s_per_step"),
+        peak_bytes=_peak(trial, EAGER),
+        failure=_failure(trial, EAGER),
+    )
+
+
+def _way(bench: Workbench, trial: Trial, name: str) -> Way:
+    what, mode = name.split()
+    compiled = trial.by_round(name, "compile_s")
+    failure = _failure(trial, name)
+    if failure is None and not compiled:
+        return Way(what=what, mode=mode, failure="nothing was compiled: the steps call none of what was to be")
+    if not compiled:
+        return Way(what=what, mode=mode, failure=failure)
+    first = min(compiled)
+    later = [compile_s for number, compile_s in compiled.items() if number > first]
+    ratio = bench.ratio(trial, name, EAGER, "wall")
+    eager_s = _median(trial, EAGER, "wall_s_per_step")
+    return Way(
+        what=what, mode=mode, compile_s=compiled[first] if first == 0 else None, again_s=median(later) if later else None,
+        step_s=_median(trial, name, "wall_s_per_step"), peak_bytes=_peak(trial, name), ratio=ratio,
+        pays_after=find_break_even(compiled[first], eager_s, ratio) if first == 0 and eager_s and ratio else None, failure=failure,
+    )  # fmt: skip
+
+
+def find_break_even(compile_s: float, eager_s: float, ratio: Interval) -> tuple[int, int, int] | None:
+    """After how many steps `compile_s` is saved, by the ratio and the bounds of its interval; None where that shows no gain.
+
+    >>> find_break_even(30.0, 0.1, Interval(estimate=0.5, low=0.4, high=0.7, count=7, neutral=1.0))
+    (600, 500, 1000)
+    """
+    if ratio.verdict != "lower" or ratio.low is None or ratio.high is None:
+        return None
+    after, least, most = (
+        math.ceil(round(compile_s / (eager_s * (1 - each)), 6)) for each in (ratio.estimate, ratio.low, ratio.high)
+    )
+    return after, least, most
+
+
+def _failure(trial: Trial, name: str) -> str | None:
+    failure = trial.failure(name)
+    return None if failure is None else last_words(failure).splitlines()[0]
+
+
+def _median(trial: Trial, name: str, measure: str) -> float | None:
+    found = list(trial.by_round(name, measure).values())
+    return median(found) if found else None
+
+
+def _peak(trial: Trial, name: str) -> float | None:
+    """The most that was allocated on a GPU, the largest resident size on a CPU, which the compiler's own memory is part of."""
+    on_device = _median(trial, name, "device_peak_bytes")
+    return _median(trial, name, "peak_bytes") if on_device is None else on_device

@@ -1,0 +1,53 @@
+"""What compiling makes of a step: the source of its kernels, what was fused, and the bytes that no longer travel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from surefoot.components.compiler.kernels import Graph, watch_kernels
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import StorageError, TaskError
+from surefoot.prove.bench.rehearsal import Rehearsal
+
+TABLE = "kernels.json"
+
+
+def find_kernels(spec: RunSpec) -> list[Graph]:
+    """Take one step of `spec` compiled, all of its model where it compiles nothing, in this process; gives its graphs, in order.
+
+    Raises TaskError where something cannot be compiled, or nothing was.
+    """
+    what = "model" if spec.compile.what == "none" else spec.compile.what
+    compiled = spec.replace(compile={"what": what, "on_failure": "stop"})
+    with Rehearsal(compiled, steps=1) as rehearsal, watch_kernels() as graphs:
+        rehearsal.assembly.engine.stepper.records = False  # what is looked at is not compiled
+        rehearsal.take("step")
+    if not graphs:
+        raise TaskError("nothing was compiled: the step calls none of what was to be", hint="see compile.what")
+    return graphs
+
+
+def as_row(graph: Graph) -> dict[str, Any]:
+    """A graph without its source."""
+    kernels = [asdict(kernel) for kernel in graph.kernels]
+    return {
+        "graph": graph.name, "num_operators": graph.num_operators, "num_kernels": len(graph.kernels),
+        "eager_bytes": graph.eager_bytes, "num_bytes": graph.num_bytes, "kernels": kernels,
+    }  # fmt: skip
+
+
+def write_kernels(graphs: Sequence[Graph], folder: Path) -> list[Path]:
+    """Write the source of each graph, and the table of all, to a folder. Raises StorageError."""
+    texts = {f"{graph.name}.py": graph.source for graph in graphs}
+    texts[TABLE] = json.dumps([as_row(graph) for graph in graphs], indent=1) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --save-kernels") from None
+    return [folder / name for name in texts]
