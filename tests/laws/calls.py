@@ -31,6 +31,7 @@ FREE = {
     "benchmarks/checkpoint/stall.py": {"torch.save"},
 }
 ENDS = {("surefoot/prove/campaigns/server.py", "os._exit")}  # of a forked trial: a second each for taking the interpreter apart
+CLEARS = "surefoot/train/failure/memory.py"  # between two attempts at a step that found no memory
 NETWORK = (
     "http", "urllib.request", "urllib3", "socketserver", "ftplib", "smtplib", "xmlrpc", "ssl", "requests", "httpx", "aiohttp",
     "torch.hub",
@@ -82,6 +83,18 @@ def environment(root: Path) -> list[Violation]:
         if module.path.as_posix() != "surefoot/core/place.py"
         for node in ast.walk(module.syntax)
         if isinstance(node, ast.Attribute | ast.Name) and (name := module.full_name(node)) in ENVIRONMENT
+    ]
+
+
+def cleared_caches(root: Path) -> list[Violation]:
+    """The allocator's cache is emptied in one place, and in no step: what is given back is asked for again, while the device waits."""
+    return [
+        Violation(module.at(node.lineno), f"empties the allocator's cache, which slows the steps that follow; only {CLEARS} may")
+        for module in modules(root, *SHIPPED)
+        if module.path.as_posix() != CLEARS
+        for node in ast.walk(module.syntax)
+        if (isinstance(node, ast.Attribute) and node.attr == "empty_cache")
+        or (isinstance(node, ast.alias) and node.name == "empty_cache")
     ]
 
 

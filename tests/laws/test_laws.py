@@ -278,6 +278,17 @@ LAWS: dict[str, Law] = {
             "surefoot/train/a.py": "import os\nos.replace('a', 'b')\n",
         },
     ),
+    "the allocator's cache is emptied in one place": Law(
+        calls.cleared_caches,
+        (
+            Plant("empties the allocator's cache", {"surefoot/train/step/a.py": "import torch\ntorch.cuda.empty_cache()\n"}),
+            Plant(
+                "empties the allocator's cache", {"surefoot/train/a.py": "from torch.cuda import empty_cache\nempty_cache()\n"}
+            ),
+            Plant("empties the allocator's cache", {"examples/a.py": "import torch\nclear = torch.mps.empty_cache\n"}),
+        ),
+        {calls.CLEARS: "import torch\ntorch.cuda.empty_cache()\n", "surefoot/train/a.py": "def f(cache):\n    cache.empty()\n"},
+    ),
     "nothing reaches the network": Law(
         calls.network,
         (
