@@ -97,7 +97,8 @@ class Compilation:
     @property
     def words(self) -> str:
         """In a line for a person."""
-        what = "the backward pass" if self.is_backward else f"{self.function} ({PurePath(self.file).name}:{self.line})"
+        where = f"{self.function} ({PurePath(self.file).name}:{self.line})" if self.function else "code"
+        what = "the backward pass" if self.is_backward else where
         again = "" if self.why_again is None else f" again: {self.why_again}"
         early = "" if self.ended_early is None else f"; its graph ends early: {self.ended_early}"
         return f"compiled {what}{again}{early}"

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surefoot.components.compiler import compile_regions
+from surefoot.components.data import Arrays
 from surefoot.contract.events import Compiled, Fault
 from surefoot.core.errors import InputError, TaskError
 from surefoot.train.record import compiling
@@ -77,6 +78,51 @@ def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops
     assert "times again, compile.budget is 1; last: compiled " in fault.detail
     with pytest.raises(TaskError, match=r"times again, compile\.budget is 1"):
         losses(tmp_path / "stopped", batch=7, evaluate_at=5, over_budget="stop", **sizes)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        pooled: Tensor = self.outer(torch.tanh(self.inner(rows)).mean(1))
+        return pooled
+
+
+class Texts(Small):
+    """Batches of 20 lengths, each cut to its longest row before the model sees it."""
+
+    LENGTHS = range(4, 24)
+
+    def model(self) -> nn.Module:
+        return Pooled()
+
+    def data(self, split: str) -> Arrays:
+        generator = torch.Generator().manual_seed(int(split == "train"))
+        order = torch.randperm(len(self.LENGTHS), generator=generator)
+        lengths = (order + self.LENGTHS.start).repeat_interleave(4)
+        return Arrays(
+            torch.randn(len(lengths), self.LENGTHS.stop, 4, generator=generator), torch.arange(len(lengths)) % 3, lengths
+        )
+
+    def augment(self, batch: Any, keys: Any) -> Any:
+        return batch[0][:, : int(batch[2].max())], batch[1], batch[2]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("dynamic", "most"), [(None, 2), (True, 1), (False, None)])
+def test_texts_of_20_lengths_are_compiled_at_most_twice_unless_sizes_are_held(
+    dynamic: bool | None, most: int | None, tmp_path: Path
+) -> None:
+    compile_ = {"what": "model"} | ({} if dynamic is None else {"dynamic": dynamic})
+    made = spec(20, data={"shuffle": False}, observe={"every": "1 step"}, compile=compile_)
+    with Run(made, Texts(), folder=tmp_path, quiet=True) as run:
+        assert len(list(run.steps())) == 20
+    graphs = [event for event in records(tmp_path) if isinstance(event, Compiled) and not event.is_backward]
+    assert len(graphs) == (most or 9)  # the last of the nine is torch's refusal
+    faults = [event.detail for event in records(tmp_path) if isinstance(event, Fault)]
+    assert [detail[:16] for detail in faults] == ([] if most is not None else ["torch gives up: "])
 
 
 @pytest.mark.usefixtures("quick")

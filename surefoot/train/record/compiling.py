@@ -18,6 +18,8 @@ from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.train.step.whole import WholeStep, check
 
+GIVEN_UP = "recompile limit"  # torch's words for code that it has compiled too often
+
 
 @dataclass(frozen=True)
 class Found:
@@ -48,6 +50,10 @@ class Compiling:
         self._compiling_s += sum(each.elapsed_s for each in new)
         paid = self._compiled.pace.take(self._compiling_s)
         lines += [] if paid is None else [paid]
+        given_up = [each for each in new if GIVEN_UP in (each.ended_early or "")]
+        faults += [
+            (f"torch gives up: {each.ended_early}", "what it has not compiled yet runs in eager mode") for each in given_up
+        ]
         for name, why in self._compiled.failed.items():
             if name not in self._told:
                 faults.append((f"{name} cannot be compiled: {why}", "it runs in eager mode"))
