@@ -1,4 +1,4 @@
-"""A process that has imported torch once and forks itself for each program, so that a hundred snippets cost one import.
+"""A process that has imported torch and surefoot once and forks itself for each program, so that a hundred snippets cost one import.
 
 Reads one JSON job a line from standard input: {"folder", "log", "variables", "arguments"}; `arguments` is either
 ["surefoot", ...] or ["python", file]. Answers with the exit code. A job has its own process, output file and working folder.
@@ -6,26 +6,39 @@ Reads one JSON job a line from standard input: {"folder", "log", "variables", "a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 LONGEST_S = 180
 
 
 def serve() -> None:
-    import torch  # noqa: F401 - the point of this process
-
     sys.path[0] = os.getcwd()
+    import_all()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             run(json.loads(line))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def import_all() -> None:
+    """All that any command may import, which is the point of this process; what needs an extra that is not here is left out."""
+    import sklearn.datasets  # noqa: F401 - the data of digits
+    import surefoot.cli
+
+    for module in pkgutil.walk_packages(surefoot.__path__, "surefoot."):
+        if not module.name.endswith("__main__"):
+            with suppress(ImportError):
+                importlib.import_module(module.name)
 
 
 def run(job: dict[str, Any]) -> None:
