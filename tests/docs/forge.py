@@ -33,6 +33,7 @@ def serve() -> None:
 def import_all() -> None:
     """All that any command may import, which is the point of this process; what needs an extra that is not here is left out."""
     import sklearn.datasets  # noqa: F401 - the data of digits
+
     import surefoot.cli
 
     for module in pkgutil.walk_packages(surefoot.__path__, "surefoot."):
