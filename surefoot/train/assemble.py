@@ -32,7 +32,7 @@ from surefoot.core.units import Duration
 from surefoot.train.environment import circumstances, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
 from surefoot.train.failure.blame import describe
-from surefoot.train.record.compiling import compile_as_stated, eager
+from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
 
 
@@ -176,7 +176,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     curve = _curve(spec, resolved, schedule, feed, total_steps)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
-    told = optim.describe_scaling(spec.optim, feed.batch)
+    told = [*optim.describe_scaling(spec.optim, feed.batch), *describe_mode(spec, device.type)]
     if not isinstance(source, Iterated):
         told += optim.warn_of_large_batch(curve, feed.batch, total_steps, spec.optim.name)
     average = None

@@ -12,6 +12,7 @@ import torch
 from surefoot.core.errors import EXIT_OK, BadRecordError, DataError, InputError, OutOfMemory, SurefootError, UserCodeError
 
 _OURS = str(Path(__file__).parents[2])
+_OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
 _LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
 
 
@@ -72,6 +73,12 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     if isinstance(error, InputError):
         made = kind(f"{place} {error.message}", hint=error.hint)
     else:
-        made = kind(f"{place} {describe(error)}", hint="run with --traceback to see all of it")
+        made = kind(f"{place} {describe(error)}", hint=_find_hint(error))
     made.__cause__ = error
     return made
+
+
+def _find_hint(error: BaseException) -> str:
+    if _OVERWRITTEN in str(error):
+        return 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
+    return "run with --traceback to see all of it"

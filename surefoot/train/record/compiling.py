@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from surefoot.components.compiler import Compiled, compile_regions
+from surefoot.components.compiler.modes import why_default
 from surefoot.components.memory import find_blocks
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import Compilation
@@ -104,6 +105,13 @@ def compile_as_stated(
     return compile_regions(
         regions, mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure, deterministic=spec.train.deterministic
     )
+
+
+def describe_mode(spec: RunSpec, device: str) -> list[str]:
+    """What a person should hear of compile.mode at the start: that it is none of its own on this device."""
+    table = spec.compile
+    why = None if table.what == "none" else why_default(table.mode, device, deterministic=spec.train.deterministic)
+    return [] if why is None else [f'compile.mode = "{table.mode}" is default here, since {why}']
 
 
 def eager(compiled: Compiled | None) -> AbstractContextManager[None]:
