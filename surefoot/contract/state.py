@@ -11,6 +11,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def master_of(parameter: Tensor) -> Tensor:
+    """What the optimiser moves: the fp32 master of a parameter that is stored in fewer bits, or itself where it has none."""
+    master: Tensor = getattr(parameter, "master", parameter)
+    return master
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """What the model computes with: the parameter that `tensor` is the master of, or itself."""
+    parameter: Tensor = getattr(tensor, "served", tensor)
+    return parameter
+
+
 @dataclass(frozen=True)
 class Scaling:
     """The loss scale after a step, and whether its gradients overflowed; read when they are asked for."""

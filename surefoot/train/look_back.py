@@ -45,7 +45,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
         return load_with_task(Path(run), step)[0]
     found = _find_step(Path(run), step)
     model = _build(resolve(task), spec_file.read(str((Path(run) / SPEC_FILE).resolve())).spec)
-    checkpoint.load_into(model, Path(run), found)
+    checkpoint.load_into(model, Path(run), found, widen=True)
     return model.eval()
 
 
@@ -60,12 +60,12 @@ def load_with_task(run: Path, step: int | str = "best", *, data: str | None = No
         )
     task = load_task(origin.spec)
     model = _build(task, origin.spec)
-    checkpoint.load_into(model, run, found)
+    checkpoint.load_into(model, run, found, widen=True)
     return model.eval(), task, origin.spec, found
 
 
 def _build(task: Resolved, spec: RunSpec) -> nn.Module:
-    """The model as its weights are saved: in fp32 where they have masters."""
+    """The model as its weights are saved: in fp32 where they have masters; what is frozen is saved as it is stored, and widened."""
     model = build_model(spec, task)
     if spec.precision.master == "none":
         set_storage(model, spec)

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import surefoot
+from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Commit
 from surefoot.components.optim import GuardedUpdate, master_of, publish, store_narrow
 from surefoot.components.precision import compute_context, keep_in_fp32
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError
+from surefoot.prove.whatif.noise import measure_noise
 from surefoot.train.look_back import evaluate_run
+from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import OPTIMIZERS, Small, spec, write_task
 from tests.train.test_resume import STEPS, STOP, Rich, bits, train
@@ -184,3 +188,78 @@ def test_a_pure_bf16_run_is_finite_and_an_update_in_the_backward_pass_knows_no_m
         assert all(math.isfinite(report.loss) for report in run.steps())
     with pytest.raises(SpecError, match="masters gather"):
         RunSpec(precision=BF16, optim={"clip": 0.0}, stability={"nonfinite": "stop"}, memory={"update_in_backward": True})
+
+
+def saved(folder: Path, step: int) -> dict[str, Tensor]:
+    return Commit(folder, step).read("model")
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_run_that_begins_with_the_weights_of_another_trains_from_them(weights: str, tmp_path: Path) -> None:
+    """Its masters are what is updated, and are rounded into the weights after each step."""
+    train(tmp_path / "first", spec(4, precision={"compute": "bf16", "weights": weights}), Small(norm=True))
+    still = spec(2, precision=BF16, optim={"lr": 0.0, "ema": 0.5})
+    with Run(still, Small(norm=True), folder=tmp_path / "next", quiet=True, start=Start(tmp_path / "first", 4, True)) as run:
+        for _ in run.steps():
+            pass
+    expected = saved(tmp_path / "first", 4)
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(master_of(parameter), expected[name]), name
+        assert torch.equal(parameter, expected[name].to(parameter.dtype)), name
+        assert torch.equal(saved(tmp_path / "next", 2)[name], expected[name]), name
+
+
+def test_a_loop_of_ones_own_saves_the_masters_and_goes_on_with_them(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        store_narrow(model)
+        return model, torch.optim.SGD([master_of(parameter) for parameter in model.parameters()], lr=1e-4)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with compute_context("bf16", torch.device("cpu"))():
+            model(torch.ones(2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        publish(model.parameters())
+
+    model, optimizer = build()
+    other, another = build()
+    for _ in range(3):
+        step(model, optimizer)
+    checkpoint.save(tmp_path, 3, {"model": model, "optimizer": optimizer})
+    checkpoint.load(tmp_path, {"model": other, "optimizer": another})
+    for _ in range(3):
+        step(model, optimizer)
+        step(other, another)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(master_of(mine), master_of(theirs))
+    assert {tensor.dtype for tensor in saved(tmp_path, 3).values()} == {torch.float32}
+
+
+def test_a_model_with_frozen_weights_is_taken_back_in_fp32_and_evaluated_as_the_run_did(tmp_path: Path) -> None:
+    how = RunSpec(
+        task={"use": write_task(tmp_path)}, precision=BF16, optim={"freeze": ["0.*"]}, train={"length": "4 steps", "batch": 4},
+        observe={"tensorboard": False},
+    )  # fmt: skip
+    with Run(how, folder=tmp_path / "run", quiet=True) as run:
+        for _ in run.steps():
+            pass
+        own = run.evaluate()
+    model = surefoot.load(tmp_path / "run")
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+    assert torch.equal(model.get_parameter("0.weight"), run.model.get_parameter("0.weight").float())
+    results, _ = evaluate_run(tmp_path / "run", "last", None, None)
+    assert results[0].value == own.value
+    assert measure_noise(how, run=tmp_path / "run", size=2, draws=16).mean_norm > 0
+
+
+def test_a_norm_keeps_its_own_weights_and_not_those_of_what_stands_inside() -> None:
+    class NormedNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inside = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+    model = NormedNet()
+    assert store_narrow(model) == ["inside.weight", "inside.bias"]

@@ -67,16 +67,16 @@ class Commit:
         return self._entries[name]
 
 
-def read_weights(commit: Commit, own: Mapping[str, Any], prefix: str) -> None:
+def read_weights(commit: Commit, own: Mapping[str, Any], prefix: str, *, widen: bool = False) -> None:
     """Read into the tensors of a state dict; a tied tensor is held once, under any of its names."""
     stored = commit.pieces(prefix)
     live = {name: tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
-    check_fit(commit.folder, stored, live)
+    check_fit(commit.folder, stored, live, widen=widen)
     commit.read(prefix, lambda name, piece: live[name])
 
 
-def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor]) -> None:
-    """Raise RunFolderError, listing both sides, unless `stored` holds what `live` needs."""
+def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False) -> None:
+    """Raise RunFolderError, listing both sides, unless `stored` holds what `live` needs; bf16 goes into fp32 to `widen`."""
     held = {_identity(live[name]) for name in stored if name in live}
     missing = [
         name for name, tensor in live.items() if name not in stored and (_identity(tensor) not in held or not tensor.numel())
@@ -92,6 +92,7 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
         f"{name} {piece.dtype}, now {files.DTYPES.get(tensor.dtype)}"
         for name, piece, tensor in both
         if piece.dtype != files.DTYPES.get(tensor.dtype)
+        and not (widen and piece.dtype == "BF16" and tensor.dtype == torch.float32)
     ]
     wrong = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another dtype": retyped}
     if any(wrong.values()):

@@ -24,6 +24,7 @@ from surefoot.components.checkpoint.tensors import check_storable
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract import commits, manifest
 from surefoot.contract.manifest import NAME, Manifest
+from surefoot.contract.state import master_of
 from surefoot.core.errors import RunFolderError, TaskError
 
 NO_STAMP = Stamp()
@@ -75,16 +76,15 @@ def load(folder: Path, state: Mapping[str, Any], step: int | None = None) -> Res
     return None if at is None else Restored(at, found[-1], tuple(troubles))
 
 
-def load_into(model: nn.Module, folder: Path, step: int) -> Manifest:
-    """Read the weights and buffers of a commit into `model`, strictly: the same names, shapes and dtypes.
+def load_into(model: nn.Module, folder: Path, step: int, *, widen: bool = False) -> Manifest:
+    """Read the weights and buffers of a commit into `model`, strictly: the same names, shapes and dtypes; bf16 into fp32 to `widen`.
 
     Raises RunFolderError, before anything of the model moves, when they do not fit or a file is damaged.
     """
     one = Commit(folder, step)
-    own = model.state_dict(keep_vars=True)
-    check_fit(one.folder, one.pieces("model"), {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)})
+    check_fit(one.folder, one.pieces("model"), _tensors(model), widen=widen)
     commits.check(one.folder)
-    read_weights(one, own, "model")
+    _read_into(model, one, "model", widen=widen)
     return one.manifest
 
 
@@ -100,9 +100,7 @@ def _stored(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of the state dict on the host, contiguous, one that stands under several names once."""
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     found = {}
-    for name, tensor in module.state_dict().items():
-        if not isinstance(tensor, Tensor):
-            continue
+    for name, tensor in _tensors(module).items():
         check_storable(name, tensor)
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if key in seen and tensor.numel():
@@ -110,6 +108,20 @@ def _stored(module: nn.Module) -> dict[str, Tensor]:
         seen.add(key)
         found[name] = tensor.detach().cpu().contiguous()
     return found
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the state dict; of a weight that has a master that one, which holds all its bits."""
+    state = module.state_dict(keep_vars=True)
+    return {name: master_of(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+@torch.no_grad()
+def _read_into(module: nn.Module, one: Commit, prefix: str, *, widen: bool = False) -> None:
+    read_weights(one, _tensors(module), prefix, widen=widen)
+    for parameter in module.parameters():
+        if (master := master_of(parameter)) is not parameter:
+            parameter.copy_(master)
 
 
 def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +133,7 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         tree = join(one.json("state.json"), one.read("state.safetensors"), one.folder)
         values, random = dict(tree["values"]), tree["random"]
     for name, module in modules.items():
-        read_weights(one, module.state_dict(keep_vars=True), f"{name}.safetensors")
+        _read_into(module, one, f"{name}.safetensors")
     for name, value in state.items():
         if name in modules:
             continue

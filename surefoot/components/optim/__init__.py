@@ -9,9 +9,10 @@ from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
-from surefoot.components.optim.masters import keep_on_host, leaf_of, master_of, publish, store_narrow
+from surefoot.components.optim.masters import keep_on_host, publish, store_narrow
 from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch
 from surefoot.components.optim.update import GuardedUpdate
+from surefoot.contract.state import leaf_of, master_of
 
 __all__ = [
     "Adam8bit",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from surefoot.components.optim.masters import master_of
+from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 
 
@@ -47,12 +47,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def find_trained(model: nn.Module) -> list[Named]:
-    """Every parameter that takes a gradient, tied ones once, with its kind."""
+    """Every parameter that takes a gradient, tied ones once, with its kind. Raises TaskError for a gradient that would be sparse."""
     kinds: dict[int, str] = {}
     head: nn.Module | None = None
     for module in model.modules():
         if isinstance(module, nn.Linear):
             head = module
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise TaskError(
+                f"the gradient of an {type(module).__name__} of {len(module.weight):,} rows is sparse, and the optimisers take dense ones",
+                hint="build it with sparse=False",
+            )
         for parameter in module.parameters(recurse=False):
             kind = _kind(module, parameter)
             if kinds.get(id(parameter)) not in ("embedding", "norm"):  # a tied head counts as the embedding

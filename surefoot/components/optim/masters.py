@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim.fused import copy_tensors
+from surefoot.contract.state import leaf_of, master_of
 
 NARROW = torch.bfloat16
 
@@ -26,8 +27,10 @@ def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_mas
     Those that are trained get a master, unless their updates are to be lost.
     """
     left = {
-        id(parameter) for module in model.modules() if module in wide or _is_norm(module) for parameter in module.parameters()
-    }
+        id(parameter)
+        for module in model.modules() if module in wide or _is_norm(module)
+        for parameter in module.parameters(recurse=module in wide)
+    }  # fmt: skip
     narrowed = []
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or id(parameter) in left:
@@ -72,18 +75,6 @@ def _hand_over(parameter: Tensor) -> None:
     else:
         master.grad.add_(gradient.to(master.device))
     parameter.grad = None
-
-
-def master_of(parameter: Tensor) -> Tensor:
-    """What the optimiser moves: the parameter's master, or itself where it has none."""
-    master: Tensor = getattr(parameter, "master", parameter)
-    return master
-
-
-def leaf_of(tensor: Tensor) -> Tensor:
-    """What the model computes with: the parameter that `tensor` is the master of, or itself."""
-    parameter: Tensor = getattr(tensor, "served", tensor)
-    return parameter
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from surefoot.components.optim import fused, saving
 from surefoot.components.optim.kinds.by_group import ByGroup, Driven
 from surefoot.components.optim.kinds.muon import FlatMuon
-from surefoot.components.optim.masters import leaf_of, publish
+from surefoot.components.optim.masters import publish
+from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 
 Curve = Callable[[int], float]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
+from surefoot.components.optim import master_of, publish
 from surefoot.contract import commits, events, manifest, spec_file
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
@@ -100,6 +101,8 @@ def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
                     each["groups"] = None
     if any(change.key.startswith("schedule.") for change in found):
         tree["plateau"] = None
+    if any(change.key in ("train.batch", "train.microbatch", "train.ramp") for change in found):
+        tree["microbatch"] = None
     if changes.starts_scores_anew(found):
         tree["scores"], tree["plateau"] = None, None
 
@@ -191,7 +194,8 @@ def check_can_begin_anew(chosen: Chosen) -> None:
 def _load_weights(commit: Commit, assembly: Assembly) -> str:
     """Read what fits by name and shape; gives what was loaded and what was not, in words."""
     stored = commit.pieces(checkpoint.MODEL)
-    own = {name: each for name, each in assembly.model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    live = assembly.model.state_dict(keep_vars=True)
+    own = {name: master_of(each) for name, each in live.items() if isinstance(each, Tensor)}
     fits = {name for name, piece in stored.items() if name in own and tuple(own[name].shape) == piece.whole == piece.shape}
     reshaped = [f"{n} {list(p.whole)}, now {list(own[n].shape)}" for n, p in stored.items() if n in own and n not in fits]
     unexpected = [name for name in stored if name not in own]
@@ -205,6 +209,7 @@ def _load_weights(commit: Commit, assembly: Assembly) -> str:
         return own[name].detach() if name in fits else checkpoint.create(name, piece)
 
     commit.read(checkpoint.MODEL, give)
+    publish(assembly.model.parameters())
     _follow(assembly)
     return f"begun with the weights of {commit.folder}: {told}"
 
