@@ -163,3 +163,17 @@ def test_a_state_dict_goes_on_exactly_and_a_parameter_may_be_without_a_gradient(
     for is_fused in (True, False):
         made = KINDS[name](whole.parameters(), fused=is_fused)
         assert optim.GuardedUpdate([made], total_steps=1, on_device=True).on_device is is_fused
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_complex_weights_are_moved_as_their_real_and_imaginary_parts(name: str) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    parts = nn.Parameter(torch.view_as_real(weight.detach()).clone())
+    one, other = KINDS[name]([weight]), KINDS[name]([parts])
+    for _ in range(3):
+        weight.grad = torch.randn(4, 4, dtype=torch.complex64)
+        parts.grad = torch.view_as_real(weight.grad).clone()
+        one.step()
+        other.step()
+    torch.testing.assert_close(torch.view_as_real(weight), parts)

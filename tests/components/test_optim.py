@@ -250,3 +250,11 @@ def test_the_average_follows_its_formula_and_is_swapped_in_and_out() -> None:
     with average.swapped_in():
         torch.testing.assert_close(weight.detach(), expected)
     assert torch.equal(weight.detach(), own)
+
+
+def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(TaskError, match="the gradient of an Embedding of 5 rows is sparse"):
+        optim.find_trained(model)
+    model[0].weight.requires_grad_(False)
+    assert [each.name for each in optim.find_trained(model)] == ["1.weight", "1.bias"]

@@ -166,3 +166,16 @@ def test_explain_shows_every_parameter_and_whether_the_contract_holds(
     assert call(monkeypatch, "explain", use, *small, "--set", 'precision.contract.compute="fp32"') == 1
     assert "contract: precision.contract says compute = 'fp32', and that of 0.weight is bf16" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_tensors_without_an_address_of_their_own_are_not_taken_for_one_another() -> None:
+    """Nested tensors have none, and all empty ones have the same."""
+    model = nn.ModuleDict({"linear": nn.Linear(4, 3), "empty": nn.Linear(0, 2, bias=False)})
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with DtypeRecord(model) as record:
+        loss = model["linear"](ragged).values().sum() + torch.ones(0).exp().sum()
+        loss.backward()
+    record.see_update(())
+    rows = {row.name: row for row in record.parameters}
+    assert (rows["linear.weight"].compute, rows["linear.weight"].gradient) == ("fp32", "fp32")
+    assert rows["empty.weight"].compute is None

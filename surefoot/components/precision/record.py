@@ -197,7 +197,11 @@ def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
 
 
 def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
-    return tensor.untyped_storage().data_ptr(), tensor.dtype
+    """What tells tensors apart by their numbers; one without an address of its own, as an empty or a nested one, is only itself."""
+    try:
+        return tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype
+    except RuntimeError:
+        return -id(tensor), tensor.dtype
 
 
 def _name(tensor: Tensor) -> str:

@@ -27,7 +27,7 @@ class _Layerwise(ByGroup):
         super().__init__(params, defaults)
         for group in self.param_groups:
             if group["fused"] is None:
-                group["fused"] = all(each.device.type in FUSED_DEVICES for each in group["params"])
+                group["fused"] = all(each.device.type in FUSED_DEVICES and each.is_floating_point() for each in group["params"])
 
 
 @final
@@ -116,7 +116,7 @@ class Lamb(_Layerwise):
             moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
             [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
             weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"], foreach=not group["fused"],
-            grad_scale=grad_scale, found_inf=found_inf,
+            has_complex=any(map(torch.is_complex, params)), grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
         rates: float | Tensor = lr
         if group["adapt"]:
