@@ -178,3 +178,14 @@ def test_its_rung_is_there_for_tasks_that_have_it() -> None:
     for task, is_here in (("pycorpus", True), ("digits", False)):
         found = {rung.name: rung for rung in find_rungs(RunSpec(task={"use": task}), device="cpu", cores=2)}
         assert found["chunked loss"].is_here is is_here
+
+
+def test_in_16_bits_what_flows_into_the_loss_is_not_rounded_to_them() -> None:
+    """1 / 3 rounded to bf16 is longer by 0.13 %, and so were all gradients of hidden: each is rounded once, and to both sides."""
+    for count in (3, 7, 11):
+        hidden, weight, bias, targets = draw(torch.bfloat16, ignored=0)
+        total, _ = linear_cross_entropy(hidden, weight, targets, bias)
+        (whole,) = torch.autograd.grad(total, hidden, retain_graph=True)
+        (mean,) = torch.autograd.grad(total / count, hidden)
+        ratio = (mean.double() * whole.double()).sum() / whole.double().square().sum()
+        assert float(ratio * count) == pytest.approx(1.0, abs=5e-4)

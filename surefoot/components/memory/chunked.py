@@ -77,7 +77,8 @@ class _Chunked(torch.autograd.Function):
                 "linear_cross_entropy can be differentiated once, and create_graph asks for more",
                 hint="use cross_entropy(linear(hidden, weight), targets) where a second derivative is needed",
             )
-        made = (None if each is None else each * gradient.to(each.dtype) for each in ctx.saved_tensors)
+        # in the dtype of the loss: 16 bits would round 1 / count, and all gradients by as much
+        made = (None if each is None else (each.to(gradient.dtype) * gradient).to(each.dtype) for each in ctx.saved_tensors)
         return *made, None, None
 
 
