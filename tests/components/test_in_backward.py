@@ -114,3 +114,17 @@ def test_an_optimiser_of_the_task_and_several_updates_are_refused(tmp_path: Path
         small.spec(2, **{**TABLES, "optim": {"clip": 0.0}}), Own(), folder=tmp_path / "run", quiet=True
     ):  # fmt: skip
         pass
+
+
+def test_the_schedule_goes_on_after_a_save_where_the_device_is_not_waited_for() -> None:
+    model = nn.Linear(2, 2)
+    guarded = GuardedUpdate(
+        [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)], curve=lambda step: 1.0 / (1 + step), total_steps=10, on_device=True
+    )  # fmt: skip
+    inside = UpdateInBackward(guarded)
+    rates = []
+    for _ in range(4):
+        inside.step(lambda: model(torch.ones(1, 2)).sum().backward())
+        rates.append(float(guarded.groups[0]["lr"]))
+        assert guarded.state({})["applied_steps"] == len(rates)
+    assert rates == pytest.approx([1.0, 1 / 2, 1 / 3, 1 / 4])

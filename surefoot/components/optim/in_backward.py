@@ -27,6 +27,7 @@ class UpdateInBackward:
                 "the update cannot run inside the backward pass with this optimiser",
                 hint="it goes with torch.optim.SGD, Adam and AdamW, fused; set memory.update_in_backward = false",
             )
+        guarded.on_device = False  # the host moves the schedule and counts
         self._guarded = guarded
         self._places: dict[int, tuple[FusedGroup, int]] = {}
         self._norms: list[Tensor] = []
