@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.contract import ledger
-from surefoot.contract.events import Committed, Fault
+from surefoot.contract.events import Committed, Fault, Started
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import OutOfMemory, SpecError, TaskError
 from surefoot.train.assemble import assemble
 from surefoot.train.failure import account
+from surefoot.train.resume.start import Start
 from surefoot.train.run import Run, drive
 from tests.train.short import Greedy
-from tests.train.small import end_of, records
+from tests.train.small import Small, end_of, records, spec
+from tests.train.test_resume import bits, train
 
 HEADROOM_MIB = 320
 
@@ -150,3 +152,30 @@ def test_a_gpu_that_is_full_is_told_with_what_its_allocator_holds(tmp_path: Path
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert [event.fault for event in records(tmp_path / "run") if isinstance(event, Fault)] == ["memory"]
     assert json.loads((tmp_path / "run" / account.SEGMENTS_FILE).read_text())
+
+
+class Once(Small):
+    """Runs out of memory at one step, and never again: another process needed it."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__(dropout=0.3, norm=True)
+        self.left = -1 if step is None else step
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        self.left -= model.training
+        if self.left == 0 and model.training:
+            raise MemoryError("Unable to allocate 2.00 GiB for an array")
+        return super().forward(model, batch)
+
+
+def test_a_run_that_goes_on_keeps_the_half_that_memory_left_it(tmp_path: Path) -> None:
+    how = spec(12, memory={"on_oom": "halve"}, checkpoint={"every": "3 steps"})
+    train(tmp_path / "whole", how, Once(4))
+    train(tmp_path / "left", how, Once(4), leave_at=8)
+    train(tmp_path / "left", how, Once(None))
+    assert bits(tmp_path / "left", 12) == bits(tmp_path / "whole", 12)
+    began = [event for event in records(tmp_path / "left") if isinstance(event, Started)]
+    assert "microbatch 2, not 4: memory had run out with that" in began[-1].notes
+    stated = spec(14, memory={"on_oom": "halve"}, train={"microbatch": 4})
+    with Run(stated, Once(None), folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "whole", 12)) as run:
+        assert run.assembly.feed.microbatch == 4

@@ -131,6 +131,7 @@ class LiveState:
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.course.schedule.state(),
+            "microbatch": self._assembly.feed.microbatch,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {name: copy.deepcopy(value) for name, value in state.items() if not isinstance(value, Tensor)},
             "buffers": {name: held for name, held in self._model.named_buffers() if name not in state},
@@ -230,6 +231,7 @@ class LiveState:
         if self._assembly.engine.average is not None:
             self._assembly.engine.average.restore(tree["average"])
         self._assembly.course.schedule.restore(tree["plateau"])
+        self._take_microbatch(tree.get("microbatch"))
         if self._scaler is not None and tree.get("scaler") is not None:  # a fork, or a commit before there were any, has none
             self._scaler.load_state_dict(tree["scaler"])
         buffers = dict(self._model.named_buffers())
@@ -237,6 +239,13 @@ class LiveState:
             for name, value in tree["buffers"].items():
                 if name in buffers and buffers[name].shape == value.shape:
                     buffers[name].copy_(value)
+
+    def _take_microbatch(self, saved: int | None) -> None:
+        """Steps that ran out of memory may have halved it: those that follow are the same ones, wherever they are done."""
+        feed = self._assembly.feed
+        if saved is not None and saved < feed.microbatch:
+            self._assembly.told.append(f"microbatch {saved:,}, not {feed.microbatch:,}: memory had run out with that")
+            feed.microbatch = saved
 
     def _put_back_of_task(self, extra: Any, task: Mapping[str, Any]) -> None:
         """What the user's own code takes back."""
