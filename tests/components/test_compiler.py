@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler import Steward, compile_regions
+from surefoot.components.precision import keep_in_fp32
 from surefoot.core.errors import InputError, TaskError
 
 
@@ -60,6 +61,17 @@ def outcome(model: nn.Module, rows: int = 4) -> list[Tensor]:
 
 def regions(model: nn.Sequential) -> dict[str, nn.Module]:
     return dict(model.named_children())
+
+
+def test_blocks_that_are_kept_in_fp32_are_compiled_too() -> None:
+    plain, model = make(), make()
+    for each in (plain, model):
+        keep_in_fp32(each, ["1"])
+    expected = outcome(plain)
+    done = compile_regions(regions(model), backend="aot_eager")
+    for one, other in zip(outcome(model), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert done.failed == {}
 
 
 def refuse(graph: Any, inputs: Any) -> Any:

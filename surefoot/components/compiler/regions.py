@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -165,8 +166,8 @@ class _Region:
 
 
 def _traced(module: nn.Module) -> Any:
-    """What is compiled of a module: its own call; of a module of torch's a call of ours, since torch looks into no frame of its own."""
-    if not torch._dynamo.trace_rules.check(module.forward):
+    """What is compiled of a module: its own call; of one of torch's, or with another forward, ours: torch skips its own frames."""
+    if inspect.ismethod(module.forward) and not torch._dynamo.trace_rules.check(module.forward):
         return module._call_impl
 
     def call(*args: Any, **named: Tensor | Any) -> Any:
