@@ -318,6 +318,25 @@ def test_a_run_with_a_budget_that_cannot_be_met_is_refused_before_it_begins(tmp_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_budget_is_chosen_by_what_training_keeps_and_by_the_largest_batch(tmp_path: Path) -> None:
+    """A trial in evaluation mode keeps no mask of a dropout, and of a batch that grows the first is the smallest."""
+
+    def cost(name: str, **train: Any) -> int:
+        how = small.spec(4, train=train, memory={"recompute": "64 KiB"})
+        with Run(how, Repeats(), folder=tmp_path / name, quiet=True) as run:
+            budget = run.assembly.engine.recomputed.budget
+            assert budget is not None
+            return sum(each.whole_bytes for each in budget._in_order())
+
+    four, eight = cost("four", batch=4), cost("eight", batch=8)
+    model = Repeats().model().train()
+    asked = recompute(model, "64 KiB")
+    model(torch.randn(4, 4)).sum().backward()
+    assert asked.budget is not None
+    assert four == sum(each.whole_bytes for each in asked.budget._in_order())
+    assert cost("ramp", batch=8, ramp=[[0, 4], [16, 8]]) == eight > four
+
+
 def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> None:
     class Names(Repeats):
         def blocks(self, model: nn.Module) -> list[nn.Module]:

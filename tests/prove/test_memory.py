@@ -12,9 +12,11 @@ import torch
 
 from benchmarks.memory_prediction.cases import Named
 from surefoot.components.observe import peak_resident_bytes
+from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.prove.memory import compare, fit, predict
+from surefoot.train.run import Run
 from tests.train.small import call, write_task
 
 MOST_ERROR = 0.005
@@ -111,5 +113,74 @@ def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
     assert abs(row["error"]) <= MOST_ERROR
     assert json.loads(Path("shape.json").read_text())["terms"] == row["terms"]
     for words in (["memory"], ["memory", "digits", "--parameters", "1B"], ["memory", "--parameters", "many"],
-                  ["memory", "digits", "--out", "shape.json"], ["memory", "digits", "--fit", "16"]):  # fmt: skip
+                  ["memory", "digits", "--out", "shape.json"], ["memory", "digits", "--fit", "16"],
+                  ["memory", "digits", "--fit", "1GiB", "--measure"], ["memory", "--parameters", "1B", "--measure"]):  # fmt: skip
         assert call(monkeypatch, *words) == 2
+
+
+PAIR = """
+import torch
+from torch import nn
+from surefoot import Loss
+from surefoot.components.data import Arrays
+
+class Pair:
+    def model(self):
+        self.scale = torch.ones(())
+        return nn.ModuleDict({"one": nn.Sequential(nn.Linear(64, 256), nn.Tanh()), "two": nn.Linear(256, 64)})
+
+    def data(self, split):
+        return Arrays(torch.ones(64, 64), torch.zeros(64))
+
+    def forward(self, model, batch):
+        return model["two"](model["one"](batch[0])) * self.scale
+
+    def loss(self, output, batch):
+        return Loss.sum(output.square().sum(), len(output))
+"""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "pair.py"
+    path.write_text(PAIR)
+    return {"use": f"{path}:Pair"}
+
+
+def test_bf16_weights_are_predicted_with_their_masters_and_the_gradients_of_those(pair: dict[str, str]) -> None:
+    train = {"batch": 16, "length": "4 steps"}
+    found = predict(RunSpec(task=pair, train=train, precision={"compute": "bf16", "weights": "bf16"}))
+    count = found.num_parameters
+    assert [found.terms[name] / count for name in ("parameters", "masters", "optimiser")] == pytest.approx([2, 4, 8], abs=0.01)
+    assert found.terms["gradients"] > count  # at the peak not all of them are there
+    spec = RunSpec(task=pair, train=train, precision={"compute": "bf16", "weights": "bf16", "master": "none"})
+    assert predict(spec).peak_bytes < found.peak_bytes - 4 * count
+
+
+def test_a_model_whose_parts_are_called_by_themselves_is_measured_as_well(pair: dict[str, str]) -> None:
+    spec = RunSpec(task=pair, train={"batch": 16, "length": "4 steps"})
+    predicted = predict(spec).peak_bytes
+    assert abs(compare(spec, predicted).error or 1.0) <= MOST_ERROR
+
+
+def test_of_a_batch_that_grows_the_largest_is_predicted(pair: dict[str, str]) -> None:
+    train = {"batch": 32, "length": "4 steps"}
+    ramp = RunSpec(task=pair, train={**train, "ramp": [[0, 4], [1000, 32]]}, schedule={"name": "constant"})
+    assert predict(ramp).peak_bytes == predict(RunSpec(task=pair, train=train)).peak_bytes
+    assert predict(ramp).spec_id == ramp.id
+    falling = ramp.replace(train={"batch": 4, "ramp": [[0, 32], [1000, 4]]})
+    assert predict(falling).peak_bytes == predict(ramp).peak_bytes
+    noisy = ramp.replace(train={"microbatch": 2}, observe={"noise": True})
+    assert fit(noisy, 1 << 30, lambda text: None).microbatch == 32
+
+
+def test_a_prediction_in_a_run_leaves_the_task_as_it_was(pair: dict[str, str], tmp_path: Path) -> None:
+    spec = RunSpec(
+        task=pair, train={"batch": 16, "length": "4 steps"}, memory={"predict": True}, observe={"tensorboard": False}
+    )  # fmt: skip
+    with Run(spec, folder=tmp_path / "run", quiet=True) as run:
+        assert len(list(run.steps())) == 4
+        assert run.task.task.scale.item() == 1.0
+    (row,) = (event for event in events.read(tmp_path / "run") if isinstance(event, events.Memory))
+    assert row.error is not None
+    assert abs(row.error) <= MOST_ERROR

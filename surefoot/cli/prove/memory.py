@@ -42,6 +42,14 @@ def memory(
         raise InputError(
             "memory needs a spec, or --parameters", hint="surefoot memory digits, or surefoot memory --parameters 70B"
         )
+    idle = [flag for flag, value in {"--measure": measure, "--set": set_, "--data": data}.items() if value]
+    if idle and parameters is not None:
+        raise InputError(f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone", hint="leave one of them out")
+    if measure and fit is not None:
+        raise InputError(
+            "--fit looks for a spec that fits, and --measure runs the one that is given",
+            hint="first --fit, then --measure what it found",
+        )
     budget = None if fit is None else parse_bytes(fit)
     if out is not None:
         options.check_new_file(out, "--out", FILE)

@@ -51,6 +51,9 @@ class Feed:
         n = order.n
         self.dropped = n % batch if drop_last else 0
         self._end = n - self.dropped
+        self.largest = (
+            min(max(batch, *(size for _, size in ramp)), self._end) if ramp else min(batch, self._end)
+        )  # samples of a step
         if self._end == 0:
             raise DataError(
                 f"a batch of {batch} is larger than the set of {n} samples, and last_batch is 'drop'",
@@ -100,7 +103,7 @@ class Feed:
 
     def batch_at(self, step: int) -> int:
         """The batch of the step numbered `step`, from 0; the last one of an epoch may have fewer samples."""
-        return self._piece(step).batch
+        return min(self._piece(step).batch, self.largest)
 
     def samples_after(self, steps: int) -> int:
         """The samples that so many steps consume, from the first on."""

@@ -71,3 +71,10 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
             f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of steps everywhere",
             hint="say it in steps, or as a time",
         )
+
+
+def at_its_largest(spec: RunSpec) -> RunSpec:
+    """The spec with the largest batch of its ramp all the way; itself where there is none."""
+    if not spec.train.ramp:
+        return spec
+    return spec.replace(train={"ramp": (), "batch": max(batch for _, batch in spec.train.ramp)})

@@ -50,9 +50,13 @@ class Budget:
                 self._decide()  # the next pass began: what was not measured was not called
             return False
         if self.chosen is not None:
-            self.chosen = None
-            self._costs, self._given, self._held = {}, {}, set()
+            self.forget()
         return True
+
+    def forget(self) -> None:
+        """Measure all anew: what came so far was no training step, as a trial in evaluation mode."""
+        self.chosen = None
+        self._costs, self._given, self._held = {}, {}, set()
 
     def measure(self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers) -> None:
         """Run a block a few times and leave no trace of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,10 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
 
     Raises InputError where none fits, with the least that is needed.
     """
+    spec = spec.replace(observe={"noise": False})  # which not every microbatch has
     batch, ways, least = spec.train.batch, list(WAYS), None
-    sizes = [size for size in range(batch, 0, -1) if batch % size == 0]
+    smaller = math.gcd(batch, *(stage for _, stage in spec.train.ramp))
+    sizes = [size for size in range(batch, 0, -1) if size == batch or smaller % size == 0]
     if spec.memory.update_in_backward:
         sizes = sizes[:1]
     for size in sizes:

@@ -32,18 +32,17 @@ class Compared:
 
 
 def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
-    """Run three steps of `spec` on the CPU and measure the third, from the first call of its model on."""
+    """Run three steps of `spec` on the CPU and measure the third."""
     with Rehearsal(spec, steps=STEPS) as rehearsal:
         assembly, rise = rehearsal.assembly, Rise()
         for _ in range(STEPS - 1):
             rehearsal.take("step")
         for update in assembly.updates:
             update.guarded.clear_gradients()  # their release would not be seen
-        before_bytes = held_bytes(assembly, rehearsal.batches)
-        handle = assembly.model.register_forward_pre_hook(lambda module, args: rise.start())
+        before_bytes = held_bytes(assembly)
+        rise.start()
         try:
             rehearsal.take("step")
         finally:
-            handle.remove()
             rise_bytes = rise.stop()
     return Compared(before_bytes + rise_bytes, peak_resident_bytes(), predicted_bytes)

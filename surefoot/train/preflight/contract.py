@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from surefoot.components.data import Keys, to_device
+from surefoot.components.data.lengths import at_its_largest
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
-from surefoot.train.assemble import Assembly
+from surefoot.train.assemble import Assembly, make_feed
 from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
@@ -71,15 +72,18 @@ def check(assembly: Assembly) -> list[str]:
             notes += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
     with computing(assembly):
         _check_lone_sample(assembly, read)
-    if assembly.engine.recomputed.budget is not None:
+    budget = assembly.engine.recomputed.budget
+    if budget is not None:
+        budget.forget()
         _measure_blocks(assembly, read)
         notes.append(assembly.engine.recomputed.words)
     return notes
 
 
 def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
-    """Let the first microbatch through, so that a budget that cannot be met is told before the run."""
-    model, ids = assembly.model, assembly.feed.microbatches(assembly.feed.window(0))[0]
+    """Let a microbatch of the largest batch through, so that a budget that cannot be met is told before the run."""
+    model, feed = assembly.model, make_feed(at_its_largest(assembly.spec), assembly.feed.source)
+    ids = feed.microbatches(feed.window(0))[0]
     with untouched(model, assembly.task.state), torch.enable_grad():
         model.train()
         for update in assembly.updates:

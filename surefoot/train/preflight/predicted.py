@@ -5,6 +5,7 @@ The step is the run's own: its model, its recomputation, its updates. Batches ar
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.data import Keys
+from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.memory.trace import GRADIENTS, Allocations, naming, total_bytes, without_numbers
-from surefoot.components.optim import WeightAverage, backward, load_codes
+from surefoot.components.optim import WeightAverage, backward, load_codes, master_of
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, Source
+from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.recompute import How
 from surefoot.train.assemble import Assembly, assemble, make_feed, read_split, take_task
@@ -56,9 +58,9 @@ class Prediction:
 
 
 def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) -> Prediction:
-    """The peak of a step of `spec` on a CPU, not compiled and nothing offloaded; `source` are its training data where they are read.
+    """The peak of a step of `spec` on a CPU, with its largest batch, not compiled and nothing offloaded.
 
-    Raises InputError for a task that needs numbers to know its sizes.
+    `source` are its training data where they are read. Raises InputError for a task that needs numbers to know its sizes.
     """
     if How.parse(spec.memory.recompute).kind == "budget":
         raise InputError(
@@ -66,8 +68,10 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) ->
             hint='set memory.recompute = "none" or "full", or run three steps: --measure',
         )
     resolved, spec = take_task(spec, task)
+    resolved = resolve(copy.copy(resolved.task), resolved.importable)  # what its code sets on itself has no numbers
+    identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
-    spec = RunSpec(**{**tables, "memory": {**tables.get("memory", {}), "offload": "none"}})
+    spec = at_its_largest(RunSpec(**{**tables, "memory": {**tables.get("memory", {}), "offload": "none"}}))
     source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source)
     if spec.optim.state == "8bit":
@@ -77,7 +81,7 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) ->
         try:
             known = replace(resolved, task=_Read(resolved.task, source))
             assembly = assemble(spec.replace(train={"device": "cpu"}), known, better="lower")
-            return _trace(assembly, [_without_numbers(sizes, batch) for batch in batches])
+            return replace(_trace(assembly, [_without_numbers(sizes, batch) for batch in batches]), spec_id=identity)
         except SurefootError:
             raise
         except Exception as error:
@@ -131,14 +135,16 @@ def held(
     """What is there all the time, by kind."""
     states = [state for update in updates for each in update.guarded.optimizers for state in each.state.values()]
     return {
-        "parameters": list(model.parameters()), "buffers": list(model.buffers()), "optimiser": list(find_tensors(states)),
+        "parameters": list(model.parameters()),
+        "masters": [master for each in model.parameters() if (master := master_of(each)) is not each],
+        "buffers": list(model.buffers()), "optimiser": list(find_tensors(states)),
         "averages": list(average.averages) if average is not None else [], "batches": list(find_tensors(list(batches))),
     }  # fmt: skip
 
 
-def held_bytes(assembly: Assembly, batches: Sequence[Any] = ()) -> int:
-    """The bytes of what is there all the time, `batches` and the copies of the buffers among it."""
-    there = held(assembly.model, assembly.updates, assembly.engine.average, batches)
+def held_bytes(assembly: Assembly) -> int:
+    """The bytes of what is there all the time, the copies of the buffers among it."""
+    there = held(assembly.model, assembly.updates, assembly.engine.average, ())
     return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(assembly.model)
 
 
@@ -199,8 +205,9 @@ def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: A
 
 
 def _mark(watched: Allocations, parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        watched.mark(parameter.grad, GRADIENTS)
+    gradient = master_of(parameter).grad  # handed over to the master already
+    if gradient is not None:
+        watched.mark(gradient, GRADIENTS)
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:

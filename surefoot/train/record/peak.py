@@ -73,7 +73,8 @@ class Compared:
         return report
 
     def _tell(self, number: int, peak: int | None) -> None:
-        is_same = self._predicted is not None and self._assembly.feed.microbatch == self._microbatch
+        feed = self._assembly.feed
+        is_same = feed.microbatch == self._microbatch and feed.batch_at(number - 1) == feed.largest
         predicted = self._predicted.peak_bytes if self._predicted is not None and is_same else None
         error = None if predicted is None or not peak else (predicted - peak) / peak
         self._telling.write(
