@@ -176,9 +176,9 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     curve = _curve(spec, resolved, schedule, feed, total_steps)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
-    told = [*optim.describe_scaling(spec.optim, feed.batch), *describe_mode(spec, device.type)]
+    told = [*optim.describe_scaling(spec.optim, feed.largest), *describe_mode(spec, device.type)]
     if not isinstance(source, Iterated):
-        told += optim.warn_of_large_batch(curve, feed.batch, total_steps, spec.optim.name)
+        told += optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
     average = None
     if spec.optim.ema is not None:
         average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)

@@ -55,8 +55,12 @@ def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(spec: 
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--batch", "8", "--noise"), ("--batch", "8;9"), ("--batch", "0"), ("--noise", "--draws", "100")]
-)
+    "words",
+    [
+        (), ("--batch", "8", "--noise"), ("--batch", "8;9"), ("--batch", "0"), ("--noise", "--draws", "100"),
+        ("--noise", "--csv", "out.csv"), ("--batch", "8", "--size", "4"),
+    ],
+)  # fmt: skip
 def test_a_question_that_is_none_is_refused(words: tuple[str, ...], spec: Path, surefoot: Command) -> None:
     answer = surefoot("whatif", str(spec), *words)
     assert (answer.code, answer.out) == (2, "")
@@ -105,3 +109,10 @@ def test_the_noise_of_a_run_is_that_at_its_weights(spec: Path, tmp_path: Path, s
     answer = surefoot("whatif", "run", "--noise", "--set", "optim.lr=1.0")
     assert answer.code == 2
     assert "a run is measured as it is" in answer.err
+
+
+def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(spec: Path, surefoot: Command) -> None:
+    words = ("--batch", "24,32", "--microbatch", "8", "--updates", "2", "--rounds", "1", "--json", "--set", "observe.noise=true")
+    rows = surefoot("whatif", str(spec), *words).row["rows"]
+    assert [row["failure"] for row in rows] == [None, "there are 24 samples, fewer than one batch of 32"]
+    assert rows[1]["samples_per_s"] is None

@@ -51,6 +51,12 @@ def test_the_rate_is_scaled_to_the_batch_where_that_is_asked_for_and_it_is_said(
     assert not any("the learning rate is x" in note for note in notes(tmp_path / "plain"))
 
 
+def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_path: Path) -> None:
+    finish(tmp_path / "run", train={"batch": 96}, optim={"lr": 0.01, "reference_batch": 12}, observe={"every": "1 step"})
+    assert rates(tmp_path / "run")[0] == pytest.approx(0.02)
+    assert "the learning rate is x 2 for a batch of 24: optim.lr is for 12 (linear)" in notes(tmp_path / "run")
+
+
 def test_a_rule_without_a_batch_to_scale_from_is_refused() -> None:
     with pytest.raises(SpecError, match='scaling = "sqrt" has nothing to scale from'):
         spec(optim={"scaling": "sqrt"})

@@ -57,6 +57,11 @@ def whatif(
     """
     if sum((batch is not None, compiled, save_kernels is not None, noise)) != 1:
         raise InputError("what is asked?", hint="one of --batch 128,256, --compile, --save-kernels DIR and --noise")
+    belonging = {"--microbatch": (microbatch, "--batch"), "--csv": (csv, "--batch"), "--size": (size, "--noise")}
+    asked = "--batch" if batch is not None else "--noise" if noise else ""
+    idle = [(flag, owner) for flag, (value, owner) in belonging.items() if value is not None and owner != asked]
+    if idle:
+        raise InputError(f"{idle[0][0]} belongs to {idle[0][1]}, which is not asked for", hint="leave it out")
     from surefoot.contract import spec_file
 
     run = Path(given) if noise and (Path(given) / "spec.toml").is_file() else None

@@ -78,7 +78,7 @@ def measure(
     """Train each pair for so many updates after a warm-up, `rounds` times, interleaved."""
     if updates < 1 or rounds < 1:
         raise InputError(f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each")
-    quiet: dict[str, Any] = {"observe": {"tensorboard": False}, "checkpoint": {"store": None}}
+    quiet: dict[str, Any] = {"observe": {"tensorboard": False, "noise": False}, "checkpoint": {"store": None}}
     arms = [
         spec_arm(
             f"{batch} by {part}", spec.replace(train={"batch": batch, "microbatch": part, "ramp": ()}, **quiet), steps=updates,
@@ -102,6 +102,12 @@ def _row(trial: Trial, arm: str, batch: int, part: int) -> Split:
     if not done:
         return Split(
             batch=batch, microbatch=part, failure=trial.failure(arm) or "the run was over before its first measured update"
+        )
+    if batch > done[0]["samples_per_epoch"]:
+        return Split(
+            batch=batch,
+            microbatch=part,
+            failure=f"there are {done[0]['samples_per_epoch']:,.0f} samples, fewer than one batch of {batch:,}",
         )
     samples_per_s = 1 / mean([each["wall_s_per_sample"] for each in done])
     updates = math.ceil(done[0]["samples_per_epoch"] / batch)
