@@ -27,6 +27,13 @@ def test_the_interval_holds_the_true_scale_in_about_nineteen_of_twenty_runs(scal
     assert all(each is not None and each.scale is not None and each.scale == pytest.approx(scale, rel=0.5) for each in found)
 
 
+def test_gradients_that_are_0_have_no_scale() -> None:
+    noise = GradientNoise()
+    for _ in range(20):
+        noise.add(0.0, 0.0, 8, 64)
+    assert noise.estimate() is None
+
+
 def test_pure_noise_has_a_scale_without_an_upper_end() -> None:
     noise, generator = GradientNoise(), np.random.default_rng(0)
     for _ in range(50):

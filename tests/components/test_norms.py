@@ -60,3 +60,14 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert_batchnorm(nn.BatchNorm1d(3), "group")
     with pytest.raises(SpecError, match="cannot be made 'instance'"):
         convert_batchnorm(nn.Sequential(nn.BatchNorm1d(3)), "instance")  # type: ignore[arg-type]
+
+
+def test_a_batchnorm_that_does_more_than_norm_is_refused_by_name() -> None:
+    class Active(nn.BatchNorm2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Active(8))
+    with pytest.raises(TaskError, match="1 is a Active, a BatchNorm with a forward pass of its own"):
+        convert_batchnorm(model, "group")
+    assert isinstance(model[1], Active)

@@ -214,3 +214,13 @@ def test_products_are_put_back_as_they_were() -> None:
     assert matmul.fp32_precision == "tf32"
     put_back()
     assert matmul.fp32_precision == before
+
+
+def test_a_shorter_interval_holds_for_the_steps_that_lie_behind() -> None:
+    scaler = LossScaler(1024.0, growth_interval=2000)
+    for _ in range(50):
+        scaler.update(False)
+    forked = LossScaler(1024.0, growth_interval=10)
+    forked.load_state_dict(scaler.state_dict())
+    forked.update(False)
+    assert forked.state_dict() == {"scale": 2048.0, "clean_steps": 0}

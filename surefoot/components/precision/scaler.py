@@ -57,7 +57,7 @@ class LossScaler:
             self._update_on_device(overflowed)
         elif overflowed:
             self.scale, self._clean_steps = self.scale * 0.5, 0
-        elif int(self._clean_steps) + 1 == self._growth_interval:
+        elif int(self._clean_steps) + 1 >= self._growth_interval:
             self.scale, self._clean_steps = min(float(self.scale) * 2.0, LARGEST), 0
         else:
             self._clean_steps = self._clean_steps + 1

@@ -66,7 +66,7 @@ class GradientNoise:
                 self._pairs.append((signal, (part_square - whole_square) / (1 / part - 1 / whole)))
 
     def estimate(self) -> Noise | None:
-        """The ratio of the means with its interval by the bootstrap over steps; None for fewer than eight of them."""
+        """The ratio of the means with its interval by the bootstrap over steps; None for fewer than eight of them, and where all are 0."""
         self._read()
         if len(self._pairs) < LEAST:
             return None
@@ -78,7 +78,9 @@ class GradientNoise:
         low, high = ratios[int(tail * RESAMPLED)], ratios[int((1 - tail) * RESAMPLED)]
         signal, noise = pairs.mean(0)
         if not math.isfinite(low):  # nothing but noise: what is certain is that it is more than was looked at
-            low = ratios[0] if math.isfinite(ratios[0]) else max(0.0, noise) / abs(signal)
+            low = ratios[0] if math.isfinite(ratios[0]) else max(0.0, noise) / abs(signal) if signal else math.inf
+        if not math.isfinite(low):
+            return None
         is_known = signal > 0 and math.isfinite(high)
         return Noise(
             scale=float(max(noise, 0) / signal) if is_known else None, low=float(low), high=float(high) if is_known else None,

@@ -10,6 +10,7 @@ from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MOST_GROUPS, LEAST_CHANNELS = 32, 8  # GroupNorm's own default; fewer channels a group leave little of a sample without positions
+_FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
 def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -23,7 +24,7 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
     "group": as many groups as divide the channels, 32 at most and of 8 channels or more; "layer": one group, which is LayerNorm
     over channels and positions. Running statistics are left behind: each sample is normed by itself, in training as in evaluation,
     so that how a batch is split changes nothing. Call it before the optimiser is built. Raises SpecError for another `to`, TaskError
-    for a model that is nothing but a BatchNorm.
+    for a model that is nothing but a BatchNorm, and for one that does more in its forward pass, as a norm with its activation does.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64))
     >>> convert_batchnorm(model, "group"), model[1].num_groups
@@ -35,7 +36,14 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
         raise TaskError(
             "the model is a BatchNorm itself, which cannot be replaced from inside", hint="wrap it: nn.Sequential(norm)"
         )
-    made = {id(module): _norm_for(module, to) for module in find_batch_norms(model).values()}
+    norms = find_batch_norms(model)
+    own = [name for name, module in norms.items() if type(module).forward not in _FORWARDS]
+    if own:
+        raise TaskError(
+            f"{own[0]} is a {type(norms[own[0]]).__name__}, a BatchNorm with a forward pass of its own, which would be lost",
+            hint="put another norm in its place in the model itself",
+        )
+    made = {id(module): _norm_for(module, to) for module in norms.values()}
     found = {name: made[id(module)] for name, module in model.named_modules(remove_duplicate=False) if id(module) in made}
     for name, norm in found.items():
         parent, _, last = name.rpartition(".")
