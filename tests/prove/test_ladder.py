@@ -57,6 +57,15 @@ def test_the_parts_of_a_batch_that_grows_divide_all_its_sizes() -> None:
 def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:
     start = rungs.plain(SPEC.replace(precision={"compute": "bf16"}, train={"microbatch": 8, "threads": 2}))
     assert start == rungs.plain(SPEC)
+    memory = {"recompute": "full", "blocks": ["a.*"], "update_in_backward": True}
+    tables = {"optim": {"clip": 0.0}, "stability": {"nonfinite": "stop"}, "compile": {"what": "blocks", "blocks": ["a.*"]}}
+    made = rungs.plain(SPEC.replace(memory=memory, **tables))
+    assert made.memory == start.memory
+    assert made.compile == start.compile
+    noisy = SPEC.replace(observe={"noise": True}, train={"microbatch": 8})
+    assert not rungs.plain(noisy).observe.noise
+    (again,) = (rung for rung in rungs.find_rungs(start, device="cpu", cores=1, blocks=("a.*",)) if rung.name == "recompute")
+    assert again.on(start).memory.blocks == ("a.*",)
     assert (start.optim.fused, start.precision.compute, start.train.microbatch, start.train.threads) == (False, "fp32", None, 1)
     assert all(rungs.change(start, {key: value}) == start for key, value in PLAIN.items())
 

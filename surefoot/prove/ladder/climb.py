@@ -277,7 +277,7 @@ def climb_ladder(
     tell(f"the start: {', '.join(f'{key}={value}' for key, value in rungs.PLAIN.items() if value is not None)}")
     step_s = bench.begin()
     tell(f"{format_seconds(step_s)} a step on {bench.device}; each run is measured over {bench.num_samples:,} samples")
-    known = rungs.find_rungs(start, device=bench.device, cores=cores)
+    known = rungs.find_rungs(start, device=bench.device, cores=cores, blocks=spec.memory.blocks)
     chosen = rungs.choose(names, known) if names is not None else () if given else known
     rungs.check_names([*chosen, *given])
     conditions = {

@@ -19,9 +19,14 @@ Purpose = Literal["time", "wall time", "memory"]
 
 # where every ladder starts: one thread, 32 bits, the whole batch at once, and nothing that surefoot does to be fast
 PLAIN: Mapping[str, Any] = {
+    "compile.blocks": None,
     "compile.what": "none",
+    "observe.noise": None,  # which needs a microbatch
     "optim.fused": False,
+    "memory.blocks": None,
+    "memory.offload": None,
     "memory.recompute": "none",
+    "memory.update_in_backward": None,
     "precision.compute": "fp32",
     "precision.growth_interval": None,
     "precision.init_scale": None,
@@ -69,8 +74,12 @@ class Rung:
         return ", ".join(f"{key}={value}" for key, value in self.change.items())
 
 
-def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
-    """Every rung whose room is built, from the bottom up: what changes no number first, so that the others stand on firm ground."""
+def find_rungs(spec: RunSpec, *, device: str, cores: int, blocks: Sequence[str] = ()) -> tuple[Rung, ...]:
+    """Every rung whose room is built, from the bottom up: what changes no number first, so that the others stand on firm ground.
+
+    `blocks` are those to compute again, where they have names.
+    """
+    named = {"memory.blocks": tuple(blocks)} if blocks else {}
     gpu = device == "cuda"
     part = find_part(math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch)
     return (
@@ -94,7 +103,7 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int) -> tuple[Rung, ...]:
         Rung(name="microbatch", kind="nothing", change={"train.microbatch": part}, purpose="memory",
              expected={"memory": 1.0 if part is None else part / spec.train.batch},
              needs="a batch that can be divided", is_here=part is not None),
-        Rung(name="recompute", kind="nothing", change={"memory.recompute": "full"}, purpose="memory",
+        Rung(name="recompute", kind="nothing", change={"memory.recompute": "full", **named}, purpose="memory",
              expected={"memory": 0.5, "time": 1.3}, needs="a model with blocks"),
         Rung(name="large batch", kind="algorithm", change=_enlarged(spec), expected={"time": 0.9},
              needs="a batch of one size", is_here=not spec.train.ramp),
