@@ -196,10 +196,11 @@ Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 
 class PrecisionTable(Table):
-    compute: Literal["fp32", "tf32", "bf16", "fp16", "auto"] = Field(
+    compute: Literal["fp32", "tf32", "bf16", "fp16", "float8", "auto"] = Field(
         "fp32",
-        description="dtype of forward and backward; weights and state stay fp32; auto: the best that the device has units for",
+        description="dtype of forward and backward; float8: of linear layers; auto: the best besides; weights and state stay fp32",
     )
+    emulate: bool = Field(False, description="float8 by its rounding alone, multiplied in fp32: on any device, and slowly")
     init_scale: float = Field(2.0**16, gt=0, description="the loss scale that fp16 begins with, a power of two")
     growth_interval: Positive = Field(2000, description="so many steps without overflow double the loss scale")
     min_scale: float = Field(1.0, gt=0, description="a loss scale below this ends the run: it would halve for ever")
@@ -210,7 +211,6 @@ class PrecisionTable(Table):
     master: Literal["fp32", "none"] = Field(
         "fp32", description="what updates of bf16 weights are added up in; none: small updates are lost"
     )
-
     contract: dict[Role, Format] = Field(
         default_factory=dict, description="role -> dtype that step 1 must show of every trained parameter, as master -> fp32"
     )
@@ -227,10 +227,10 @@ class PrecisionTable(Table):
             raise ValueError(f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, so that scaling is exact")
         if self.min_scale > self.init_scale:
             raise ValueError(f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}; use a smaller one")
+        if self.emulate and self.compute != "float8":
+            raise ValueError(f"emulate is given with compute = {self.compute!r}; set compute = 'float8', or drop it")
         if self.weights == "bf16" and self.compute != "bf16":
-            raise ValueError(
-                f"weights = 'bf16' with compute = {self.compute!r} would be widened in each pass; set compute = 'bf16'"
-            )
+            raise ValueError(f"weights = 'bf16' with compute = {self.compute!r} widens in each pass; set compute = 'bf16'")
         if self.master == "none" and self.weights == "fp32":
             raise ValueError(
                 "master = 'none' is given with fp32 weights, which have no masters; set weights = 'bf16', or drop it"

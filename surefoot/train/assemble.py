@@ -300,7 +300,8 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
         optim.store_narrow(model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32")
     if with_masters and spec.memory.offload == "optimizer":
         optim.keep_on_host(model)
-    return [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
+    notes = [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
+    return notes + precision.convert(model, spec.precision, kept.values())
 
 
 def make_feed(spec: RunSpec, source: Source) -> Feed:

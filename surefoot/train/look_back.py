@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from pathlib import Path
 from typing import Any, cast
@@ -90,11 +91,12 @@ def evaluate_run(
     device = torch.device("cpu")
     source = read_split(task, name)
     own = _own_precision(run, spec)
+    wide = copy.deepcopy(model) if own == "float8" and fp32 else model  # float8 stays in its layers
     set_storage(model, spec, with_masters=False)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         results = [
             evaluate(
-                model.float() if precision == "fp32" else model, task, source, split=name, device=device, precision=precision,
+                wide.float() if precision == "fp32" else model, task, source, split=name, device=device, precision=precision,
                 batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, tell=functools.partial(console.reading, name),
             )
             for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))

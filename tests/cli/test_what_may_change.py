@@ -44,7 +44,7 @@ EDITS = {
     "fault.forget": (("optimizer",), "fork"), "precision.init_scale": (2.0, "fork"),
     "precision.growth_interval": (9, "fork"), "precision.min_scale": (0.5, "fork"),
     "precision.keep": (("0*",), "fork"), "precision.weights": ("bf16", "refused"), "precision.master": ("none", "refused"),
-    "precision.contract": ({"state": "fp32"}, "fork"),
+    "precision.emulate": (True, "fork"), "precision.contract": ({"state": "fp32"}, "fork"),
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
     "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "compile.blocks": {"what": "blocks"},
-    "precision.init_scale": {"compute": "fp16"},
+    "precision.init_scale": {"compute": "fp16"}, "precision.emulate": {"compute": "float8"},
     "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"}, "optim.scaling": {"reference_batch": 64},
     "precision.weights": {"compute": "bf16"}, "precision.master": {"compute": "bf16", "weights": "bf16"},
 }  # fmt: skip

@@ -23,6 +23,7 @@ def explain(
     """
     from dataclasses import asdict
 
+    from surefoot.cli.table import print_text
     from surefoot.components.precision import check_contract
     from surefoot.contract import spec_file
     from surefoot.prove.bench.rehearsal import Rehearsal
@@ -32,6 +33,7 @@ def explain(
     with Rehearsal(origin.spec, steps=1) as rehearsal:
         rehearsal.take("step")
         policy, record = rehearsal.assembly.engine.policy, rehearsal.assembly.engine.stepper.record
+        notes = rehearsal.assembly.notes
         seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None
     overflow = None
@@ -46,10 +48,14 @@ def explain(
         rows = [asdict(each) for each in record.parameters]
         options.print_json({
             "spec": spec, "compute": policy.compute, "why": policy.why, "contract": origin.spec.precision.contract, "breach": breach,
-            "overflow": overflow, "parameters": rows, "operators": record.operators,
+            "overflow": overflow, "notes": notes, "parameters": rows, "operators": record.operators,
         })  # fmt: skip
     else:
         _print(policy, record, origin.spec.precision.contract, breach)
+        if notes:
+            print()
+        for note in notes:
+            print_text(note)
         if overflow is not None:
             print(f"\noverflow: {overflow}")
     return EXIT_OK if breach is None else EXIT_VERDICT_FAILS

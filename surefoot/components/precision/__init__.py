@@ -1,5 +1,6 @@
 """Precision: which dtype computes what, and the loss scale that fp16 needs."""
 
+from surefoot.components.precision.float8 import Converted, convert, find_linear, to_float8
 from surefoot.components.precision.formats import Format, find_formats, round_to_tf32
 from surefoot.components.precision.instability import (
     Flushed,
@@ -31,6 +32,7 @@ __all__ = [
     "PLAIN",
     "ROLES",
     "Compute",
+    "Converted",
     "DtypeRecord",
     "Flushed",
     "Format",
@@ -45,13 +47,16 @@ __all__ = [
     "check_contract",
     "choose",
     "compute_context",
+    "convert",
     "count_lost",
     "find_formats",
+    "find_linear",
     "find_units",
     "group",
     "keep_in_fp32",
     "round_to_tf32",
     "set_products",
+    "to_float8",
     "total",
     "was_clipped_first",
 ]

@@ -19,11 +19,13 @@ from surefoot.contract.spec import PrecisionTable
 from surefoot.core.errors import SpecError
 from surefoot.core.hardware import find_machine, find_processor_flags
 
-Compute = Literal["fp32", "tf32", "bf16", "fp16"]
+Compute = Literal["fp32", "tf32", "bf16", "fp16", "float8"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {**HALVES, "float8": torch.bfloat16}  # what is no linear layer
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and ARM, as /proc/cpuinfo names them
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
-BF16_SINCE, FP16_SINCE = "Ampere (2020)", "Volta (2017)"
+SINCE = {"fp16": "Volta (2017)", "float8": "Ada and Hopper (2022)"}  # the others: Ampere (2020)
+INSTEAD = {"float8": "precision.emulate = true gives its numbers without them, slowly"}
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,14 @@ def find_units(device: torch.device) -> Units:
         found = {name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known}
         return Units("cpu", find_machine().processor, frozenset(found))
     with torch.cuda.device(device):
-        half = torch.cuda.get_device_capability() >= (7, 0)
+        capability = torch.cuda.get_device_capability()
         bf16, tf32 = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.is_tf32_supported()
-        found = {name for name, has in (("bf16", bf16), ("tf32", tf32), ("fp16", half)) if has}
+        rest = (("fp16", capability >= (7, 0)), ("float8", capability >= (8, 9)))
+        found = {name for name, has in (("bf16", bf16), ("tf32", tf32), *rest) if has}
         return Units("cuda", torch.cuda.get_device_name(), frozenset(found))
 
 
-def choose(wanted: str, units: Units) -> tuple[Compute, str]:
+def choose(wanted: str, units: Units, *, emulate: bool = False) -> tuple[Compute, str]:
     """What "auto" is on such a device, or what was asked for, each with the reason. Raises SpecError for what a device lacks.
 
     >>> choose("auto", Units("cuda", "Tesla V100", frozenset({"fp16"})))
@@ -69,12 +72,15 @@ def choose(wanted: str, units: Units) -> tuple[Compute, str]:
     """
     if wanted == "auto":
         return _best(units)
+    if emulate:
+        return cast("Compute", wanted), "as the spec says; emulated: its numbers, and not its speed"
     if wanted not in units.formats and wanted != "fp32":
-        if units.kind == "cpu" and wanted != "tf32":
+        if units.kind == "cpu" and wanted in HALVES:
             return cast("Compute", wanted), f"as the spec says; {units.name} has no units for {wanted}: it will not be faster"
-        reason = "tf32 is a format of a GPU's tensor cores" if units.kind == "cpu" else f"it has no units for {wanted}"
-        since = FP16_SINCE if wanted == "fp16" else BF16_SINCE
-        hint = "use another: fp32, bf16" if units.kind == "cpu" else f"GPUs have them since {since}; auto takes the best there is"
+        reason, hint = f"{wanted} is a format of a GPU's tensor cores", "use another: fp32, bf16"
+        if wanted != "tf32" or units.kind != "cpu":
+            reason = f"it has no units for {wanted}"
+            hint = f"GPUs have them since {SINCE.get(wanted, 'Ampere (2020)')}; {INSTEAD.get(wanted, 'auto takes the best there is')}"
         raise SpecError(f"precision.compute is {wanted!r}, which {units.name} lacks: {reason}", hint=hint)
     return cast("Compute", wanted), "as the spec says"
 
@@ -89,7 +95,7 @@ def _best(units: Units) -> tuple[Compute, str]:
 
 def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool = False) -> Policy:
     """The policy of a spec on `device`; `scales_on_device` where the update is decided there too. Raises SpecError."""
-    compute, why = choose(table.compute, find_units(device))
+    compute, why = choose(table.compute, find_units(device), emulate=table.emulate)
     scaler = None
     if compute == "fp16":
         scaler = LossScaler(
@@ -102,15 +108,15 @@ def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool
 
 
 def compute_context(compute: Compute, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass: nothing for 32 bits, autocast for bf16 and fp16 (torch.amp, with the device given).
+    """A maker of contexts for the forward pass: nothing for 32 bits, autocast for the others (torch.amp, with the device given).
 
     Softmax, norms and sums stay fp32 on a CPU as they do on a GPU, in this process from the first such context on.
     """
-    if compute not in HALVES:
+    if compute not in AUTOCAST:
         return nullcontext
     if device.type == "cpu":
         keep_wide_on_cpu()
-    return lambda: torch.autocast(device.type, dtype=HALVES[compute])
+    return lambda: torch.autocast(device.type, dtype=AUTOCAST[compute])
 
 
 def set_products(compute: str) -> Callable[[], None]:

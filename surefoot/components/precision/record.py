@@ -27,6 +27,7 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
 CASTS = ("_to_copy", "to", "copy_")
+SCALES = ("mul", "clamp")  # on the way into 8 bits
 # what moves numbers and computes none
 MOVES = {
     "detach", "alias", "clone", "t", "transpose", "permute", "expand", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze",
@@ -68,6 +69,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
+        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}  # what was given of a parameter to the last such operator
         self._held: list[Tensor] = []  # casts: a storage that is let go gives its address to another
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}
@@ -85,11 +87,15 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         name = str(func.overloadpacket).removeprefix("aten.")
         given = [each for each in _tensors(args) if each.is_floating_point()]
+        made = next(_tensors((out,)), None)
+        if name in SCALES and made is not None and given:
+            self._scaled[_key(made)] = self._names.get(_key(given[0])) or self._scaled.get(_key(given[0]))
         if name in CASTS:
             for each in given[:1]:
-                if isinstance(out, Tensor) and (known := self._names.get(_key(each))) is not None and _key(out) != _key(each):
-                    self._names[_key(out)] = known
-                    self._held.append(out)
+                known = self._names.get(_key(each)) or (self._scaled.get(_key(each)) if _is_narrow(made) else None)
+                if made is not None and known is not None and _key(made) != _key(each):
+                    self._names[_key(made)] = known
+                    self._held.append(made)
         elif name not in MOVES and given and not name.startswith(UPDATES):
             dtype = self._told(name, given)
             self._operators.setdefault(name, {})[dtype] = None
@@ -212,8 +218,15 @@ def _join(names: Iterable[str] | None) -> str | None:
     return ", ".join(dict.fromkeys(names)) or None if names is not None else None
 
 
+def _is_narrow(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and tensor.element_size() == 1
+
+
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
+    """The tensors inside; of one that is made of others, as one in 8 bits with its scale, the first of them."""
+    if hasattr(type(tree), "__tensor_flatten__"):
+        yield getattr(tree, tree.__tensor_flatten__()[0][0])
+    elif isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):
         for each in tree:

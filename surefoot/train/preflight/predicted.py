@@ -67,6 +67,10 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) ->
             "a budget is met by measuring the blocks, and nothing is run here",
             hint='set memory.recompute = "none" or "full", or run three steps: --measure',
         )
+    if spec.precision.compute == "float8":
+        raise InputError(
+            "what products in float8 allocate is not known without running it", hint="run three steps: --measure; or predict bf16"
+        )
     resolved, spec = take_task(spec, task)
     resolved = resolve(copy.copy(resolved.task), resolved.importable)  # what its code sets on itself has no numbers
     identity = spec.id
