@@ -155,9 +155,8 @@ class TrainTable(Table):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = Field(
         None, description="threads of one operator on a CPU; none: torch's own choice"
     )
-    keep_freed_memory: bool = Field(
-        True, description="freed host memory stays with the process and is used again: no page faults"
-    )
+    keep_freed_memory: bool = Field(True, description="freed host memory stays with the process: no page faults")
+    cudnn_benchmark: bool = Field(False, description="cuDNN times its algorithms for each convolution and takes the fastest")
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -403,8 +402,9 @@ class RunSpec(Table):
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
         for table in ("observe", "checkpoint", "memory", "compile"):
             tables.pop(table, None)
-        for table, key in (("data", "folder"), ("train", "threads"), ("train", "device"), ("train", "keep_freed_memory")):
-            tables.get(table, {}).pop(key, None)
+        tables.get("data", {}).pop("folder", None)
+        for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark"):
+            tables.get("train", {}).pop(key, None)
         tables = {table: keys for table, keys in tables.items() if keys}
         text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

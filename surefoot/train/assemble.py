@@ -29,7 +29,7 @@ from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
-from surefoot.train.environment import circumstances, find_device, set_seeds
+from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
 from surefoot.train.failure.blame import describe
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
@@ -177,6 +177,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     told = [*optim.describe_scaling(spec.optim, feed.largest), *describe_mode(spec, device.type)]
+    told += describe_cudnn(spec, device.type)
     if not isinstance(source, Iterated):
         told += optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
     average = None

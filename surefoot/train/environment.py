@@ -30,11 +30,15 @@ RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
 def apply(spec: RunSpec) -> Callable[[], None]:
-    """Set threads, deterministic kernels and tf32 as the spec says; gives the function that puts them back."""
+    """Set threads, deterministic kernels, tf32 and cuDNN's search as the spec says; gives the function that puts them back."""
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = _DETERMINISM.fill_uninitialized_memory
+    cudnn: Any = torch.backends.cudnn
+    was_timed = cudnn.benchmark
+    if spec.train.cudnn_benchmark:
+        cudnn.benchmark = why_not_timed(spec, find_device(spec.train.device).type) is None
     if spec.train.threads is not None:
         torch.set_num_threads(spec.train.threads)
     if spec.train.keep_freed_memory:
@@ -50,8 +54,25 @@ def apply(spec: RunSpec) -> Callable[[], None]:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         _DETERMINISM.fill_uninitialized_memory = fill
+        cudnn.benchmark = was_timed
 
     return put_back
+
+
+def why_not_timed(spec: RunSpec, device: str) -> str | None:
+    """Why cuDNN times no algorithm although train.cudnn_benchmark asks for it; None where it does."""
+    reasons = {
+        "cuDNN computes on a GPU alone": device != "cuda",
+        "train.deterministic lets nothing be chosen by its time": spec.train.deterministic,
+        "train.ramp gives batches of several sizes, and each would be timed anew": bool(spec.train.ramp),
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
+
+
+def describe_cudnn(spec: RunSpec, device: str) -> list[str]:
+    """What a person should hear of train.cudnn_benchmark at the start: that it does nothing here, and why."""
+    why = why_not_timed(spec, device) if spec.train.cudnn_benchmark else None
+    return [] if why is None else [f"train.cudnn_benchmark does nothing here: {why}"]
 
 
 def keep_freed_memory() -> bool:

@@ -23,6 +23,7 @@ EDITS = {
     "observe.noise": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
     "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
     "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
+    "train.cudnn_benchmark": (True, "in place"),
     "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
     "data.last_batch": ("drop", "fork"), "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
     "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),

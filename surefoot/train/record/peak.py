@@ -21,6 +21,7 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.failure.memory import WithinMemory
 from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import untouched
+from surefoot.train.record.convolutions import TimedConvolutions
 from surefoot.train.record.telling import Telling
 
 FILE = "shape.json"
@@ -29,8 +30,11 @@ MEASURED = 3  # the step of an attempt that is measured: by then all that is hel
 
 def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[int], StepReport]:
     """What does one step when called with its number."""
-    within = WithinMemory(assembly, telling, folder)
-    return Compared(within, assembly, telling, folder) if assembly.spec.memory.predict else within
+    step: Callable[[int], StepReport] = WithinMemory(assembly, telling, folder)
+    if assembly.spec.memory.predict:
+        step = Compared(step, assembly, telling, folder)
+    is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark
+    return TimedConvolutions(step, assembly.engine.stepper, telling) if is_timed else step
 
 
 @final

@@ -35,6 +35,7 @@ RULES = (
     Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
     Rule("memory.*", "in place", "what is held and what is computed again changes no number"),
     Rule("compile.*", "in place", "compiled code may compute other bits, the same run"),
+    Rule("train.cudnn_benchmark", "in place", "another algorithm may compute other bits, the same run"),
     Rule("train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"),
     Rule("task.use", "refused", "another task has another model"),
     Rule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),

@@ -74,6 +74,7 @@ class Stepper:
         self.consumed = np.empty(0, dtype=np.int64)  # the samples of the step before, in the order they were read
         self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
+        self.saw: Callable[[Batch], None] | None = None  # told of every batch before it is computed with
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -157,6 +158,8 @@ class Stepper:
             self.clock.switch(DATA)
         if self._task.augment is not None:
             batch = self._task.augment(batch, Keys(self._seed, window.epoch, ids))
+        if self.saw is not None:
+            self.saw(batch)
         return batch
 
     def _update(

@@ -1,0 +1,41 @@
+"""With train.cudnn_benchmark: cuDNN times its algorithms for each shape it meets, which ends where there are too many shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from surefoot.contract.state import StepReport
+from surefoot.contract.task import Batch
+from surefoot.train.record.telling import Telling
+from surefoot.train.step import Stepper
+
+MOST_SHAPES = 8  # of whole batches: one, the short last one, and some more
+
+
+@final
+class TimedConvolutions:
+    """Does one step when called with its number; ends cuDNN's search where batches vary, since each new shape costs a search."""
+
+    def __init__(self, step: Callable[[int], StepReport], stepper: Stepper, telling: Telling) -> None:
+        self._step, self._stepper, self._telling = step, stepper, telling
+        self._shapes: set[Any] = set()
+        stepper.saw = lambda batch: self._shapes.add(_shapes(batch))
+
+    def __call__(self, number: int) -> StepReport:
+        if self._stepper.saw is not None and len(self._shapes) > MOST_SHAPES:
+            self._stepper.saw = None
+            torch.backends.cudnn.benchmark = False
+            said = f"batches had {len(self._shapes)} shapes so far, and each new one is timed anew"
+            self._telling.say(f"step {number}: train.cudnn_benchmark is off from here on: {said}")
+        return self._step(number)
+
+
+def _shapes(batch: Batch) -> Any:
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape)
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return tuple(map(_shapes, parts))
