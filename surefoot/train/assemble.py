@@ -176,8 +176,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     curve = _curve(spec, resolved, schedule, feed, total_steps)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
-    told = [*optim.describe_scaling(spec.optim, feed.largest), *describe_mode(spec, device.type)]
-    told += describe_cudnn(spec, device.type)
+    told = optim.describe_scaling(spec.optim, feed.largest) + describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
     if not isinstance(source, Iterated):
         told += optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
     average = None
