@@ -13,7 +13,7 @@ from benchmarks.verify.run import CASES, Case
 from tests.conftest import ROOT, find_data
 
 KILLS = 2
-FAST = ("ImageClassifier", "Gan", "HardClasses")  # a plateau with BatchNorm; two updates; an average and own state
+FAST = ("Gan", "HardClasses")  # two updates; an average, BatchNorm and own state
 MARKED: Any = [case if case.name in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 

@@ -14,9 +14,10 @@ from surefoot.components.data.order import Keys
 from surefoot.contract import spec_file
 from surefoot.core.errors import DataError, MissingExtra, TaskError
 from surefoot.core.units import Duration
+from surefoot.tasks import digits
 from surefoot.tasks.digits import Digits
 
-pytest.importorskip("sklearn", reason="needs the extra 'demo'")
+load_digits = pytest.importorskip("sklearn.datasets", reason="needs the extra 'demo'").load_digits
 
 
 def keys(ids: list[int]) -> Keys:
@@ -109,6 +110,13 @@ def test_an_unknown_split_a_size_of_nothing_and_a_missing_package_are_refused(mo
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(MissingExtra, match=r"surefoot\[demo\]"):
         Digits().data("train")
+
+
+def test_the_data_are_those_of_scikit_learn() -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    read, named = digits._read()
+    np.testing.assert_array_equal(read, pixels)
+    np.testing.assert_array_equal(named, labels)
 
 
 def test_a_package_that_is_there_and_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
