@@ -77,10 +77,12 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
     from surefoot.core.shape import training_bytes
     from surefoot.core.units import parse_count
 
-    terms = training_bytes(parse_count(parameters))
+    if not (count := parse_count(parameters)):
+        raise InputError("--parameters is 0", hint="give the number of parameters, as 70B")
+    terms = training_bytes(count)
     peak = sum(terms.values())
     fitting = {} if budget is None else {"budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
-    return {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": parse_count(parameters), **fitting}
+    return {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": count, **fitting}
 
 
 def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any) -> dict[str, Any]:
