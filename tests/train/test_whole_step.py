@@ -75,6 +75,32 @@ def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(name: str, t
     assert not [event for event in records(tmp_path / "whole") if isinstance(event, Fault)]
 
 
+class Spare(Small):
+    """A layer that nobody calls, and one that does not train."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].bias.requires_grad_(False)  # type: ignore[index,union-attr]
+        model.add_module("spare", nn.Linear(3, 3))
+        return model
+
+    def forward(self, model: Any, batch: Any) -> Tensor:
+        output: Tensor = model[:5](batch[0])
+        return output
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    told, expected, _ = train(stated("none", optim=OPTIMIZERS[name]), Spare(), tmp_path / "told")
+    losses, state, _ = train(stated("step", optim=OPTIMIZERS[name]), Spare(), tmp_path / "whole")
+    assert losses == pytest.approx(told, rel=1e-5)
+    assert state.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
+    assert graphs(tmp_path / "whole")
+    assert not [event for event in records(tmp_path / "whole") if isinstance(event, Fault)]
+
+
 def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> None:
     task = Small(norm=True, poison=(3,))
     tables = {"stability": {"max_skips": 20}, "optim": {"ema": 0.9}}
@@ -124,7 +150,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "an optimiser is FlatMuon": {"optim": {"name": "muon"}},
     "optim.fused = true": {"optim": {"fused": False}},
     "moves the momentum": {"schedule": {"name": "one_cycle"}},
-    "precision.weights": {"precision": {"compute": "bf16", "weights": "bf16"}},
+    "precision.weights": {"precision": {"compute": "bf16", "weights": "bf16", "master": "none"}},
 }
 
 

@@ -177,8 +177,6 @@ class GuardedUpdate:
             )
         if self._momentum_curve is not None:
             raise SpecError(f"{key} does not go with a schedule that moves the momentum", hint='use compile.what = "model"')
-        if self._masters:
-            raise SpecError(f'{key} does not go with precision.weights = "bf16"', hint='use compile.what = "model"')
 
     @property
     def limits(self) -> tuple[float, float | None]:

@@ -36,20 +36,22 @@ class Rule:
 
 
 def move(
-    rules: Sequence[Rule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor], rates: Sequence[Tensor],
+    rules: Sequence[Rule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor | None], rates: Sequence[Tensor],
     losses: Sequence[Tensor], clip: float, clip_value: float | None,
-) -> tuple[Tensor, Tensor, Tensors]:  # fmt: skip
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
     """Move every tensor of `held` (parameters, counters, first, second moments, momentum, of each group) by its gradient, in place.
+
+    A parameter without one stays as it is, with all that is kept of it.
 
     Returns the global norm of the gradients, not a number where a loss is none, whether it is finite (where not, nothing moves), and
     the gradients as they were applied, which is what the fused kernels leave behind, too.
     """
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads if grad is not None]))
     for loss in losses:
         norm = norm + 0.0 * loss
     finite = torch.isfinite(norm)
     factor = torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0) if clip else None
-    limited = [_limited(grad, factor, clip_value) for grad in grads]
+    limited = [None if grad is None else _limited(grad, factor, clip_value) for grad in grads]
     left = iter(limited)
     for rule, tensors, rate in zip(rules, held, rates, strict=True):
         _move_group(rule, tensors, [next(left) for _ in tensors[0]], rate, finite)
@@ -61,11 +63,14 @@ def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor
     return grad if limit is None else grad.clamp(-limit, limit)
 
 
-def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Tensors, rate: Tensor, finite: Tensor) -> None:
+def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[Tensor | None], rate: Tensor, finite: Tensor) -> None:
     params, counters, first, second, momentum = tensors
-    for counter in counters:
-        counter.add_(finite)
+    for number, counter in enumerate(counters):
+        if len(counters) == 1 or grads[number] is not None:
+            counter.add_(finite)
     for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if grad is None:
+            continue
         if rule.name == "sgd":
             grad = grad + rule.decay * param
             if rule.momentum:

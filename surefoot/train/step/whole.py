@@ -61,7 +61,7 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
             terms = update.loss(model, batch).terms
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
-        grads = torch.autograd.grad(losses, parameters, [_factor(term) for term in terms])
+        grads = torch.autograd.grad(losses, parameters, [_factor(term) for term in terms], allow_unused=True)
         with torch.no_grad():
             norm, applied, limited = move(rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value)
         return [(term.name, term.total.detach(), term.count, term.weight) for term in terms], norm, applied, limited
@@ -107,6 +107,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
                 'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom == "halve",
                 "memory.offload": spec.memory.offload != "none",
                 "memory.recompute": spec.memory.recompute != "none",
+                'precision.weights = "bf16"': spec.precision.weights == "bf16",
                 "fp16, whose gradients are scaled": policy.scaler is not None,
                 f"hooks on gradients, as {hooks[0] if hooks else ''} has": bool(hooks),
             }.items()
