@@ -15,8 +15,10 @@ import torch
 
 from surefoot.components.compiler import Steward
 from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.train.run import Run
+from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.trial.arm import told_apart
 from surefoot.trial.report import Clock, capture, peak_bytes, resident_bytes, write_report
 from surefoot.trial.turns import Turns
@@ -34,12 +36,13 @@ def main(words: Sequence[str] | None = None) -> None:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
         steps, clock, settle = run.steps(), Clock(), partial(wait_for, device)
+        alike, waited_s = first_alike(spec), 0.0
         for report in islice(steps, asked.warmup):
-            if report.step == 1 and asked.started is not None:
+            if report.step == alike and asked.started is not None:
                 wait_for(device)
-                measures["startup_s"] = time.perf_counter() - asked.started
+                measures["startup_s"] = time.perf_counter() - asked.started - waited_s
             _keep(found, run, report, asked.capture)
-            turns.after_step(settle)
+            waited_s += turns.after_step(settle)
         wait_for(device)  # what is launched is not done: the clock would time the launches
         with clock:
             for report in islice(steps, asked.steps):
@@ -60,6 +63,11 @@ def main(words: Sequence[str] | None = None) -> None:
         measures["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
     facts = {"outcome": run.outcome, "cause": run.cause, "spec": spec.id, "device": device.type}
     write_report(asked.report, measures, facts=facts, arrays=found or None)
+
+
+def first_alike(spec: RunSpec) -> int:
+    """The first step that runs as all later ones do: with what is compiled, which the steps before it are not."""
+    return {"none": 1, "step": EAGER_STEPS + 1}.get(spec.compile.what, 2)
 
 
 def wait_for(device: torch.device) -> None:

@@ -116,7 +116,13 @@ def test_the_table_says_what_pays_what_never_does_and_what_is_left_out(surefoot:
 
 @pytest.mark.parametrize(
     "words",
-    [("--compile", "--noise"), ("--compile", "--rounds", "0"), ("--compile", "--save-kernels", "new"), ("--save-kernels", ".")],
+    [
+        ("--compile", "--noise"),
+        ("--compile", "--rounds", "0"),
+        ("--compile", "--save-kernels", "new"),
+        ("--save-kernels", "."),
+        ("--save-kernels", "new", "--set", 'compile.what="step"'),
+    ],
 )
 def test_questions_that_are_none_are_refused(words: tuple[str, ...], tmp_path: Path, surefoot: Command) -> None:
     (tmp_path / "mine.py").write_text("")

@@ -171,6 +171,11 @@ def test_a_report_holds_finite_numbers_only(tmp_path: Path) -> None:
     assert not [path for path in os.listdir(tmp_path) if path != "r.json"]
 
 
+def test_a_start_lasts_until_what_is_compiled_has_run() -> None:
+    firsts = {what: child.first_alike(small_spec(9, compile={"what": what})) for what in ("none", "blocks", "model", "step")}
+    assert firsts == {"none": 1, "blocks": 2, "model": 2, "step": 6}
+
+
 def test_a_spec_s_window_begins_after_its_warm_up_and_its_start_up_stands_apart(tmp_path: Path) -> None:
     """The first two steps, of which a compiler would take much longer, wait half a second each."""
     use = write_task(tmp_path, change=("# FORWARD", "import time; time.sleep(0.5 if STEP <= 2 else 0)"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from surefoot.components.compiler.kernels import Graph, watch_kernels
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import StorageError, TaskError
+from surefoot.core.errors import SpecError, StorageError, TaskError
 from surefoot.prove.bench.rehearsal import Rehearsal
 
 TABLE = "kernels.json"
@@ -19,8 +19,13 @@ TABLE = "kernels.json"
 def find_kernels(spec: RunSpec) -> list[Graph]:
     """Take one step of `spec` compiled, all of its model where it compiles nothing, in this process; gives its graphs, in order.
 
-    Raises TaskError where something cannot be compiled, or nothing was.
+    Raises TaskError where something cannot be compiled, or nothing was, and SpecError for a whole step: its graph does not tell which
+    call of an operator a part of it comes from.
     """
+    if spec.compile.what == "step":
+        raise SpecError(
+            'compile.what = "step" does not go with --save-kernels', hint='use compile.what = "model" or "blocks" for it'
+        )
     what = "model" if spec.compile.what == "none" else spec.compile.what
     compiled = spec.replace(compile={"what": what, "on_failure": "stop"})
     with Rehearsal(compiled, steps=1) as rehearsal, watch_kernels() as graphs:
