@@ -13,7 +13,7 @@ from benchmarks.verify.run import CASES, Case
 from tests.conftest import ROOT, find_data
 
 KILLS = 2
-FAST = ("Gan", "HardClasses")  # two updates; an average, BatchNorm and own state
+FAST = ("HardClasses",)  # an average, BatchNorm and state of its own
 MARKED: Any = [case if case.name in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 

@@ -152,7 +152,7 @@ def test_any_script_is_told_whether_it_goes_on_exactly(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT.replace("GOOD", str(good)))
-    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", "2")
+    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", "1")
     assert (code, row["holds"]) == (0 if good else 1, good), (said, row)
     assert row["kills"]
     if not good:
