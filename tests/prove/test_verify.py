@@ -110,7 +110,17 @@ def test_a_task_that_fails_by_itself_is_told_so(
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("digits", "--command", "true", "--state", "x"), ("--command", "true"), ("digits", "--state", "x")]
+    "words",
+    [
+        (),
+        ("digits", "--command", "true", "--state", "x"),
+        ("--command", "true"),
+        ("digits", "--state", "x"),
+        ("digits", "--compile", "--steps", "3"),
+        ("digits", "--precision", "--kills", "2"),
+        ("digits", "--seeds", "4"),
+        ("--command", "true", "--state", "x", "--set", "optim.lr=1"),
+    ],
 )
 def test_what_cannot_be_meant_is_refused(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,12 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
 
 NUM_WORST = 5
+NUM_SEEDS, NUM_STEPS, NUM_KILLS = 3, 24, 3
+OF_SPEC = ("--set", "--seed", "--data")
+USED = {
+    "--precision": ("--seeds", "--steps", *OF_SPEC), "--compile": ("--keep", *OF_SPEC), "--command": ("--kills", "--kill-seed", "--keep"),
+    "a SPEC": ("--steps", "--kills", "--kill-seed", "--keep", *OF_SPEC),
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from surefoot.prove.command import CommandVerdict
@@ -28,10 +34,10 @@ def verify(
     resume: Annotated[bool, typer.Option("--resume", help="kill -9 and go on against an unbroken run (what is tested by default)")] = True,
     precision: Annotated[bool, typer.Option("--precision", help="the spec's precision against fp32 instead, by scores")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="the compiled step against eager mode instead, by every tensor")] = False,
-    seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs")] = 3,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="how long each run is")] = 24,
-    kills: Annotated[int, typer.Option("--kills", metavar="K", help="how often it is killed")] = 3,
-    kill_seed: Annotated[int, typer.Option("--kill-seed", metavar="N", help="when it is killed; the same number replays it")] = 0,
+    seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs; 3")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="how long each run is; 24")] = None,
+    kills: Annotated[int | None, typer.Option("--kills", metavar="K", help="how often it is killed; 3")] = None,
+    kill_seed: Annotated[int | None, typer.Option("--kill-seed", metavar="N", help="when; the same number replays it; 0")] = None,
     command: Annotated[str | None, typer.Option("--command", metavar="WORDS", help="any training command instead of a SPEC")] = None,
     state: Annotated[Path | None, typer.Option("--state", metavar="DIR", help="with --command: the folder of all that it keeps")] = None,
     keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="leave the runs in DIR")] = None,
@@ -44,6 +50,13 @@ def verify(
     differ are named. Ends with 0 where all is the same, 1 where it is not. With --precision: whether fewer bits changed the score; with
     --compile: whether torch.compile changed the numbers.
     """
+    given: dict[str, object] = {"--seeds": seeds, "--steps": steps, "--kills": kills, "--kill-seed": kill_seed, "--keep": keep}
+    given |= {"--set": set_ or None, "--seed": seed, "--data": data}
+    way = "--precision" if precision else "--compile" if compiled else "a SPEC" if command is None else "--command"
+    idle = [flag for flag, value in given.items() if value is not None and flag not in USED[way]]
+    if idle:
+        raise InputError(f"{idle[0]} does nothing with {way}", hint=f"leave it out: {way} goes with {', '.join(USED[way])}")
+    steps, kills = NUM_STEPS if steps is None else steps, NUM_KILLS if kills is None else kills
     if precision or compiled:
         flag = "--precision" if precision else "--compile"
         if spec is None or command is not None or (precision and compiled):
@@ -52,7 +65,7 @@ def verify(
         if compiled:
             with _folder(keep) as folder:
                 return _verify_compiled(spec, stated, folder, json=json, quiet=quiet)
-        return _verify_precision(spec, stated, steps=steps, seeds=seeds, json=json, quiet=quiet)
+        return _verify_precision(spec, stated, steps=steps, seeds=NUM_SEEDS if seeds is None else seeds, json=json, quiet=quiet)
     if (spec is None) == (command is None):
         raise InputError(
             "verify needs either a SPEC or --command", hint='surefoot verify digits, or --command "python train.py" --state out/'
@@ -65,11 +78,11 @@ def verify(
         raise InputError(f"--steps is {steps} and --kills {kills}", hint=f"use {LEAST_STEPS} steps or more, and a kill or more")
     with _folder(keep) as folder:
         if command is not None and state is not None:
-            return _verify_command(command, state, folder, kills, kill_seed, json=json, quiet=quiet)
+            return _verify_command(command, state, folder, kills, kill_seed or 0, json=json, quiet=quiet)
         from surefoot.contract import spec_file
 
         origin = spec_file.read(str(spec), options.overrides(set_, seed=seed, data=data))
-        found = verify_resume(origin.spec, folder, steps=steps, kills=kills, seed=kill_seed, tell=_teller(quiet or json))
+        found = verify_resume(origin.spec, folder, steps=steps, kills=kills, seed=kill_seed or 0, tell=_teller(quiet or json))
     if json:
         options.print_json({"version": 1, "spec": spec, "holds": found.holds, **asdict(found)})
     else:
