@@ -112,18 +112,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
     asked = parser.parse_args()
     stalls, small = (asked.out.with_name(f"{asked.out.stem}_{name}.json") for name in ("stall", "small"))
-    wanted = () if asked.show else ("saves", "small", "stall") if asked.part is None else (asked.part,)
-    with tempfile.TemporaryDirectory(dir=asked.folder) as made:
-        folder, packages = Path(made), ("torch", "numpy", "surefoot")
-        if "saves" in wanted:
-            sizes = asked.sizes.split(",")
-            arms = [make_arm(f"{way}_{size}", folder, "save", way, size) for size in sizes for way in WAYS]
-            measure("checkpoint", arms, rounds=asked.rounds, packages=packages, out=asked.out)
-        if "small" in wanted:
-            arms = [make_arm("small", folder, "small", "-", "0")]
-            measure("small things", arms, rounds=asked.rounds, packages=packages, out=small)
-        if "stall" in wanted:
-            measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=packages, out=stalls)
+    if not asked.show:
+        wanted = ("saves", "small", "stall") if asked.part is None else (asked.part,)
+        with tempfile.TemporaryDirectory(dir=asked.folder) as made:
+            folder, packages = Path(made), ("torch", "numpy", "surefoot")
+            if "saves" in wanted:
+                sizes = asked.sizes.split(",")
+                arms = [make_arm(f"{way}_{size}", folder, "save", way, size) for size in sizes for way in WAYS]
+                measure("checkpoint", arms, rounds=asked.rounds, packages=packages, out=asked.out)
+            if "small" in wanted:
+                arms = [make_arm("small", folder, "small", "-", "0")]
+                measure("small things", arms, rounds=asked.rounds, packages=packages, out=small)
+            if "stall" in wanted:
+                measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=packages, out=stalls)
     trial = read_trial(asked.out)
     parts = {
         "conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls)),

@@ -100,10 +100,11 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
     They are read from its file where it lies as ever: importing scikit-learn takes a second of CPU time, the file a tenth.
     """
     found = importlib.util.find_spec("sklearn")
-    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if found is not None else None
-    if file is not None and file.is_file():
-        table = np.loadtxt(file, delimiter=",")
-        return table[:, :-1], table[:, -1]
+    if found is not None and found.origin is not None:
+        file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1], table[:, -1]
     with needing("scikit-learn", "sklearn", extra="demo", needed_for="the task digits"):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
