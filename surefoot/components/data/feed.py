@@ -60,13 +60,13 @@ class Feed:
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
         self._pieces = [Piece(0, 0, 0, ramp[0][1] if ramp else batch)]
+        self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # with one they become fewer
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
             made = Piece(step, *self._place(step), next_batch)
             self._pieces = [piece for piece in self._pieces if piece.step < step] + [
                 made
             ]  # one that is over before its first step
-        self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # with one they become fewer
         self._epoch = -1
         self._permutation: Permutation | None = None
         self._block = np.empty(0, dtype=np.int64)
@@ -132,6 +132,8 @@ class Feed:
         return self.samples_after(step) / self._end
 
     def _piece(self, step: int) -> Piece:
+        if len(self._pieces) == 1:
+            return self._pieces[0]
         return next(each for each in reversed(self._pieces) if each.step <= step)
 
     def _left(self, piece: Piece) -> int:
@@ -140,6 +142,9 @@ class Feed:
 
     def _place(self, step: int) -> tuple[int, int]:
         """Epoch and position at which a step begins."""
+        if self.steps_per_epoch is not None:
+            epoch, within = divmod(step, self.steps_per_epoch)
+            return epoch, within * self.batch
         piece = self._piece(step)
         done = step - piece.step
         if done < self._left(piece):

@@ -127,7 +127,8 @@ class GuardedUpdate:
             return 0.0, False
         raw = fused.norm_of(grads)
         done = self._on_device(raw, factor) if self.on_device else self._on_host(raw, float(factor), grads)
-        publish(self._masters)
+        if self._masters:
+            publish(self._masters)
         return done
 
     def _on_host(self, raw: Tensor, factor: float, grads: list[Tensor]) -> tuple[float, bool]:
