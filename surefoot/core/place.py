@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -60,6 +60,20 @@ def here() -> Place:
 def recorded_variables() -> dict[str, str]:
     """The variables that a run writes into its Started event."""
     return {name: os.environ[name] for name in RECORDED if name in os.environ}
+
+
+def set_variable(name: str, value: str) -> Callable[[], None]:
+    """Set a variable of this process; gives what puts back what was there."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+
+    def put_back() -> None:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+    return put_back
 
 
 def has_chosen_allocator() -> bool:

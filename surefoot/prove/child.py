@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from surefoot.contract import commits, spec_file
 from surefoot.train.run import Run
 
@@ -29,7 +27,6 @@ LOOK_S = 0.0002
 
 def main() -> None:
     """Fork an attempt for each line of standard input, and tell of it on standard output."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch imports much of itself with the first optimiser: a second saved
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

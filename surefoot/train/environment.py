@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.components.compiler import unloaded
 from surefoot.components.precision import set_products
 from surefoot.components.stability import GuardFault
 from surefoot.contract import events
@@ -32,8 +33,6 @@ RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 def apply(spec: RunSpec) -> Callable[[], None]:
     """Set threads, deterministic kernels, tf32 and cuDNN's search as the spec says; gives the function that puts them back."""
     threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = _DETERMINISM.fill_uninitialized_memory
     cudnn: Any = torch.backends.cudnn
     was_timed = cudnn.benchmark
@@ -44,15 +43,17 @@ def apply(spec: RunSpec) -> Callable[[], None]:
     if spec.train.keep_freed_memory:
         keep_freed_memory()
     if spec.train.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
         _DETERMINISM.fill_uninitialized_memory = False  # filling costs a pass over every new tensor
-
-    put_back_products = set_products(spec.precision.compute)
+    undo = (
+        unloaded.set_deterministic(spec.train.deterministic),
+        unloaded.leave_unloaded(),
+        set_products(spec.precision.compute),
+    )
 
     def put_back() -> None:
-        put_back_products()
+        for each in undo:
+            each()
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         _DETERMINISM.fill_uninitialized_memory = fill
         cudnn.benchmark = was_timed
 

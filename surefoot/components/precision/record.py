@@ -81,6 +81,10 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         self.parameters: tuple[ParameterDtypes, ...] = ()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler to leave this one alone; nothing is compiled while it looks
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
