@@ -125,13 +125,15 @@ def main() -> None:
                 measure("small things", arms, rounds=asked.rounds, packages=packages, out=small)
             if "stall" in wanted:
                 measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=packages, out=stalls)
+    if asked.out != RESULTS:
+        return  # one part of another machine, to be put beside the others
     trial = read_trial(asked.out)
     parts = {
         "conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls)),
         "small": render_small(read_trial(small)), "slow": render(read_trial(SLOW)),
         "slow stall": render_stall(read_trial(SLOW.with_name(f"{SLOW.stem}_stall.json"))),
     }  # fmt: skip
-    show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
+    show(parts, FOLDER / "README.md")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from surefoot.components.data import Arrays
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
 SAVES, FEW_SAVES = 31, 11  # ours, and the peers'; the first one, which makes our staged copy, is left out
-EVERY, OFTEN = 40, 8  # steps between saves; the longer where a writer that yields to two threads lives through 20 of them
+EVERY, OFTEN = 40, 16  # steps between saves; the longer where a writer that yields to two threads lives through 20 of them
 
 
 class Wide:

@@ -9,14 +9,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from benchmarks.step_cost.arms.surefoot_run import Costed
-from benchmarks.step_cost.models import Batch
+from benchmarks.step_cost.models import NUM_BATCHES, Batch
 
 
 class Marked(Costed):
     """A workload that writes a report at its second training pass; looking at the model before the run is in evaluation mode."""
 
     def __init__(self, workload: str, report: str, started_s: float) -> None:
-        super().__init__(workload)
+        super().__init__(workload, NUM_BATCHES)
         self.report, self.started_s, self.name = report, started_s, workload
         self.passes = 0
 

@@ -117,7 +117,10 @@ def main() -> None:
         return
     conditions = find_conditions(("torch", "transformers", "surefoot"))
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+    text = (
+        json.dumps({"conditions": conditions, "rows": rows}, indent=1).replace(f"{ROOT}/", "").replace(sys.executable, "python")
+    )
+    RESULTS.write_text(text + "\n")
     show(
         {"results": render(rows), "conditions": markdown(("condition", "value"), list(conditions.items()))}, FOLDER / "README.md"
     )

@@ -167,7 +167,7 @@ def _count_places(workshop: Workshop) -> int:
 
 CAMPAIGNS = (
     Campaign(
-        case="F01", title="kill -9 at any time, every second one inside a save", trial=kill_anywhere, few=10, many=500
+        case="F01", title="kill -9 at any time, every second one inside a save", trial=kill_anywhere, few=20, many=500
     ),
     Campaign(
         case="F02", title="kill -9 at every system call of a save and of the retention after it", trial=kill_at_call,

@@ -47,7 +47,7 @@ def _answer(row: Mapping[str, Any]) -> None:
 
 
 def _warm_up() -> None:
-    """Load what a run loads when it first needs it: deterministic kernels alone import half of torch."""
+    """Load what a run loads when it first needs it, so that no trial does."""
     with tempfile.TemporaryDirectory() as folder, Run(
         (attempt := Attempt(run=f"{folder}/run", steps=2)).spec(), attempt.task(), folder=attempt.folder, quiet=True
     ) as run:  # fmt: skip
