@@ -291,7 +291,12 @@ AT_STEP_7 = {
     "loss counts nothing": ("# LOSS", "if STEP == 7: return Loss.sum(output.sum(), 0)", 4, ["step 7", "counts 0 items"]),
     "loss has no gradient": ("# LOSS", "output = output.detach() if STEP == 7 else output", 3, ["step 7", "grad"]),
     "a file is gone": ("# FORWARD", "if STEP == 7: open('/no/such/shard')", 6, ["step 7", "/no/such/shard", "in forward"]),
-    "out of memory": ("# FORWARD", "if STEP == 7: raise MemoryError", 7, ["step 7", "memory"]),
+    "out of memory": (
+        "# FORWARD",
+        "if STEP == 7: raise MemoryError('the cache is full')",
+        7,
+        ["step 7: out of memory in the forward pass", "MemoryError: the cache is full", "in forward"],
+    ),
     "an exit": ("# FORWARD", "if STEP == 7: raise SystemExit(5)", 3, ["step 7: SystemExit: 5", "in forward"]),
     "an exit that says all is well": ("# LOSS", "if STEP == 7: import sys; sys.exit(0)", 3, ["step 7: SystemExit: 0", "in loss"]),
     "loss counts below nothing": (

@@ -54,6 +54,7 @@ def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(greed
     assert [(fault.step, fault.fault) for fault in faults] == [(1, "memory")]
     where = greedy.removesuffix("_mib")
     assert f"step 1: out of memory in the {where} pass with microbatch 16: 480 MiB more were asked for" in faults[0].detail
+    assert re.search(rf"were the most before; at .*short\.py:\d+, in {where}: torch\.ones\(", faults[0].detail)
     assert faults[0].action == "the step is done again with microbatch 8, as are all that follow"
     began = tables(**task)
     began["train"]["microbatch"] = 8

@@ -21,7 +21,7 @@ from surefoot.core.errors import OutOfMemory, SurefootError
 from surefoot.core.recompute import How
 from surefoot.core.units import format_bytes
 from surefoot.train.assemble import Assembly
-from surefoot.train.failure.blame import describe
+from surefoot.train.failure.blame import describe, find_place
 from surefoot.train.preflight.predicted import Prediction, predict
 
 FILE, SEGMENTS_FILE = "out-of-memory.json", "out-of-memory-segments.json"
@@ -40,11 +40,12 @@ Change = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Shortage:
-    """What is known at the moment: nothing here holds a tensor."""
+    """What is known at the moment: nothing here holds a tensor. `raised` is the user's own line, with what Python said there."""
 
     step: int
     phase: int
     error: str
+    raised: str | None
     asked_bytes: int | None
     peak_bytes: int
     microbatch: int
@@ -53,7 +54,8 @@ class Shortage:
     def words(self) -> str:
         asked = "" if self.asked_bytes is None else f" {format_bytes(self.asked_bytes)} more were asked for,"
         where = PLACES.get(self.phase, f"in {PHASES[self.phase]}")
-        return f"out of memory {where} with microbatch {self.microbatch}:{asked} {format_bytes(self.peak_bytes)} were the most before"
+        most, raised = format_bytes(self.peak_bytes), "" if self.raised is None else f"; {self.raised}"
+        return f"out of memory {where} with microbatch {self.microbatch}:{asked} {most} were the most before{raised}"
 
 
 def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
@@ -61,7 +63,9 @@ def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
     device, said = assembly.engine.device, _ASKED_FOR.search(str(error))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
     asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
-    return Shortage(step, assembly.engine.stepper.clock.phase, describe(error), asked, peak, assembly.feed.microbatch)
+    line, whole = find_place(error), describe(error)
+    raised = whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"  # torch's own say what was asked for
+    return Shortage(step, assembly.engine.stepper.clock.phase, whole, raised, asked, peak, assembly.feed.microbatch)
 
 
 def write_segments(folder: Path, assembly: Assembly) -> None:

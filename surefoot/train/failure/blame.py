@@ -38,10 +38,15 @@ def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 def describe(error: BaseException) -> str:
     """`ValueError: too many (my_task.py:31, in loss: return ...)`."""
-    frame = find_user_frame(error)
-    where = "" if frame is None else f" ({frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+    place = find_place(error)
     first = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first[0]}{where}"
+    return f"{type(error).__name__}: {first[0]}{'' if place is None else f' ({place})'}"
+
+
+def find_place(error: BaseException) -> str | None:
+    """`my_task.py:31, in loss: return ...`: the user's own line."""
+    frame = find_user_frame(error)
+    return None if frame is None else f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def find_exit_code(leave: SystemExit) -> int:
