@@ -190,7 +190,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     )  # fmt: skip
     if spec.observe.noise:
         stepper.noise = _noise(feed, updates)
-    compiled = compile_as_stated(spec, resolved, model, stepper, updates)
+    compiled = compile_as_stated(spec, resolved, model, stepper, updates, recomputed)
     notes += [] if compiled is None else [compiled.words]
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from surefoot.components.compiler import compile_regions
 from surefoot.components.data import Arrays
 from surefoot.contract.events import Compiled, Fault
-from surefoot.core.errors import InputError, TaskError
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, SpecError, TaskError
+from surefoot.train.assemble import assemble
 from surefoot.train.record import compiling
 from surefoot.train.run import Run
 from tests.train.small import Small, records, spec
@@ -131,3 +133,17 @@ def test_blocks_that_are_not_there_are_refused(tmp_path: Path) -> None:
         losses(tmp_path, what="blocks", blocks=("layer*",))
     with pytest.raises(InputError, match='set what = "blocks"'):
         losses(tmp_path, blocks=("2",))
+
+
+def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refused_and_the_block_itself_is_not() -> None:
+    class Nested(Small):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 3), *(nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) for _ in range(2)))
+
+    def tables(inner: str) -> RunSpec:
+        return spec(memory={"recompute": "operators", "blocks": ("1", "2")}, compile={"what": "blocks", "blocks": (inner,)})
+
+    with pytest.raises(SpecError, match=r"in 1\.0: it is compiled, inside 1") as raised:
+        assemble(tables("?.0"), Nested())
+    assert 'compile.blocks = ["1"]' in str(raised.value.hint)
+    assert assemble(tables("[12]"), Nested()).engine.compiled is not None

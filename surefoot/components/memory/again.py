@@ -122,4 +122,6 @@ def _draws(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     return bool(named.get("dropout_p", args[place] if place < len(args) else 0.0))
 
 
+# compilers keep what they made in a cache by this name of the choice
+setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010 - a function has no such attribute for mypy
 _PACKETS = {getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)}

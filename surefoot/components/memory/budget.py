@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +20,30 @@ from surefoot.core.units import format_bytes, format_seconds
 TRIALS = 3  # times that a block is measured; the fastest counts
 
 
+@dataclass
+class Fate:
+    """Whether a block is computed again, and, where a budget chose that it is not, the most bytes of inputs it was chosen for."""
+
+    again: bool = True
+    most_bytes: int | None = None
+
+    def covers(self, inputs: Iterable[Tensor]) -> bool:
+        return self.most_bytes is None or count_bytes(inputs) <= self.most_bytes
+
+
 class Budget:
     """Measures the blocks called `names` once, and anew when one is given more than before; `own` are the tensors of the model.
 
-    `chosen` are the numbers of those to compute again; None while they are being measured, when every one is.
+    `chosen` are the numbers of those to compute again; None while they are being measured, when every one is. `fates` tell each
+    block of itself.
     """
 
     def __init__(self, names: Sequence[str], num_bytes: int, own: Iterable[Tensor]) -> None:
         self.chosen: frozenset[int] | None = None
+        self.fates = [Fate() for _ in names]
         self._names, self._bytes = names, num_bytes
         self._own = _storages(own).keys()
         self._costs: dict[int, Cost] = {}
-        self._given: dict[int, int] = {}  # bytes of the inputs that each was measured with
         self._held: set[int] = set()  # inputs that an earlier block holds as well, as a mask
 
     @property
@@ -44,8 +57,8 @@ class Budget:
 
     def wants(self, number: int, inputs: Sequence[Tensor]) -> bool:
         """Whether this block is to be measured with these inputs."""
-        known = self._given.get(number)
-        if known is not None and sum(_storages(inputs).values()) <= known:
+        fate = self.fates[number]
+        if fate.most_bytes is not None and fate.covers(inputs):
             if self.chosen is None:
                 self._decide()  # the next pass began: what was not measured was not called
             return False
@@ -56,7 +69,9 @@ class Budget:
     def forget(self) -> None:
         """Measure all anew: what came so far was no training step, as a trial in evaluation mode."""
         self.chosen = None
-        self._costs, self._given, self._held = {}, {}, set()
+        self._costs, self._held = {}, set()
+        for fate in self.fates:
+            fate.again, fate.most_bytes = True, None
 
     def measure(self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers) -> None:
         """Run a block a few times and leave no trace of it.
@@ -83,7 +98,7 @@ class Budget:
         mine = {address: size for address, size in given.items() if address not in self._own and address not in self._held}
         self._held |= mine.keys()
         self._costs[number] = Cost(self._names[number], sum(mine.values()), inner_bytes, again_s)
-        self._given[number] = sum(given.values())
+        self.fates[number].most_bytes = count_bytes(inputs)
         if len(self._costs) == len(self._names):
             self._decide()
 
@@ -93,6 +108,12 @@ class Budget:
 
     def _decide(self) -> None:
         self.chosen = choose(self._in_order(), self._bytes)
+        for number, fate in enumerate(self.fates):
+            fate.again = number in self.chosen
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)  # a compiler knows nbytes only of fixed sizes
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from surefoot.components.memory.again import Both, Buffers, Contexts, keep_products
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.memory.budget import Budget
+from surefoot.components.memory.budget import Budget, Fate
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
 from surefoot.core.recompute import How
@@ -30,22 +30,18 @@ class Recomputed:
     def __init__(self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None) -> None:
         self.how, self.blocks, self.skipped, self.budget = how, tuple(blocks), dict(skipped), budget
         self._modules = dict(blocks)
-        self._fixed = frozenset(range(0, len(blocks), how.number if how.kind == "every" else 1))
-
-    @property
-    def chosen(self) -> frozenset[int] | None:
-        """The numbers of the blocks that are computed again; None while a budget measures them, when all are."""
-        return self._fixed if self.budget is None else self.budget.chosen
+        step = how.number if how.kind == "every" else 1
+        self.fates = budget.fates if budget is not None else [Fate(number % step == 0) for number in range(len(blocks))]
 
     @property
     def names(self) -> tuple[str, ...]:
-        chosen = self.chosen
-        return tuple(name for number, name in enumerate(self.blocks) if chosen is None or number in chosen)
+        """The blocks that are computed again: all of them while a budget measures."""
+        return tuple(name for name, fate in zip(self.blocks, self.fates, strict=True) if fate.again)
 
     @property
     def words(self) -> str:
         """What is done, in a line."""
-        if self.budget is not None and self.chosen is None:
+        if self.budget is not None and self.budget.chosen is None:
             return self.budget.words
         what = "the cheap operators of " if self.how.kind == "operators" else ""
         said = f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the backward pass"
@@ -105,23 +101,28 @@ def _reason_against(block: nn.Module) -> str | None:
 
 
 class _Seat:
-    """One block's place in the plan."""
+    """One block's place in the plan. A compiled block reads no number of its own here, so that equal ones share their code."""
 
     def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
         self._number, self._plan, self._buffers = number, plan, buffers
+        self._fate = plan.fates[number]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
         given = (*args, *named.values())  # as positions, so that torch sees where one of them is changed in place
         run = functools.partial(_call, forward, len(args), tuple(named))
-        budget = self._plan.budget
-        if budget is not None:
-            inputs = list(find_tensors(given))
-            if budget.wants(self._number, inputs):
-                budget.measure(self._number, inputs, functools.partial(run, *given), self._buffers)
-        chosen = self._plan.chosen
-        if chosen is not None and self._number not in chosen:
+        budget, selects = self._plan.budget, self._plan.how.kind == "operators"
+        inputs = [] if budget is None else list(find_tensors(given))
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and torch takes only its own contexts into it
+            if not self._fate.again and self._fate.covers(inputs):
+                return forward(*args, **named)
+            if selects:
+                return checkpoint(run, *given, use_reentrant=False, context_fn=keep_products)
+            return checkpoint(run, *given, use_reentrant=False)
+        if budget is not None and budget.wants(self._number, inputs):
+            budget.measure(self._number, inputs, functools.partial(run, *given), self._buffers)
+        if not self._fate.again:
             return forward(*args, **named)
         contexts = self._contexts()
         if contexts is None:
@@ -129,7 +130,7 @@ class _Seat:
         return checkpoint(run, *given, use_reentrant=False, context_fn=lambda: contexts)
 
     def _contexts(self) -> Contexts | None:
-        guard = None if torch.compiler.is_compiling() else self._buffers.contexts()  # a compiled graph changes buffers once
+        guard = self._buffers.contexts()
         if self._plan.how.kind != "operators":
             return guard
         kept = keep_products()

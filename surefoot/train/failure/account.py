@@ -64,7 +64,9 @@ def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
     asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
     line, whole = find_place(error), describe(error)
-    raised = whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"  # torch's own say what was asked for
+    raised = (
+        whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
+    )  # torch's own say what was asked for
     return Shortage(step, assembly.engine.stepper.clock.phase, whole, raised, asked, peak, assembly.feed.microbatch)
 
 

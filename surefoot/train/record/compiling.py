@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -9,11 +10,11 @@ from torch import nn
 
 from surefoot.components.compiler import Compiled, compile_regions
 from surefoot.components.compiler.modes import why_default
-from surefoot.components.memory import find_blocks
+from surefoot.components.memory import Recomputed, find_blocks
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import Compilation
 from surefoot.contract.task import Resolved
-from surefoot.core.errors import TaskError
+from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import format_seconds
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.stepper import EAGER_STEPS
@@ -89,10 +90,10 @@ class Compiling:
 
 
 def compile_as_stated(
-    spec: RunSpec, task: Resolved, model: nn.Module, stepper: Stepper, updates: list[LiveUpdate]
-) -> Compiled | None:  # fmt: skip
-    """What [compile] says; after recomputation, which is then part of what is compiled. Raises InputError where there are no blocks, or
-    where the step cannot be one graph."""
+    spec: RunSpec, task: Resolved, model: nn.Module, stepper: Stepper, updates: list[LiveUpdate], recomputed: Recomputed
+) -> Compiled | None:
+    """What [compile] says; after recomputation, which is then part of what is compiled. Raises InputError where there are no blocks,
+    where the step cannot be one graph, and for a region inside a block of which operators are computed again."""
     table = spec.compile
     if table.what == "none":
         return None
@@ -102,9 +103,22 @@ def compile_as_stated(
         return stepper.whole.plan
     named = table.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
     regions = {"model": model} if table.what == "model" else find_blocks(model, named, key="compile.blocks")
+    _check_around(regions, recomputed)
     return compile_regions(
         regions, mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure, deterministic=spec.train.deterministic
     )
+
+
+def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
+    """Compiled code writes over its own products, so that those of a region inside such a block cannot be kept."""
+    blocks = recomputed.blocks if recomputed.how.kind == "operators" else ()
+    for region in regions:
+        block = next((each for each in blocks if region.startswith(f"{each}.")), None)
+        if block is not None:
+            raise SpecError(
+                f'memory.recompute is "operators", of which there are none to choose in {region}: it is compiled, inside {block}',
+                hint=f'compile it whole, compile.blocks = ["{block}"], or compile.what = "model"; or set memory.recompute = "full"',
+            )
 
 
 def describe_mode(spec: RunSpec, device: str) -> list[str]:
