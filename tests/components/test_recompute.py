@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot import Run, RunSpec, recompute
 from surefoot.components.memory.blocks import find_blocks
@@ -117,6 +119,37 @@ def test_a_block_whose_numbers_depend_on_a_buffer_that_it_changes_keeps_its_bits
     model = made(lambda: Deep(block=Normed))
     recompute(model, how)
     assert_same_bits(trained(model), expected)
+
+
+class InPlace(Block):
+    """Changes what its products give, which cannot be kept then."""
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return x + mask * F.silu(self.second(F.relu(self.first(x), inplace=True)), inplace=True)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_block_that_changes_its_products_in_place_keeps_its_bits(how: str) -> None:
+    expected = trained(made(lambda: Deep(block=InPlace)))
+    model = made(lambda: Deep(block=InPlace))
+    recompute(model, how)
+    assert_same_bits(trained(model), expected)
+
+
+def test_no_product_is_computed_again_and_the_last_which_nobody_asks_for_is_kept_once_alone() -> None:
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    made_by: list[weakref.ref[Any]] = []
+    for layer in (block[0], block[2]):
+        layer.register_forward_hook(lambda module, args, output: made_by.append(weakref.ref(output.untyped_storage())))
+    model = nn.Sequential(block)
+    recompute(model, "operators", blocks=[block])
+    for kept in ([True, True], [True, False]):
+        made_by.clear()
+        with FlopCounterMode(display=False) as counter:
+            loss = model(torch.ones(4, 8)).sum()
+            assert [each() is not None for each in made_by] == kept
+            loss.backward()
+        assert counter.get_total_flops() == 5 * (2 * 4 * 8 * 32)  # two forward, and all gradients but that of the input
 
 
 def test_evaluation_first_training_afterwards_and_a_second_backward_pass_change_nothing() -> None:

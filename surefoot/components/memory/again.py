@@ -1,4 +1,8 @@
-"""Computing a block again as it was computed: with the buffers of then, and without the products that were kept."""
+"""Computing a block again as it was computed: with the buffers of then, and without the products that were kept.
+
+The seams are `torch.utils._python_dispatch.TorchDispatchMode`, which sees each operator below autograd, and
+`torch._C._SetExcludeDispatchKeyGuard`, without which a change in place would not be seen there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 Slot = tuple[nn.Module, str]
@@ -100,16 +105,92 @@ def _moved(before: Tensor, now: Tensor) -> bool:
         return True
 
 
+class Products:
+    """The products of a block by their number, kept for computing it again; but those that this never came to are kept no more, as
+    the last one, whose output goes out of the block.
+    """
+
+    def __init__(self) -> None:
+        self._needless: set[int] = set()
+
+    def contexts(self) -> Contexts:
+        """For the forward pass and for computing it again."""
+        kept: dict[int, _Kept] = {}
+        return _Keeping(kept, self._needless), _Reusing(kept, self._needless)
+
+
+class _Kept:
+    """What a product gave; it is gone when something has changed it in place."""
+
+    def __init__(self, output: Any) -> None:
+        self._is_one = isinstance(output, Tensor)
+        parts = (output,) if self._is_one else output
+        with torch._C._SetExcludeDispatchKeyGuard(
+            torch._C.DispatchKey.ADInplaceOrView, False
+        ):  # else it has a version of its own
+            self._parts = [each.detach() if isinstance(each, Tensor) else each for each in parts]
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [each._version for each in self._parts if isinstance(each, Tensor)]
+
+    def take(self) -> Any:
+        if self._now() != self._versions:
+            return None
+        return self._parts[0] if self._is_one else tuple(self._parts)
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: dict[int, _Kept], needless: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._needless, self._count = kept, needless, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            if self._count not in self._needless:
+                self._kept[self._count] = _Kept(output)
+            self._count += 1
+        return output
+
+
+class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, kept: dict[int, _Kept], needless: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept, self._needless, self._count = kept, needless, 0
+
+    def __enter__(self) -> Self:
+        self._count = 0  # another backward pass over the same graph has nothing left, and computes all of it
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._needless.update(self._kept)
+        self._kept.clear()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        output = None
+        if _is_kept(func, args, kwargs or {}):
+            self._needless.discard(self._count)
+            kept = self._kept.pop(self._count, None)
+            output = None if kept is None else kept.take()
+            self._count += 1
+        return func(*args, **(kwargs or {})) if output is None else output
+
+
 def keep_products() -> Contexts:
-    """For the forward pass and for computing it again: products are kept, all else is computed again."""
+    """The same for a compiler, which takes nothing but torch's own contexts and sees by itself what is needed."""
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return contexts
 
 
 def _policy(context: Any, operator: Any, *args: Any, **named: Tensor | Any) -> CheckpointPolicy:
-    if operator.overloadpacket not in _PACKETS or _draws(operator, args, named):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operator, args, named) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return getattr(operator, "overloadpacket", None) in _PACKETS and not _draws(operator, args, named)
 
 
 def _draws(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from surefoot.components.memory.again import Both, Buffers, Contexts, keep_products
+from surefoot.components.memory.again import Both, Buffers, Contexts, Products, keep_products
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.budget import Budget, Fate
 from surefoot.components.memory.tensors import find_tensors
@@ -104,7 +104,7 @@ class _Seat:
     """One block's place in the plan. A compiled block reads no number of its own here, so that equal ones share their code."""
 
     def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
-        self._number, self._plan, self._buffers = number, plan, buffers
+        self._number, self._plan, self._buffers, self._products = number, plan, buffers, Products()
         self._fate = plan.fates[number]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class _Seat:
         guard = self._buffers.contexts()
         if self._plan.how.kind != "operators":
             return guard
-        kept = keep_products()
+        kept = self._products.contexts()
         return kept if guard is None else (Both(guard[0], kept[0]), Both(guard[1], kept[1]))
 
 

@@ -13,7 +13,6 @@ from surefoot.core.errors import EXIT_OK, BadRecordError, DataError, InputError,
 
 _OURS = str(Path(__file__).parents[2])
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
-_CHANGED = "cached during selective activation checkpoint has been mutated"  # and for a product that was kept
 _LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
 
 
@@ -87,8 +86,4 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
 def _find_hint(error: BaseException) -> str:
     if _OVERWRITTEN in str(error):
         return 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
-    if _CHANGED in str(error):
-        return (
-            'a product is changed in place, as ReLU(inplace=True) does: change it out of place, or set memory.recompute = "full"'
-        )
     return "run with --traceback to see all of it"
