@@ -12,7 +12,7 @@ from surefoot import recompute
 from surefoot.components.compiler import Compiled, compile_regions
 from surefoot.components.memory import find_blocks
 from surefoot.tasks.transformer import Transformer
-from tests.components.test_recompute import Deep, assert_same_bits, kept_bytes, made, trained
+from tests.components.test_recompute import Deep, InPlace, assert_same_bits, kept_bytes, made, trained
 
 NUM_BLOCKS = 10  # torch gives up after 8 graphs of one function
 
@@ -60,6 +60,14 @@ def test_what_is_compiled_has_the_bits_of_eager_mode_and_one_graph_for_each_kind
     told = plan.steward.take()
     assert len([each for each in told if not each.is_backward]) == kinds
     assert not [each.ended_early for each in told if each.ended_early]
+
+
+def test_a_compiled_block_that_changes_its_products_in_place_has_the_bits_of_eager_mode() -> None:
+    expected = trained(made(lambda: Deep(block=InPlace)))
+    model = made(lambda: Deep(block=InPlace))
+    recompute(model, "operators")
+    compiled(model, "model")
+    assert_same_bits(trained(model), expected)
 
 
 @pytest.mark.parametrize("what", ["blocks", "model"])
