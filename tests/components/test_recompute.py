@@ -136,20 +136,26 @@ def test_a_block_that_changes_its_products_in_place_keeps_its_bits(how: str) -> 
     assert_same_bits(trained(model), expected)
 
 
-def test_no_product_is_computed_again_and_the_last_which_nobody_asks_for_is_kept_once_alone() -> None:
-    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-    made_by: list[weakref.ref[Any]] = []
+@pytest.mark.parametrize(
+    ("end", "kept", "num_products"),
+    [(nn.Identity(), ([True, False], [True, False]), (5, 5)), (nn.Tanh(), ([True, False], [True, True]), (6, 5))],
+)
+def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_for(
+    end: nn.Module, kept: tuple[list[bool], ...], num_products: tuple[int, ...]
+) -> None:
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), end)
+    outputs: list[weakref.ref[Any]] = []
     for layer in (block[0], block[2]):
-        layer.register_forward_hook(lambda module, args, output: made_by.append(weakref.ref(output.untyped_storage())))
+        layer.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output.untyped_storage())))
     model = nn.Sequential(block)
     recompute(model, "operators", blocks=[block])
-    for kept in ([True, True], [True, False]):
-        made_by.clear()
+    for step in range(2):
+        outputs.clear()
         with FlopCounterMode(display=False) as counter:
             loss = model(torch.ones(4, 8)).sum()
-            assert [each() is not None for each in made_by] == kept
+            assert [each() is not None for each in outputs] == kept[step]
             loss.backward()
-        assert counter.get_total_flops() == 5 * (2 * 4 * 8 * 32)  # two forward, and all gradients but that of the input
+        assert counter.get_total_flops() == num_products[step] * (2 * 4 * 8 * 32)  # two forward, three gradients
 
 
 def test_evaluation_first_training_afterwards_and_a_second_backward_pass_change_nothing() -> None:

@@ -106,17 +106,17 @@ def _moved(before: Tensor, now: Tensor) -> bool:
 
 
 class Products:
-    """The products of a block by their number, kept for computing it again; but those that this never came to are kept no more, as
-    the last one, whose output goes out of the block.
+    """The products of a block, kept for computing it again up to the last one that this came to: where a block ends in a product,
+    nobody asks for its output. Until that is known the last one is left out, so that no step holds more than the others.
     """
 
     def __init__(self) -> None:
-        self._needless: set[int] = set()
+        self.num_needed: int | None = None
 
     def contexts(self) -> Contexts:
         """For the forward pass and for computing it again."""
         kept: dict[int, _Kept] = {}
-        return _Keeping(kept, self._needless), _Reusing(kept, self._needless)
+        return _Keeping(self, kept), _Reusing(self, kept)
 
 
 class _Kept:
@@ -125,9 +125,8 @@ class _Kept:
     def __init__(self, output: Any) -> None:
         self._is_one = isinstance(output, Tensor)
         parts = (output,) if self._is_one else output
-        with torch._C._SetExcludeDispatchKeyGuard(
-            torch._C.DispatchKey.ADInplaceOrView, False
-        ):  # else it has a version of its own
+        # without this guard they had versions of their own
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._parts = [each.detach() if isinstance(each, Tensor) else each for each in parts]
         self._versions = self._now()
 
@@ -141,23 +140,29 @@ class _Kept:
 
 
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: dict[int, _Kept], needless: set[int]) -> None:
+    def __init__(self, products: Products, kept: dict[int, _Kept]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._needless, self._count = kept, needless, 0
+        self._products, self._kept, self._count = products, kept, 0
+
+    def __exit__(self, *error: object) -> None:
+        if self._products.num_needed is None:
+            self._kept.pop(self._count - 1, None)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if _is_kept(func, args, kwargs or {}):
-            if self._count not in self._needless:
+            needed = self._products.num_needed
+            if needed is None or self._count < needed:
                 self._kept[self._count] = _Kept(output)
             self._count += 1
         return output
 
 
 class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, kept: dict[int, _Kept], needless: set[int]) -> None:
+    def __init__(self, products: Products, kept: dict[int, _Kept]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._needless, self._count = kept, needless, 0
+        self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:
         self._count = 0  # another backward pass over the same graph has nothing left, and computes all of it
@@ -165,14 +170,13 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._needless.update(self._kept)
+        self._products.num_needed = max(self._products.num_needed or 0, self._count)
         self._kept.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         output = None
         if _is_kept(func, args, kwargs or {}):
-            self._needless.discard(self._count)
             kept = self._kept.pop(self._count, None)
             output = None if kept is None else kept.take()
             self._count += 1
