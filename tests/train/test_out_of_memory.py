@@ -26,7 +26,7 @@ from tests.train.short import Greedy
 from tests.train.small import Small, end_of, records, spec
 from tests.train.test_resume import bits, train
 
-HEADROOM_MIB = 320
+HEADROOM_MIB = 385
 
 
 def tables(memory: dict[str, Any] | None = None, **task: Any) -> dict[str, Any]:
