@@ -73,10 +73,11 @@ def spec_arm(
 
     That is then the run's length, and its schedule follows it; with `whole_length` it is the beginning of a run as long as `spec` says.
 
-    It reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, the same `_per_sample`, `num_samples`, `items_per_sample` and
-    `applied_share` (what was done for them), `startup_s` (from the start of the process to the end of its first step, or of the first
-    that is compiled), `samples_per_epoch`, `loss` (of the last step), `peak_bytes`, `imported_bytes`, `compile_s` where code was
-    compiled, and `device_peak_bytes` on a GPU; with `capture`, also loss, gradients and weights after those steps, for `compare_arms`.
+    It reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, the same `_per_sample`, `num_steps`, `num_samples`,
+    `items_per_sample` and `applied_share` (what was done for them), `startup_s` (from the start of the process to the end of its first
+    step, or of the first that is compiled), `samples_per_epoch`, `loss` (of the last step), `peak_bytes`, `imported_bytes`, `compile_s`
+    where code was compiled, and `device_peak_bytes` on a GPU; with `capture`, also loss, gradients and weights after those steps, for
+    `compare_arms`.
     A change is `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`.
 
     Raises SpecError for a spec without an importable task, InputError for no steps.

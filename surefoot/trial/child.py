@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,8 @@ from surefoot.components.compiler import Steward
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
+from surefoot.core.errors import OutOfMemory
+from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.run import Run
 from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.trial.arm import told_apart
@@ -32,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
     turns, steward = Turns(asked.turns), Steward()
-    with told_apart(), Run(spec, folder=asked.run) as run:
+    with short_of_memory(), told_apart(), Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
         steps, clock, settle = run.steps(), Clock(), partial(wait_for, device)
@@ -65,6 +69,18 @@ def main(words: Sequence[str] | None = None) -> None:
     write_report(asked.report, measures, facts=facts, arrays=found or None)
 
 
+@contextmanager
+def short_of_memory() -> Iterator[None]:
+    """A process that finds no memory ends with the exit code of a run that does, wherever that was."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        raise SystemExit(OutOfMemory.exit_code) from None
+
+
 def first_alike(spec: RunSpec) -> int:
     """The first step that runs as all later ones do: with what is compiled, which the steps before it are not."""
     return {"none": 1, "step": EAGER_STEPS + 1}.get(spec.compile.what, 2)
@@ -83,8 +99,9 @@ def _of_samples(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]
     if not samples:
         return {}
     return {
-        "num_samples": float(samples), "cpu_s_per_sample": clock.cpu_s / samples, "wall_s_per_sample": clock.wall_s / samples,
-        "items_per_sample": items / samples, "applied_share": sum(report.applied for report in reports) / len(reports),
+        "num_steps": float(len(reports)), "num_samples": float(samples), "cpu_s_per_sample": clock.cpu_s / samples,
+        "wall_s_per_sample": clock.wall_s / samples, "items_per_sample": items / samples,
+        "applied_share": sum(report.applied for report in reports) / len(reports),
     }  # fmt: skip
 
 

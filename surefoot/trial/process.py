@@ -31,7 +31,7 @@ class Outcome:
     """What one run of an arm came to: `measures` by name (the unit is in the name), or the tail of its error.
 
     Besides what the arm reports: `process_cpu_s` (all processes), `process_wall_s` and `process_peak_bytes` (the largest one).
-    `round` counts from 0; warm-up rounds are marked and never enter a comparison.
+    `round` counts from 0; warm-up rounds are marked and never enter a comparison. `exit_code` is that of the process that failed first.
     """
 
     arm: str
@@ -41,6 +41,7 @@ class Outcome:
     facts: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     is_warmup: bool = False
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,10 @@ def judge_outcome(
         except BadRecordError as error:
             problem = "crashed", f"{error}\n{_tail(ranks[0].folder)}"
     if problem is not None:
-        return Outcome(arm=arm.name, round=number, ended=problem[0], error=problem[1].strip(), is_warmup=is_warmup)
+        failed = next((round(result["exit_code"]) for result in done if result["exit_code"] != 0), None)
+        return Outcome(
+            arm=arm.name, round=number, ended=problem[0], error=problem[1].strip(), is_warmup=is_warmup, exit_code=failed
+        )
     outside = {
         "process_cpu_s": sum(result["cpu_s"] for result in done),
         "process_wall_s": wall_s,

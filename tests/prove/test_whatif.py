@@ -58,7 +58,8 @@ def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(spec: 
     "words",
     [
         (), ("--batch", "8", "--noise"), ("--batch", "8;9"), ("--batch", "0"), ("--noise", "--draws", "100"),
-        ("--noise", "--csv", "out.csv"), ("--batch", "8", "--size", "4"),
+        ("--noise", "--csv", "out.csv"), ("--batch", "8", "--size", "4"), ("--fit", "16"), ("--fit", "1 TiB", "--noise"),
+        ("--fit", "1000 TiB"), ("--fit", "device", "--set", "train.device=cpu"),
     ],
 )  # fmt: skip
 def test_a_question_that_is_none_is_refused(words: tuple[str, ...], spec: Path, surefoot: Command) -> None:

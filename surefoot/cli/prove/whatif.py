@@ -10,13 +10,14 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
-from surefoot.core.errors import InputError, StorageError, UserCodeError
+from surefoot.core.errors import InputError, OutOfMemory, StorageError, UserCodeError
 
 if TYPE_CHECKING:
     from surefoot.components.compiler.kernels import Graph
     from surefoot.contract.spec import RunSpec
     from surefoot.prove.whatif.batch import Split, Splits
     from surefoot.prove.whatif.compiled import Way, Ways
+    from surefoot.prove.whatif.fit import Fitted
     from surefoot.prove.whatif.noise import NoiseLab
 
 COLUMNS = (
@@ -40,6 +41,9 @@ def whatif(
     save_kernels: Annotated[
         Path | None, typer.Option("--save-kernels", metavar="DIR", help="the code that compiling makes, and what it fuses")
     ] = None,
+    fit: Annotated[
+        str | None, typer.Option("--fit", metavar="SIZE", help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's")
+    ] = None,
     noise: Annotated[bool, typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for")] = False,
     draws: Annotated[int, typer.Option("--draws", metavar="N", help="batches drawn for --noise, a power of two")] = 128,
     size: Annotated[
@@ -53,10 +57,11 @@ def whatif(
     --batch: peak memory, throughput, updates and communications of an epoch, for each batch and microbatch, in fresh processes.
     --compile: compile time, step, memory and break-even of each way to compile, beside eager mode, in fresh processes.
     --save-kernels: the source of every kernel, what was fused in it, and the bytes that no longer travel.
+    --fit: the largest microbatch whose peak stays a tenth below so much memory, tried in fresh processes, and in a run of 50 steps.
     --noise: how far the gradients of batches lie apart at the same weights, and what that says of the batch.
     """
-    if sum((batch is not None, compiled, save_kernels is not None, noise)) != 1:
-        raise InputError("what is asked?", hint="one of --batch 128,256, --compile, --save-kernels DIR and --noise")
+    if sum((batch is not None, compiled, save_kernels is not None, fit is not None, noise)) != 1:
+        raise InputError("what is asked?", hint="one of --batch 128,256, --compile, --save-kernels DIR, --fit 2GiB and --noise")
     belonging = {"--microbatch": (microbatch, "--batch"), "--csv": (csv, "--batch"), "--size": (size, "--noise")}
     asked = "--batch" if batch is not None else "--noise" if noise else ""
     idle = [(flag, owner) for flag, (value, owner) in belonging.items() if value is not None and owner != asked]
@@ -81,6 +86,8 @@ def whatif(
             _print_noise(lab)
     elif save_kernels is not None:
         _save_kernels(given, spec, save_kernels, json=json)
+    elif fit is not None:
+        _find_largest(given, spec, fit, tell, json=json)
     elif compiled:
         _compare_compiled(given, spec, rounds, tell, json=json)
     else:
@@ -134,6 +141,25 @@ def _compare_compiled(given: str, spec: RunSpec, rounds: int | None, tell: Calla
         _print_ways(found)
     if all(each.failure is not None for each in found.ways[1:]):
         raise UserCodeError(f"nothing could be compiled: {_last_line(found.ways[1])}", hint="does surefoot train run it?")
+
+
+def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], None], *, json: bool) -> None:
+    from surefoot.core.signals import ending_by_signal
+    from surefoot.core.units import format_bytes, parse_bytes
+    from surefoot.prove.whatif.fit import MARGIN, find_limit, measure_largest
+
+    limit_bytes = find_limit(spec, None if limit == "device" else parse_bytes(limit))
+    with ending_by_signal():
+        found = measure_largest(spec, limit_bytes, tell=tell)
+    if json:
+        options.print_json({"given": given, **found.as_row()})
+    else:
+        _print_largest(found)
+    if found.microbatch is None:
+        raise OutOfMemory(
+            f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
+            hint=f"let blocks compute again what they need: surefoot memory {given} --fit {limit} names the cheapest way",
+        )
 
 
 def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
@@ -236,6 +262,37 @@ def _print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
         print_table(("kernel", "moves", "alone", "operators"), rows, right=("moves", "alone"), indent=2)
     for path in files:
         print(path)
+
+
+def _print_largest(found: Fitted) -> None:
+    from surefoot.cli.table import print_pairs, print_table
+    from surefoot.core.units import UNKNOWN, format_bytes, format_percent
+    from surefoot.prove.whatif.fit import MARGIN, usable
+
+    headers = ("microbatch", "steps", "peak memory", "of the limit", "fits")
+    rows = [
+        [
+            f"{each.microbatch:,}", UNKNOWN if each.num_steps is None else f"{each.num_steps:,}", format_bytes(each.peak_bytes),
+            format_percent(None if each.peak_bytes is None else each.peak_bytes / found.limit_bytes),
+            "yes" if each.fits else f"no: {each.failure}" if each.failure else "no",
+        ]
+        for each in found.tries
+    ]  # fmt: skip
+    print_table(headers, rows, right=headers[:4])
+    pairs = [("limit", f"{format_bytes(found.limit_bytes)}, less {MARGIN:.0%}: {format_bytes(usable(found.limit_bytes))}")]
+    if found.predicted is not None:
+        size = "none" if found.predicted.microbatch is None else f"microbatch {found.predicted.microbatch:,}"
+        of = "those of the smallest" if found.predicted.microbatch is None else "its tensors"
+        pairs.append(("predicted", f"{size}; {of} take up to {format_bytes(found.predicted.peak_bytes)}"))
+    if found.microbatch is not None:
+        pairs.append(
+            ("measured", f"microbatch {found.microbatch:,}; {format_bytes(found.peak_bytes)} in a run of {rows[-1][1]} steps")
+        )
+        whole = f"no train.microbatch: the whole batch fits; a larger one may, too: --set train.batch={2 * found.batch}"
+        pairs.append(("the spec needs", whole if found.microbatch == found.batch else f"train.microbatch = {found.microbatch}"))
+    print()
+    print_pairs(pairs)
+    print(f"{found.conditions.get('processor')}, torch {found.conditions.get('torch')}")
 
 
 def _print_noise(lab: NoiseLab) -> None:

@@ -28,6 +28,19 @@ class Fit:
         return {"microbatch": self.microbatch, "recompute": self.recompute, **self.prediction.as_row()}
 
 
+def find_sizes(spec: RunSpec) -> list[int]:
+    """The microbatches that divide every batch of `spec`, the whole batch first.
+
+    >>> find_sizes(RunSpec(task={"use": "digits"}, train={"batch": 12}))
+    [12, 6, 4, 3, 2, 1]
+    """
+    batch = spec.train.batch
+    if spec.memory.update_in_backward:
+        return [batch]
+    smaller = math.gcd(batch, *(stage for _, stage in spec.train.ramp))
+    return [size for size in range(batch, 0, -1) if size == batch or smaller % size == 0]
+
+
 def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
     """The largest microbatch of the spec's batch whose predicted peak, with its margin, is at most `budget_bytes`.
 
@@ -35,11 +48,7 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
     """
     spec = spec.replace(observe={"noise": False})  # which not every microbatch has
     batch, ways, least = spec.train.batch, list(WAYS), None
-    smaller = math.gcd(batch, *(stage for _, stage in spec.train.ramp))
-    sizes = [size for size in range(batch, 0, -1) if size == batch or smaller % size == 0]
-    if spec.memory.update_in_backward:
-        sizes = sizes[:1]
-    for size in sizes:
+    for size in find_sizes(spec):
         for way in ways:
             blocks = spec.memory.blocks if way != "none" else ()
             train = {"microbatch": size if size < batch else None}

@@ -13,6 +13,7 @@ from surefoot.core.statistics import mean
 from surefoot.trial import Outcome, Trial, find_conditions, run_rounds, spec_arm
 
 WARMUP_STEPS, MOST_ROWS, MOST_PARTS = 2, 60, 8
+QUIET: dict[str, dict[str, Any]] = {"observe": {"tensorboard": False, "noise": False}, "checkpoint": {"store": None}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +79,9 @@ def measure(
     """Train each pair for so many updates after a warm-up, `rounds` times, interleaved."""
     if updates < 1 or rounds < 1:
         raise InputError(f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each")
-    quiet: dict[str, Any] = {"observe": {"tensorboard": False, "noise": False}, "checkpoint": {"store": None}}
     arms = [
         spec_arm(
-            f"{batch} by {part}", spec.replace(train={"batch": batch, "microbatch": part, "ramp": ()}, **quiet), steps=updates,
+            f"{batch} by {part}", spec.replace(train={"batch": batch, "microbatch": part, "ramp": ()}, **QUIET), steps=updates,
             warmup=WARMUP_STEPS, timeout_s=3600.0, whole_length=True,
         )
         for batch, part in pairs
@@ -93,6 +93,11 @@ def measure(
     trial = Trial(title="batches", arms=tuple(arm.name for arm in arms), rounds=rounds, seed=0, outcomes=tuple(outcomes))
     rows = tuple(_row(trial, arm.name, batch, part) for arm, (batch, part) in zip(arms, pairs, strict=True))
     return Splits(rows=rows, conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1))
+
+
+def peak_of(measures: Mapping[str, float]) -> float:
+    """The most that was allocated on a GPU, the largest resident size on a CPU."""
+    return measures.get("device_peak_bytes", measures["peak_bytes"])
 
 
 def _row(trial: Trial, arm: str, batch: int, part: int) -> Split:
@@ -112,7 +117,7 @@ def _row(trial: Trial, arm: str, batch: int, part: int) -> Split:
     samples_per_s = 1 / mean([each["wall_s_per_sample"] for each in done])
     updates = math.ceil(done[0]["samples_per_epoch"] / batch)
     return Split(
-        batch=batch, microbatch=part, rounds=len(done), peak_bytes=max(each.get("device_peak_bytes", each["peak_bytes"]) for each in done),
+        batch=batch, microbatch=part, rounds=len(done), peak_bytes=max(map(peak_of, done)),
         samples_per_s=samples_per_s, items_per_s=samples_per_s * done[0]["items_per_sample"], updates_per_epoch=updates,
         communications_per_epoch=updates, failure=trial.failure(arm),
     )  # fmt: skip

@@ -1,0 +1,173 @@
+"""The largest microbatch that fits, by measured peaks: each try is a fresh process, and a longer one confirms the answer."""
+
+from __future__ import annotations
+
+import signal
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from surefoot.components.data.lengths import at_its_largest
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
+from surefoot.core.hardware import find_machine
+from surefoot.core.units import format_bytes
+from surefoot.prove.attempts import last_words
+from surefoot.prove.memory import find_sizes, predict
+from surefoot.prove.whatif.batch import QUIET, peak_of
+from surefoot.train.environment import find_device
+from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
+
+MARGIN = 0.1  # of the limit: for what a longer run, its evaluations and fragmentation take on top
+STEPS, STEPS_OF_THE_ANSWER = 5, 50
+SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)  # the kernel ends a process so for which it finds no memory
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One process: `peak_bytes` is None where it ran out of memory, as `failure` then says. A run shorter than asked has fewer steps."""
+
+    microbatch: int
+    num_steps: int | None = None
+    peak_bytes: float | None = None
+    fits: bool = False
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The largest that is predicted to fit, and the most that its tensors take; None where not even the smallest is, with that one's."""
+
+    microbatch: int | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """All tries in their order, the last of them that of the answer: `microbatch`, the largest that fits, None where none does."""
+
+    batch: int
+    limit_bytes: int
+    tries: tuple[Try, ...]
+    microbatch: int | None
+    predicted: Predicted | None
+    conditions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Of the longer run that confirmed the answer."""
+        return None if self.microbatch is None else self.tries[-1].peak_bytes
+
+    def as_row(self) -> dict[str, Any]:
+        return {**asdict(self), "margin": MARGIN, "usable_bytes": usable(self.limit_bytes), "peak_bytes": self.peak_bytes}
+
+
+def usable(limit_bytes: int) -> float:
+    """The limit less its margin."""
+    return (1 - MARGIN) * limit_bytes
+
+
+def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
+    """What was asked for, or all memory of the GPU that `spec` runs on. Raises InputError for more than there is, or for all of a CPU's."""
+    device = find_device(spec.train.device)
+    is_gpu = device.type == "cuda"
+    there = torch.cuda.get_device_properties(device).total_memory if is_gpu else find_machine().memory_bytes
+    if asked_bytes is None and not is_gpu:
+        raise InputError(
+            "the run is on a CPU, whose memory is not its own: there is no limit but the one that you set",
+            hint="say how much it may take: --fit 2GiB",
+        )
+    if asked_bytes is not None and asked_bytes > there:
+        raise InputError(f"--fit is {format_bytes(asked_bytes)}, and there are {format_bytes(there)}", hint="give at most that")
+    return asked_bytes or there
+
+
+def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bool]) -> int | None:
+    """The largest of `sizes`, which rise, for which `fits(size, steps)`: few steps while it is looked for, more for the answer.
+
+    From `start` the size is doubled, or halved, until one fits and one does not, and then what lies between is halved. A larger size
+    is taken to need no less. None where not even the smallest fits.
+
+    >>> find_largest([1, 2, 4, 8, 16], 1, lambda size, steps: size <= 5)
+    4
+    """
+    low, high, size = 0, sizes[-1] + 1, start
+    while size:
+        low, high = (size, high) if fits(size, STEPS) else (low, size)
+        size = _next([each for each in sizes if low < each < high], low, high if high in sizes else None)
+    if not low or fits(low, STEPS_OF_THE_ANSWER):
+        return low or None
+    smaller = sizes[: sizes.index(low)]
+    return find_largest(smaller, smaller[-1], fits) if smaller else None
+
+
+def _next(between: Sequence[int], low: int, high: int | None) -> int:
+    """Of the sizes that nothing is known of the one to try: `low` fits, 0 where none does, `high` does not; 0 where none is left."""
+    if not between:
+        return 0
+    if high is None:
+        return max((size for size in between if size <= 2 * low), default=between[0])
+    if not low:
+        return min((size for size in between if 2 * size >= high), default=between[-1])
+    return between[len(between) // 2]
+
+
+def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text: None) -> Fitted:
+    """Search the microbatches of the spec's batch, from the one that is predicted to fit, by the peaks of real runs.
+
+    Raises InputError for a batch that the data does not fill, UserCodeError where a try fails for another reason than memory.
+    """
+    sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)
+    made = at_its_largest(spec).replace(**QUIET, memory={"on_oom": "stop"})
+    specs = {size: made.replace(train={"microbatch": size if size < spec.train.batch else None}) for size in sizes}
+    predicted = _predict(specs, most, tell)
+    tries: list[Try] = []
+
+    @cache
+    def fits(size: int, steps: int) -> bool:
+        tries.append(_try(specs[size], size, steps, most))
+        tell(f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}")
+        return tries[-1].fits
+
+    found = find_largest(sizes, (predicted and predicted.microbatch) or sizes[0], fits)
+    return Fitted(
+        batch=spec.train.batch, limit_bytes=limit_bytes, tries=tuple(tries), microbatch=found, predicted=predicted,
+        conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
+    )  # fmt: skip
+
+
+def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted | None:
+    """By `surefoot memory`, which counts tensors: on a CPU a process has all else on top, about what this one has now."""
+    sizes, first = list(specs), next(iter(specs.values()))
+    budget = most - (resident_bytes() if find_device(first.train.device).type == "cpu" else 0)
+    peak = cache(lambda size: predict(specs[size]).interval[1])
+    try:
+        number = bisect_right(sizes, budget, key=peak)
+        return Predicted(sizes[number - 1], peak(sizes[number - 1])) if number else Predicted(None, peak(sizes[0]))
+    except InputError as error:
+        tell(f"no prediction to begin with: {error.message}")
+        return None
+
+
+def _try(spec: RunSpec, size: int, steps: int, most: float) -> Try:
+    arm = spec_arm(f"microbatch {size}", spec, steps=steps, warmup=0, timeout_s=3600.0, whole_length=True)
+    (outcome,) = run_rounds([arm], rounds=1, warmup_rounds=0)
+    if outcome.exit_code in SHORT:
+        return Try(
+            microbatch=size, failure="out of memory" if outcome.exit_code > 0 else "killed, as a process without memory is"
+        )
+    if outcome.ended != "done":
+        words = last_words(outcome.error or "").splitlines()[0]
+        raise UserCodeError(f"a microbatch of {size} could not be measured: {words}", hint="does surefoot train run it?")
+    num_samples = outcome.measures["samples_per_epoch"]
+    if num_samples < spec.train.batch:
+        raise InputError(
+            f"there are {num_samples:,.0f} samples, fewer than one batch of {spec.train.batch:,}", hint="give --set train.batch=N"
+        )
+    peak = peak_of(outcome.measures)
+    return Try(microbatch=size, num_steps=round(outcome.measures["num_steps"]), peak_bytes=peak, fits=peak <= most)

@@ -1,0 +1,72 @@
+"""`surefoot whatif --fit`: the largest microbatch that fits, by the peaks of real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from surefoot.prove.whatif.fit import STEPS_OF_THE_ANSWER, find_largest
+from tests.cli.conftest import Command, surefoot
+from tests.train.small import write_task
+
+__all__ = ["surefoot"]
+
+SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """More than 6 samples of training find no memory: a real allocation fails."""
+    use = write_task(tmp_path, change=("# FORWARD", "torch.empty(1 << 48 if model.training and len(batch[0]) > 6 else 1)"))
+    path = tmp_path / "mine.toml"
+    path.write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "99 steps"\n[memory]\non_oom = "halve"\n')
+    return path
+
+
+@pytest.mark.parametrize("most", [0, *SIZES])
+def test_from_wherever_the_search_begins_it_ends_at_the_largest_size_that_fits(most: int) -> None:
+    for start in SIZES:
+        tried: list[tuple[int, int]] = []
+        found = find_largest(SIZES, start, lambda size, steps, tried=tried: tried.append((size, steps)) or size <= most)
+        assert found == (most or None)
+        assert len(tried) == len(set(tried)) <= len(SIZES)
+        assert not most or tried[-1] == (most, STEPS_OF_THE_ANSWER)
+
+
+def test_a_size_that_only_the_longer_run_shows_to_be_too_large_gives_way_to_the_next_one() -> None:
+    assert find_largest(SIZES, 4, lambda size, steps: size * steps <= 8 * STEPS_OF_THE_ANSWER) == 8
+    assert find_largest(SIZES, 4, lambda size, steps: steps < STEPS_OF_THE_ANSWER) is None
+
+
+def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_memory(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("whatif", str(spec), "--fit", "4 GiB", "--json")
+    assert answer.code == 0, answer.err
+    row = answer.row
+    tries = [(each["microbatch"], each["num_steps"], each["fits"], each["failure"]) for each in row["tries"]]
+    assert tries == [(6, 5, True, None), (12, None, False, "out of memory"), (6, 50, True, None)]
+    assert (row["microbatch"], row["predicted"]["microbatch"], row["usable_bytes"]) == (6, 6, 0.9 * (4 << 30))
+    assert 0 < row["predicted"]["peak_bytes"] < row["peak_bytes"] == row["tries"][-1]["peak_bytes"] < row["usable_bytes"]
+
+
+def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("whatif", str(spec), "--fit", "64 MiB")
+    assert answer.code == 7
+    assert "nothing fits into 64 MiB less 10%" in answer.err
+    header, (size, steps, peak, unit, share, percent, fits) = answer.out.splitlines()[0], answer.out.splitlines()[1].split()
+    assert header.split()[0] == "microbatch"
+    assert (size, steps, unit, percent, fits) == ("1", "5", "MiB", "%", "no")
+    assert float(share.replace(",", "")) == pytest.approx(100 * float(peak) / 64, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [("task.width=-1", 3, "a microbatch of 1 could not be measured"), ("train.batch=25", 2, "there are 24 samples, fewer than")],
+)
+def test_what_fails_for_another_reason_than_memory_is_an_error(
+    change: str, code: int, words: str, spec: Path, surefoot: Command
+) -> None:
+    answer = surefoot("whatif", str(spec), "--fit", "4 GiB", "--set", change)
+    assert (answer.code, answer.out) == (code, "")
+    assert words in answer.err
+    assert "hint:" in answer.err
