@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,17 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("most", [0, *SIZES])
-def test_from_wherever_the_search_begins_it_ends_at_the_largest_size_that_fits(most: int) -> None:
-    for start in SIZES:
+@pytest.mark.parametrize("sizes", [SIZES, [1, 5, 25], [7]])
+def test_from_wherever_the_search_begins_it_ends_at_the_largest_size_that_fits(sizes: list[int]) -> None:
+    for start, most in itertools.product(sizes, [0, *sizes]):
         tried: list[tuple[int, int]] = []
-        found = find_largest(SIZES, start, lambda size, steps, tried=tried: tried.append((size, steps)) or size <= most)
-        assert found == (most or None)
-        assert len(tried) == len(set(tried)) <= len(SIZES)
+
+        def fits(size: int, steps: int, most: int = most, tried: list[tuple[int, int]] = tried) -> bool:
+            tried.append((size, steps))
+            return size <= most
+
+        assert find_largest(sizes, start, fits) == (most or None)
+        assert len(tried) == len(set(tried)) <= len(sizes) + 1
         assert not most or tried[-1] == (most, STEPS_OF_THE_ANSWER)
 
 
