@@ -86,4 +86,5 @@ def test_memory_is_that_of_the_device_and_its_peak_begins_anew_with_each_window(
             pass
     memory = {event.step: event.device_memory for event in records(tmp_path) if isinstance(event, Step)}
     assert memory[10]["peak_bytes"] > 256 << 20 > memory[15]["peak_bytes"] > 0
+    assert {each["total_bytes"] for each in memory.values()} == {torch.cuda.get_device_properties(0).total_memory}
     assert all(each["fragmented_bytes"] == each["reserved_bytes"] - each["allocated_bytes"] >= 0 for each in memory.values())

@@ -106,13 +106,17 @@ def rows_of(past: Past) -> RunRows:
     """A run as the page draws it."""
     from surefoot.cli.look.past import format_score
     from surefoot.cli.table import shorten
-    from surefoot.control.report import RunRows, read_profile
+    from surefoot.control.diagnose import find_memory_use
+    from surefoot.control.report import RunRows, read_profile, read_shape
 
+    steps = [each for each in past.steps if each.generation == past.started.generation]
+    records = [past.started, *steps, *([past.ended] if past.ended is not None else [])]
     return RunRows(
         name=str(past.folder), headline=f"{shorten(past.started.task)}: {past.state}, {shorten(format_score(past))}",
         unit=past.started.unit, summary=list(_summary(past)), environment=list(_environment(past)),
         commands=list(_commands(past)), spec=_spec(past), steps=past.steps, evaluations=past.scored, commits=past.commits,
-        faults=past.faults, goodput=past.goodput, phases=past.phases, profile=read_profile(past.folder),
+        faults=past.faults, goodput=past.goodput, phases=past.phases,
+        memory=find_memory_use(records, shape=read_shape(past.folder)), profile=read_profile(past.folder),
     )  # fmt: skip
 
 

@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 if TYPE_CHECKING:
-    from surefoot.control.diagnose import Attempt, Goodput
+    from surefoot.control.diagnose import Attempt, Goodput, MemoryUse
     from surefoot.control.plan import SaveAdvice
 
 
-def why(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
+def why(
+    run: RunArgument,
+    limit: Annotated[
+        str | None,
+        typer.Option("--limit", metavar="SIZE", help="the memory it may take, as 8GiB", show_default="all of its device"),
+    ] = None,
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option("--measured", metavar="PATH", help="a ladder's folder, or the table of whatif --batch --csv; repeatable"),
+    ] = None,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Tell what a run lost and why.
 
-    Its attempts, what was done again after a failure, which share of the time counted, and how often it should save.
+    Its attempts, what was done again after a failure, which share of the time counted, how often it should save, and whether it
+    made good use of its memory: what would change that, and by how much, as measured or as predicted.
     """
     from surefoot.contract import events
-    from surefoot.control.diagnose import find_goodput
+    from surefoot.control.diagnose import find_goodput, find_memory_use
     from surefoot.control.plan import advise_interval
+    from surefoot.control.report import read_measured, read_shape
+    from surefoot.core.units import parse_bytes
 
-    found = find_goodput(events.read(run))
+    limit_bytes = None if limit is None else parse_bytes(limit)
+    elsewhere = [each for path in measured or [] for each in read_measured(path)]
+    records = list(events.read(run))
+    found = find_goodput(records)
+    memory = find_memory_use(records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere)
     advice = None
     if found.median_save_s is not None and found.between_failures_s is not None:
         advice = advise_interval(found.median_save_s, found.between_failures_s)
     if json:
-        options.print_json(_as_row(str(run), found, advice))
+        options.print_json({**_as_row(str(run), found, advice), "memory": None if memory is None else memory.as_row()})
     else:
         _tell(found, advice)
+        _tell_memory(memory)
 
 
 def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, Any]:
@@ -80,3 +103,12 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
         ("save every", f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"),
         ("then is lost", format_percent(advice.lost_share)),
     ]
+
+
+def _tell_memory(found: MemoryUse | None) -> None:
+    from surefoot.cli.table import print_pairs
+    from surefoot.core.units import UNKNOWN
+
+    print("\nMemory")
+    words = f"{UNKNOWN}: the peak or the memory of the device is not recorded" if found is None else found.words
+    print_pairs([("at its most", words), *((each.change, each.effect) for each in (found.remedies if found else ()))])

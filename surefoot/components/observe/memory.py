@@ -20,7 +20,7 @@ def take_device_memory(device: torch.device) -> dict[str, int]:
 
     `allocated_bytes` and `reserved_bytes` are those of now, `fragmented_bytes` their difference, `peak_bytes` and
     `peak_reserved_bytes` the largest meanwhile; `num_retries` counts, since the process began, how often memory had to be given back
-    before an allocation went through. See torch.cuda.memory_stats.
+    before an allocation went through; `total_bytes` is what the GPU has. See torch.cuda.memory_stats.
     """
     if device.type != "cuda":
         return {}
@@ -31,4 +31,5 @@ def take_device_memory(device: torch.device) -> dict[str, int]:
         "allocated_bytes": allocated["current"], "reserved_bytes": reserved["current"],
         "fragmented_bytes": reserved["current"] - allocated["current"], "peak_bytes": allocated["peak"],
         "peak_reserved_bytes": reserved["peak"], "num_retries": stats["num_alloc_retries"],
+        "total_bytes": torch.cuda.get_device_properties(device).total_memory,
     }  # fmt: skip

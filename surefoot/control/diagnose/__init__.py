@@ -1,6 +1,10 @@
 """From the records of a run to what they mean."""
 
 from surefoot.control.diagnose.attempts import Attempt, Goodput, find_goodput
+from surefoot.control.diagnose.memory import Measured, MemoryUse, Remedy, Shape, find_memory_use
 from surefoot.control.diagnose.phases import Phase, Phases, Spread, find_phases
 
-__all__ = ["Attempt", "Goodput", "Phase", "Phases", "Spread", "find_goodput", "find_phases"]
+__all__ = [
+    "Attempt", "Goodput", "Measured", "MemoryUse", "Phase", "Phases", "Remedy", "Shape", "Spread", "find_goodput", "find_memory_use",
+    "find_phases",
+]  # fmt: skip

@@ -70,15 +70,15 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
         attempt.append(event)
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
-    sums = {name: sum(_number(event.phases.get(name)) for event in steps) for name in PHASES}
+    sums = {name: sum(number_of(event.phases.get(name)) for event in steps) for name in PHASES}
     whole = ended.summary.get("phases") if ended is not None else None
     is_whole = isinstance(whole, Mapping) and bool(whole)
     if isinstance(whole, Mapping) and is_whole:  # the last evaluation and commit lie behind the last record of steps
-        sums = {name: _number(whole.get(name)) for name in PHASES}
+        sums = {name: number_of(whole.get(name)) for name in PHASES}
     total_s = sum(sums.values())
     if total_s <= 0:
         return None
-    every = [_number(each) for event in steps for each in event.step_s]
+    every = [number_of(each) for event in steps for each in event.step_s]
     outliers = [_outlier(row) for event in steps for row in event.outliers]
     told = tuple(
         Phase(name=name, total_s=seconds, share=seconds / total_s, a_step=_spread(_a_step(steps, name)))
@@ -94,7 +94,7 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
 
 
 def _a_step(steps: Sequence[Step], name: str) -> list[float]:
-    return [_number(event.phases.get(name)) / event.num_steps for event in steps if event.num_steps > 0]
+    return [number_of(event.phases.get(name)) / event.num_steps for event in steps if event.num_steps > 0]
 
 
 def _spread(values: Sequence[float]) -> Spread | None:
@@ -112,10 +112,14 @@ def _row(spread: Spread | None) -> dict[str, float | None] | None:
 
 
 def _outlier(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"step": int(_number(row.get("step"))), "elapsed_s": _number(row.get("elapsed_s")), "cause": str(row.get("cause", ""))}
+    return {
+        "step": int(number_of(row.get("step"))),
+        "elapsed_s": number_of(row.get("elapsed_s")),
+        "cause": str(row.get("cause", "")),
+    }
 
 
-def _number(value: Any) -> float:
-    """A number of a file that a stranger may have written; 0 for what is none, or no time."""
-    is_time = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
-    return float(value) if is_time else 0.0
+def number_of(value: Any) -> float:
+    """A number of a file that a stranger may have written; 0 for what is none, or nothing."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
+    return float(value) if is_number else 0.0

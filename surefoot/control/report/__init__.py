@@ -1,8 +1,8 @@
 """One static page from rows: runs, their profiles and a ladder, drawn as SVG and escaped by the templates beside this file."""
 
 from surefoot.control.report.figure import Whole
-from surefoot.control.report.files import read_ladder, read_profile
+from surefoot.control.report.files import read_ladder, read_measured, read_profile, read_shape
 from surefoot.control.report.page import render
 from surefoot.control.report.rows import Report, RunRows, Table
 
-__all__ = ["Report", "RunRows", "Table", "Whole", "read_ladder", "read_profile", "render"]
+__all__ = ["Report", "RunRows", "Table", "Whole", "read_ladder", "read_measured", "read_profile", "read_shape", "render"]

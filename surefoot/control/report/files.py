@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import os
 import stat
@@ -11,16 +12,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from surefoot.contract.manifest import NO_LINK
+from surefoot.control.diagnose import Measured, Shape
 from surefoot.control.report.figure import Whole
 from surefoot.control.report.rows import Flame, Ladder, Memory, Operator, Place, Profile, Ratio, Roofline, Rung
+from surefoot.control.report.rungs import format_ratio
 from surefoot.core.errors import InputError, RunFolderError
-from surefoot.core.units import format_bytes, format_number, format_percent
+from surefoot.core.units import LARGEST, format_bytes, format_number, format_percent
 
 VERSION = 1
 MAX_BYTES = 16 << 20
 MAX_FLAME_BYTES = 4 << 20  # it stands in the page as a picture
 MAX_ROWS, MAX_RUNGS, MAX_TIMES = 5000, 200, 100_000
-LADDER_FILE = "ladder.json"
+LADDER_FILE, SHAPE_FILE = "ladder.json", "shape.json"
+LASTING = ("parameters", "masters", "gradients", "optimiser")
 FLAMES = (("By Python stack", "flame_stack.svg"), ("By module", "flame_module.svg"), ("On the device", "flame_device.svg"))
 
 Made = TypeVar("Made")
@@ -51,6 +55,37 @@ def read_ladder(folder: Path) -> Ladder:
         best=_text(row.get("best")), num_runs=_whole_number(row.get("num_runs")), num_samples=_whole_number(row.get("num_samples")),
         rungs=[_rung(each) for each in _rows(row, "rungs")[:MAX_RUNGS]],
     )  # fmt: skip
+
+
+def read_shape(run: Path) -> Shape | None:
+    """What was predicted of a step of the run in a folder; None where nothing was, or it cannot be read."""
+    return _part(run / SHAPE_FILE, _shape, [])
+
+
+def read_measured(path: Path) -> list[Measured]:
+    """What changes came to: the rungs of a ladder's folder that are shown to take less, or the rows of `surefoot whatif --batch --csv`.
+
+    Raises InputError for any other file.
+    """
+    if path.is_dir() or path.name == LADDER_FILE:
+        return [
+            Measured(change=rung.change, ratio=rung.memory.estimate, source=f"{format_ratio(rung.memory)}, {rung.standing} by {path}")
+            for rung in read_ladder(path).rungs if rung.change and rung.memory.high is not None and rung.memory.high < 1
+        ]  # fmt: skip
+    try:
+        table = csv.DictReader(_open(path, MAX_BYTES).decode().splitlines())
+        if "peak_bytes" not in (table.fieldnames or ()):
+            raise KeyError("peak_bytes")
+        rows = list(table)[:MAX_ROWS]
+        splits = [(int(row["batch"]), int(row["microbatch"]), float(row["peak_bytes"])) for row in rows if row["peak_bytes"]]
+        return [
+            Measured(change=f"train.batch={size} train.microbatch={part}", source=str(path), peak_bytes=peak, split=(size, part))
+            for size, part, peak in splits if 0 < peak < LARGEST
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise RunFolderError(
+            f"{path} is no table of batches", hint="surefoot whatif SPEC --batch 64,128 --csv FILE writes one"
+        ) from None
 
 
 def _part(path: Path, make: Callable[[Mapping[str, Any]], Made], notes: list[str]) -> Made | None:
@@ -129,6 +164,17 @@ def _roofline(row: Mapping[str, Any]) -> Roofline:
         bytes_per_s=_number(peaks.get("bytes_per_s")), places=places, mfu=_number(row.get("mfu")),
         mfu_formula=_text(row.get("mfu_formula")), fusible_share=_number(row.get("fusible_share")),
     )  # fmt: skip
+
+
+def _shape(row: Mapping[str, Any]) -> Shape | None:
+    terms = {str(name): _number(size) or 0.0 for name, size in _mapping(row.get("terms")).items()}
+    parameters = _number(row.get("num_parameters"))
+    if not terms or not parameters:
+        return None
+    return Shape(
+        activation_bytes=sum(size for name, size in terms.items() if name.startswith("activations")),
+        parameter_bytes=sum(terms.get(name, 0.0) for name in LASTING) / parameters,
+    )
 
 
 def _memory(row: Mapping[str, Any]) -> Memory:

@@ -153,6 +153,10 @@ def _operators(run: RunRows, title: str) -> Iterator[Part]:
 
 
 def _memory(run: RunRows, title: str) -> Iterator[Part]:
+    if run.memory is not None:
+        rows = [[each.change, each.effect] for each in run.memory.remedies]
+        tables = [Table(headers=("what would change it", "by how much"), rows=rows)] if rows else []
+        yield Part(title=title, pairs=[("at its most", run.memory.words)], tables=tables)
     if run.profile.memory is not None and (drawn := machine.draw_memory(run.profile.memory)) is not None:
         yield Part(title=title, figures=[drawn[0]], tables=[drawn[1]])
 

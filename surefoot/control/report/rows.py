@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from surefoot.contract.events import Committed, Evaluated, Fault, Step
-from surefoot.control.diagnose import Goodput, Phases
+from surefoot.control.diagnose import Goodput, MemoryUse, Phases
 from surefoot.control.report.figure import Whole
 
 Pairs = Sequence[tuple[str, str]]
@@ -158,6 +158,7 @@ class RunRows:
     faults: Sequence[Fault]
     goodput: Goodput
     phases: Phases | None
+    memory: MemoryUse | None = None
     profile: Profile = field(default_factory=Profile)
 
 

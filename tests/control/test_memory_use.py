@@ -1,0 +1,127 @@
+"""A run's peak is judged by the memory that there is, and each remedy comes with its effect and with who says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.contract.events import Event
+from surefoot.control.diagnose import Measured, MemoryUse, Shape, find_memory_use
+from surefoot.core.units import format_bytes
+from tests.cli.conftest import Command, surefoot
+from tests.cli.past_runs import SPEC, ended, started, step, write
+
+__all__ = ["surefoot"]
+
+MIB = 1 << 20
+PEAK = 500 * MIB  # of the records below
+SHAPE = Shape(activation_bytes=80.0 * MIB, parameter_bytes=16.0)
+BATCH_64 = {**SPEC, "train": {"batch": 64}}
+
+
+def run(spec: Any = BATCH_64, **changes: Any) -> list[Event]:
+    return [started(spec=spec, precision={"compute": "fp32"}, **changes), step(10, 1.0), ended(10)]
+
+
+def use(limit_mib: float, **known: Any) -> MemoryUse:
+    found = find_memory_use(run(), limit_bytes=limit_mib * MIB, **known)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "verdict"), [(550, "tight"), (555, "tight"), (556, "fits"), (1000, "fits"), (1001, "roomy"), (9000, "roomy")]
+)
+def test_a_peak_above_nine_tenths_is_tight_and_one_below_the_half_leaves_room(limit_mib: int, verdict: str) -> None:
+    found = use(limit_mib)
+    assert (found.peak_bytes, found.verdict, bool(found.remedies)) == (PEAK, verdict, verdict != "fits")
+
+
+def test_the_memory_is_that_of_the_host_or_of_the_gpu_and_the_newest_attempt_is_judged() -> None:
+    on_host = find_memory_use(run())
+    assert on_host is not None
+    assert (on_host.peak_bytes, on_host.limit_bytes, on_host.place, on_host.verdict) == (PEAK, 2**34, "this host", "roomy")
+    memory = {"peak_bytes": 75, "total_bytes": 80}
+    on_gpu = find_memory_use([*run(), started(2), replace(step(20, 1.0, 2), device_memory=memory), ended(20, generation=2)])
+    assert on_gpu is not None
+    assert (on_gpu.peak_bytes, on_gpu.limit_bytes, on_gpu.place, on_gpu.verdict) == (75, 80, "the GPU", "tight")
+    for unknown in ([], [started(machine={})], run(machine={"memory_bytes": "much"}), run()[1:], run()[:1]):
+        assert find_memory_use(unknown) is None
+
+
+def test_what_is_tight_is_told_three_remedies_with_what_was_predicted_of_them() -> None:
+    saved = {each.change: each.saved_bytes for each in use(520, shape=SHAPE).remedies}
+    assert saved == {"memory.recompute=full": 80 * MIB, "train.microbatch=32": 40 * MIB, "precision.compute=bf16": 40 * MIB}
+    unknown = use(520).remedies
+    assert [each.change for each in unknown] == list(saved)
+    assert all(each.saved_bytes is None and f"--set {each.change} predicts it" in each.effect for each in unknown)
+
+
+def test_what_a_run_does_already_is_no_remedy() -> None:
+    spec = {"train": {"batch": 64, "microbatch": 1}, "memory": {"recompute": "full"}}
+    found = find_memory_use([started(spec=spec, precision={"compute": "bf16"}), step(10, 1.0)], limit_bytes=400 * MIB)
+    assert found is not None
+    assert (found.verdict, found.remedies) == ("tight", ())
+
+
+def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted() -> None:
+    rung = Measured(change="memory.recompute=full", source="0.7 (0.6 to 0.8)", ratio=0.7)
+    splits = [
+        Measured(change=f"train.microbatch={part}", source="b.csv", peak_bytes=size * MIB, split=(64, part))
+        for part, size in ((64, 480), (32, 460), (16, 490))
+    ]
+    found = use(520, shape=SHAPE, measured=[*splits, rung]).remedies
+    assert [each.change for each in found] == ["memory.recompute=full", "train.microbatch=32", "precision.compute=bf16"]
+    assert [each.saved_bytes for each in found] == pytest.approx([0.3 * PEAK, 20 * MIB, 40 * MIB])
+    assert [each.known.partition(":")[0] for each in found[:2]] == ["as measured"] * 2
+    assert found[1].effect == "20 MiB less, as measured: b.csv"
+
+
+def test_room_is_for_the_largest_batch_that_was_measured_and_fits_or_for_twice_the_batch() -> None:
+    measured = [
+        Measured(change=f"train.batch={batch}", source="b.csv", peak_bytes=size * MIB, split=(batch, batch))
+        for batch, size in ((64, 500), (128, 700), (256, 1000), (512, 1900))
+    ]
+    batch, model = use(1200, shape=SHAPE, measured=measured).remedies
+    assert (batch.change, batch.saved_bytes) == ("train.batch=256", -500 * MIB)
+    assert "16 B a parameter" in model.effect
+    assert use(1200, shape=SHAPE).remedies[0].effect.startswith("80 MiB more, at most")
+    assert [each.change for each in use(1200).remedies] == ["train.batch=128", "a larger model"]
+
+
+def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(tmp_path: Path, surefoot: Command) -> None:
+    folder = write(tmp_path / "run", run())
+    terms = {
+        "parameters": 8,
+        "gradients": 8,
+        "optimiser": 16,
+        "activations of 0": 30 * MIB,
+        "activations": 10 * MIB,
+        "batches": 7,
+    }
+    (folder / "shape.json").write_text(json.dumps({"version": 1, "terms": terms, "num_parameters": 2}))
+    (tmp_path / "b.csv").write_text(f"batch,microbatch,peak_bytes\n64,64,{PEAK}\n64,16,{PEAK - 30 * MIB}\n128,64,\n")
+    ladder = {"version": 1, "rungs": [
+        {"name": name, "standing": "rejected", "change": {key: value},
+         "memory_ratio": {"estimate": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "n": 7}}
+        for name, key, value, ratio in (("recompute", "memory.recompute", "full", 0.5), ("bf16", "precision.compute", "bf16", 0.95))
+    ]}  # fmt: skip
+    (tmp_path / "ladder.json").write_text(json.dumps(ladder))
+    answer = surefoot("why", "run", "--limit", "520 MiB", "--measured", "b.csv", "--measured", ".")
+    told = [" ".join(line.split()) for line in answer.out.partition("Memory\n")[2].splitlines()]
+    assert told == [
+        f"at its most 500 MiB, 96.15 % of {format_bytes(520 * MIB)} (the limit): little is left",
+        "memory.recompute=full 250 MiB less, as measured: 0.5 (0.4 to 0.6), rejected by .",
+        "train.batch=64 train.microbatch=16 30 MiB less, as measured: b.csv",
+        "precision.compute=bf16 20 MiB less, at most, as predicted of its activations",
+    ]
+    row = surefoot("why", "run", "--json").row["memory"]
+    assert (row["verdict"], row["share"], len(row["remedies"])) == ("roomy", PEAK / 2**34, 2)
+    for words in (("--limit", "12"), ("--measured", "nothing"), ("--measured", "run"), ("--measured", "run/shape.json")):
+        refused = surefoot("why", "run", *words)
+        assert (refused.code, refused.out) == (2, "")
+        assert "error: " in refused.err
