@@ -121,7 +121,26 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(tmp_path: Path,
     ]
     row = surefoot("why", "run", "--json").row["memory"]
     assert (row["verdict"], row["share"], len(row["remedies"])) == ("roomy", PEAK / 2**34, 2)
-    for words in (("--limit", "12"), ("--measured", "nothing"), ("--measured", "run"), ("--measured", "run/shape.json")):
+    for words in (
+        ("--limit", "12"),
+        ("--limit", "0 B"),
+        ("--measured", "nothing"),
+        ("--measured", "run"),
+        ("--measured", "run/shape.json"),
+    ):
         refused = surefoot("why", "run", *words)
         assert (refused.code, refused.out) == (2, "")
         assert "error: " in refused.err
+
+
+@pytest.mark.parametrize("junk", [None, "x", -1, 0, True, 1e308, 10**400, "nan", [], {}, {"a": {"b": []}}, [[]]])
+def test_values_of_any_type_break_neither_the_judgement_nor_the_page(junk: Any, tmp_path: Path, surefoot: Command) -> None:
+    spec = {"train": {"batch": junk, "microbatch": junk}, "memory": junk}
+    folder = write(tmp_path / "run", [started(spec=spec, precision={"compute": junk}), step(10, 1.0)])
+    for shape in ({"version": 1, "terms": junk, "num_parameters": junk}, {"version": 1, "terms": {"activations": junk}}, junk):
+        (folder / "shape.json").write_text(json.dumps(shape))
+        assert surefoot("why", "run", "--limit", "400 MiB").code == 0
+    assert find_memory_use(run(machine={"memory_bytes": junk})) is None
+    (tmp_path / "b.csv").write_text(f"batch,microbatch,peak_bytes\n64,64,{junk}\n")
+    assert surefoot("why", "run", "--measured", "b.csv").code in (0, 2)
+    assert surefoot("report", "run").code == 0

@@ -10,6 +10,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+from surefoot.core.errors import InputError
 
 if TYPE_CHECKING:
     from surefoot.control.diagnose import Attempt, Goodput, MemoryUse
@@ -41,6 +42,8 @@ def why(
     from surefoot.core.units import parse_bytes
 
     limit_bytes = None if limit is None else parse_bytes(limit)
+    if limit_bytes == 0:
+        raise InputError("--limit is 0 bytes", hint="give the memory that the run may take, as 8GiB")
     elsewhere = [each for path in measured or [] for each in read_measured(path)]
     records = list(events.read(run))
     found = find_goodput(records)

@@ -82,9 +82,10 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
             "the run is on a CPU, whose memory is not its own: there is no limit but the one that you set",
             hint="say how much it may take: --fit 2GiB",
         )
-    if asked_bytes is not None and asked_bytes > there:
-        raise InputError(f"--fit is {format_bytes(asked_bytes)}, and there are {format_bytes(there)}", hint="give at most that")
-    return asked_bytes or there
+    limit = there if asked_bytes is None else asked_bytes
+    if not 0 < limit <= there:
+        raise InputError(f"--fit is {format_bytes(limit)}, and there are {format_bytes(there)}", hint="give a part of that")
+    return limit
 
 
 def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bool]) -> int | None:
