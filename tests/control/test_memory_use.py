@@ -49,6 +49,9 @@ def test_the_memory_is_that_of_the_host_or_of_the_gpu_and_the_newest_attempt_is_
     on_gpu = find_memory_use([*run(), started(2), replace(step(20, 1.0, 2), device_memory=memory), ended(20, generation=2)])
     assert on_gpu is not None
     assert (on_gpu.peak_bytes, on_gpu.limit_bytes, on_gpu.place, on_gpu.verdict) == (75, 80, "the GPU", "tight")
+    again = find_memory_use([*run(), started(2), step(20, 1.0, 2)])
+    assert again is not None
+    assert again.peak_bytes == 400 * MIB
     for unknown in ([], [started(machine={})], run(machine={"memory_bytes": "much"}), run()[1:], run()[:1]):
         assert find_memory_use(unknown) is None
 
@@ -74,6 +77,7 @@ def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted(
         Measured(change=f"train.microbatch={part}", source="b.csv", peak_bytes=size * MIB, split=(64, part))
         for part, size in ((64, 480), (32, 460), (16, 490))
     ]
+    splits.append(Measured(change="train.batch=16", source="b.csv", peak_bytes=100.0 * MIB, split=(16, 16)))  # other numbers
     found = use(520, shape=SHAPE, measured=[*splits, rung]).remedies
     assert [each.change for each in found] == ["memory.recompute=full", "train.microbatch=32", "precision.compute=bf16"]
     assert [each.saved_bytes for each in found] == pytest.approx([0.3 * PEAK, 20 * MIB, 40 * MIB])
