@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,29 @@ from surefoot.contract.spec import OptimTable
 from surefoot.trial import write_report
 
 WORDS, TOKENS, WIDTH = 33_278, 8_192, 256  # of the head
-LAYERS, BATCH, LENGTH, GPT_WIDTH, HEADS = 24, 8, 128, 256, 4  # of the deep model
 WAYS = {"none": "none", "full": "full", "every2": "every 2", "operators": "operators"}
 WARMUP, STEPS = 1, 3
 Step = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a GPT and its batch, and how often its step is taken before and while it is timed."""
+
+    layers: int
+    batch: int
+    length: int
+    width: int
+    heads: int
+    warmup: int = WARMUP
+    steps: int = STEPS
+
+    def model(self) -> GPT:
+        return GPT(layers=self.layers, width=self.width, heads=self.heads, tokens=self.length)
+
+
+DEEP = Size(layers=24, batch=8, length=128, width=256, heads=4)
+REFERENCE = Size(layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1)  # a step takes minutes on one core
 
 
 def make_head(*, chunked: bool) -> Step:
@@ -47,12 +67,12 @@ def make_head(*, chunked: bool) -> Step:
     return step
 
 
-def make_deep(way: str) -> Step:
-    """A GPT of 24 blocks, forward and backward."""
+def make_deep(way: str, size: Size) -> Step:
+    """A GPT, forward and backward."""
     torch.manual_seed(0)
-    model: nn.Module = GPT(layers=LAYERS, width=GPT_WIDTH, heads=HEADS, tokens=LENGTH)
+    model: nn.Module = size.model()
     recompute(model, way)
-    tokens = torch.randint(0, 256, (BATCH, LENGTH))
+    tokens = torch.randint(0, 256, (size.batch, size.length))
 
     def step() -> None:
         model.zero_grad(set_to_none=False)  # gradients are there all the time: what is left of the peak are activations
@@ -65,7 +85,7 @@ def make_deep(way: str) -> Step:
 def make_update(state: str) -> optim.GuardedUpdate:
     """The guarded update of AdamW over the weights of that GPT, whose gradients are there already."""
     torch.manual_seed(0)
-    model = GPT(layers=LAYERS, width=GPT_WIDTH, heads=HEADS, tokens=LENGTH)
+    model = DEEP.model()
     for parameter in model.parameters():
         parameter.grad = 1e-3 * torch.randn(parameter.shape)
     built = optim.build(OptimTable.model_validate({"lr": 1e-4, "state": state}), optim.find_trained(model))
@@ -74,7 +94,8 @@ def make_update(state: str) -> optim.GuardedUpdate:
 
 ARMS: dict[str, Callable[[], Step]] = {
     "head plain": lambda: make_head(chunked=False), "head chunked": lambda: make_head(chunked=True),
-    **{f"deep {name}": (lambda way=way: make_deep(way)) for name, way in WAYS.items()},
+    **{f"deep {name}": (lambda way=way: make_deep(way, DEEP)) for name, way in WAYS.items()},
+    **{f"reference {name}": (lambda way=way: make_deep(way, REFERENCE)) for name, way in WAYS.items()},
 }  # fmt: skip
 
 
@@ -100,12 +121,13 @@ def main() -> None:
     kind, _, state = name.partition(" ")
     guarded = make_update(state) if kind == "state" else None
     step: Callable[[], object] = ARMS[name]() if guarded is None else guarded.step_if_finite
-    for _ in range(WARMUP):
+    size = REFERENCE if kind == "reference" else DEEP
+    for _ in range(size.warmup):
         step()
     started_s = time.process_time()
-    for _ in range(STEPS):
+    for _ in range(size.steps):
         step()
-    measures = {"cpu_s_per_step": (time.process_time() - started_s) / STEPS, "peak_bytes": float(find_peak(step))}
+    measures = {"cpu_s_per_step": (time.process_time() - started_s) / size.steps, "peak_bytes": float(find_peak(step))}
     if guarded is not None:
         measures["state_bytes"] = float(sum(each.nbytes for _, kept in guarded.states() for each in kept.values()))
     write_report(report, measures)

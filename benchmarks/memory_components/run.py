@@ -1,21 +1,22 @@
 """What the memory components save and what they cost: the chunked head, recomputation of a deep model, AdamW with moments in 8 bits.
 
-python benchmarks/memory_components/run.py [--only cost|score] [--rounds 15] [--seeds 5] [--show]
+python benchmarks/memory_components/run.py [--only cost|reference|score] [--rounds 15] [--seeds 5] [--show]
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_scores, show
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.units import format_number, format_percent
-from surefoot.trial import Arm, Bar, Trial, effects_markdown, find_effect, markdown, read_trial
+from surefoot.trial import Arm, Bar, Trial, effects_markdown, find_effect, find_effects, markdown, read_trial
 
 FOLDER = Path(__file__).parent
-RESULTS, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("memory_components", "score"))
+RESULTS, REFERENCE, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("memory_components", "reference", "score"))
 ARMS = ("head plain", "head chunked", "deep none", "deep full", "deep every2", "deep operators", "state fp32", "state 8bit")
 PAIRS = (
     ("head chunked", "head plain"),
@@ -24,6 +25,8 @@ PAIRS = (
     ("deep operators", "deep none"),
 )
 MEASURES = ("peak_bytes", "cpu_s_per_step")
+REFERENCE_ARMS = ("reference none", "reference full", "reference operators")
+REFERENCE_ROUNDS = 3  # allocations repeat, and a round takes a quarter of an hour
 STATE = ("state 8bit", "state fp32")
 BARS = (
     ("head chunked", "head plain", "peak_bytes", 0.25), ("head chunked", "head plain", "cpu_s_per_step", 1.15),
@@ -34,9 +37,12 @@ LEAST_SHARE = 0.60  # of the saving of full recomputation that the selective one
 STATES, SEEDS, MOST_WORSE = ("fp32", "8bit"), 5, 0.02  # bits per byte
 
 
-def make_arms() -> list[Arm]:
+def make_arms(names: Sequence[str] = ARMS) -> list[Arm]:
+    """Each a process of its own: nothing that another one left raises its peak."""
     module = "benchmarks.memory_components.arms"
-    return [Arm(name=name, command=(sys.executable, "-m", module, name, "{report}"), folder=ROOT) for name in ARMS]
+    return [
+        Arm(name=name, command=(sys.executable, "-m", module, name, "{report}"), folder=ROOT, timeout_s=3600) for name in names
+    ]  # fmt: skip
 
 
 def make_spec(state: str, seed: int) -> RunSpec:
@@ -81,6 +87,12 @@ def render(trial: Trial) -> str:
     return f"{effects_markdown(effects)}\n{markdown(('arms', 'measure', 'bar', 'verdict'), rows)}"
 
 
+def render_reference(trial: Trial) -> str:
+    """Each way to recompute against none: what the step holds on top, the whole process, and time."""
+    measures = ("peak_bytes", "process_peak_bytes", "cpu_s_per_step")
+    return effects_markdown(find_effects(trial, REFERENCE_ARMS[0], measures))
+
+
 def find_share(trial: Trial) -> float | None:
     """How much of what full recomputation saves the selective one does; allocations repeat, so one round says it."""
     found = [list(trial.by_round(arm, "peak_bytes").values()) for arm in ("deep none", "deep full", "deep operators")]
@@ -98,18 +110,27 @@ def render_score(trial: Trial) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.add_argument("--only", choices=("cost", "score"))
+    parser.add_argument("--only", choices=("cost", "reference", "score"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     asked = parser.parse_args()
-    packages, scores = ("torch", "torchao", "surefoot"), asked.out.with_name(SCORES.name)
-    if not asked.show and asked.only != "score":
+    packages = ("torch", "torchao", "surefoot")
+    reference, scores = asked.out.with_name(REFERENCE.name), asked.out.with_name(SCORES.name)
+    asked_for = () if asked.show else (asked.only,) if asked.only else ("cost", "reference", "score")
+    if "cost" in asked_for:
         measure("memory components", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out)
-    if not asked.show and asked.only != "cost":
+    if "reference" in asked_for:
+        rounds = min(asked.rounds, REFERENCE_ROUNDS)
+        arms = make_arms(REFERENCE_ARMS)
+        measure("memory components: reference", arms, rounds=rounds, packages=packages, out=reference, warmup_rounds=0)
+    if "score" in asked_for:
         measure("memory components: score", score_arms(asked.seeds), rounds=1, packages=packages, out=scores, warmup_rounds=0)
     parts = {}
     if asked.out.is_file():
         trial = read_trial(asked.out)
         parts |= {"conditions": render_conditions(trial), "results": render(trial)}
+    if reference.is_file():
+        trial = read_trial(reference)
+        parts |= {"reference conditions": render_conditions(trial), "reference": render_reference(trial)}
     if scores.is_file():
         trial = read_trial(scores)
         parts |= {"score conditions": render_conditions(trial), "score": render_score(trial)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from benchmarks import measured
 from benchmarks.input import run as input_run
 from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
+from benchmarks.memory_components import arms as components_arms
 from benchmarks.memory_components import run as components_run
 from benchmarks.roofline import run as roofline_run
 from benchmarks.startup import run as startup_run
 from benchmarks.step_cost import run as step_cost_run
 from benchmarks.step_cost import tables
-from surefoot.trial import Outcome, Trial, read_trial
+from surefoot.trial import Outcome, Trial, read_report, read_trial
 
 RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     step_cost_run.RESULTS: (tables.render_bars, tables.render_arms, measured.render_conditions),
@@ -28,6 +30,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
     roofline_run.RESULTS: (roofline_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
+    components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
     components_run.SCORES: (components_run.render_score, measured.render_conditions),
 }
 
@@ -106,6 +109,19 @@ def test_every_run_of_the_large_batch_benchmark_is_a_spec() -> None:
         "sgd 256": (256, 256), "lars 2048": (2048, 256), "lamb 2048": (2048, 256),
     }  # fmt: skip
     assert {(each.train.length, each.train.seed, each.task.use) for each in made.values()} == {("4 epochs", 1, "cifar10")}
+
+
+def test_the_reference_case_holds_less_where_blocks_are_computed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size = components_arms.REFERENCE
+    assert (size.layers, size.batch, size.length, size.width) == (12, 32, 512, 768)
+    monkeypatch.setattr(components_arms, "REFERENCE", replace(size, batch=1, length=16, width=24))
+    peaks = {}
+    for name in components_run.REFERENCE_ARMS:
+        monkeypatch.setattr("sys.argv", ["arms", name, str(tmp_path / name)])
+        components_arms.main()
+        peaks[name] = read_report(tmp_path / name).measures["peak_bytes"]
+    assert peaks["reference full"] < 0.5 * peaks["reference none"]
+    assert peaks["reference full"] < peaks["reference operators"] < peaks["reference none"]
 
 
 def test_a_benchmarks_table_stands_between_its_marks() -> None:
