@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from surefoot.components.compiler import Steward
-from surefoot.contract import spec_file
+from surefoot.contract import events, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import OutOfMemory
@@ -64,9 +64,15 @@ def main(words: Sequence[str] | None = None) -> None:
     if compiled:
         measures["compile_s"] = sum(each.elapsed_s for each in compiled)
     if device.type == "cuda":
-        measures["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        measures["device_peak_bytes"] = device_peak_bytes(asked.run, torch.cuda.max_memory_allocated(device))
     facts = {"outcome": run.outcome, "cause": run.cause, "spec": spec.id, "device": device.type}
     write_report(asked.report, measures, facts=facts, arrays=found or None)
+
+
+def device_peak_bytes(run: Path, now_bytes: int) -> float:
+    """The most of all records of a run, each of which begins the peak anew, and `now_bytes`: of what came behind the last of them."""
+    told = [event.device_memory for event in events.read(run) if isinstance(event, events.Step) and event.device_memory]
+    return float(max([now_bytes, *(each["peak_bytes"] for each in told)]))
 
 
 @contextmanager

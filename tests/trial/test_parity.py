@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError
 from surefoot.trial import child, compare_arms, compare_arrays, read_arrays, read_report, spec_arm, write_report
+from tests.cli import past_runs
 from tests.trial.arms import code_arm, telling_arm
 
 TASK = """
@@ -159,3 +161,12 @@ def test_a_spec_arms_process_reports_what_the_steps_after_the_warm_up_cost(tmp_p
     assert report.facts["outcome"] == "finished"
     steps = [event.num_steps for event in events.read(tmp_path / "run") if isinstance(event, events.Step)]
     assert sum(steps) == 25
+
+
+def test_the_peak_of_a_gpu_is_the_most_of_all_records_since_each_begins_it_anew(tmp_path: Path) -> None:
+    records = [
+        replace(past_runs.step(number, 1.0), device_memory=memory)
+        for number, memory in ((10, {"peak_bytes": 9}), (20, {"peak_bytes": 5}))
+    ]
+    run = past_runs.write(tmp_path / "run", [past_runs.started(), past_runs.step(1, 1.0), *records])
+    assert [child.device_peak_bytes(run, now) for now in (3, 12)] == [9.0, 12.0]

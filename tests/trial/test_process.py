@@ -72,6 +72,7 @@ def test_a_command_that_is_not_there_and_a_killed_one_are_crashes(tmp_path: Path
     killed = run_arm(code_arm("b", "import os; os.kill(os.getpid(), 9)"), tmp_path / "b")
     assert missing.error == "exit code 127\nno-such-command cannot be started: No such file or directory"
     assert (killed.ended, killed.error) == ("crashed", "exit code -9")
+    assert (missing.exit_code, killed.exit_code) == (127, -9)
 
 
 def test_a_report_that_is_missing_or_none_is_a_crash_in_words(tmp_path: Path) -> None:

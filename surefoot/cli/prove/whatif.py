@@ -158,7 +158,7 @@ def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], N
     if found.microbatch is None:
         raise OutOfMemory(
             f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
-            hint=f"let blocks compute again what they need: surefoot memory {given} --fit {limit} names the cheapest way",
+            hint=f"let blocks compute again what they need: surefoot memory {given} --fit '{format_bytes(limit_bytes)}'",
         )
 
 
