@@ -17,6 +17,7 @@ from surefoot.core.errors import DataError
 
 Ramp = tuple[tuple[int, int], ...]
 BLOCK_SAMPLES = 4096  # positions looked up at once: the cost of a look-up is then under 0.1 us a sample
+SOUGHT_SAMPLES = 512  # after a seek, which may be one of many
 
 
 class Window(NamedTuple):
@@ -83,10 +84,13 @@ class Feed:
 
     def _look_up(self, epoch: int, start: int) -> None:
         order = self.order
+        end = self._block_start + len(self._block)
+        goes_on = (epoch, start) == (self._epoch + 1, 0) or (epoch == self._epoch and self._block_start < start <= end)
         if epoch != self._epoch:
             self._permutation = Permutation(order.n, derive(order.seed, 1, epoch)) if order.shuffle else None
             self._epoch = epoch
-        positions = np.arange(start, min(start + max(self.batch, BLOCK_SAMPLES), order.n), dtype=np.int64)
+        block = BLOCK_SAMPLES if goes_on else SOUGHT_SAMPLES
+        positions = np.arange(start, min(start + max(self.batch, block), order.n), dtype=np.int64)
         self._block = self._permutation(positions) if self._permutation is not None else positions
         self._block_start = start
 
