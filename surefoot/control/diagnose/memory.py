@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from surefoot.contract.events import Ended, Event, Started, Step
-from surefoot.control.diagnose.phases import number_of
+from surefoot.control.diagnose.phases import newest_attempt, number_of
 from surefoot.core.units import format_bytes, format_percent
 
 TIGHT, ROOMY = 0.9, 0.5  # of the memory that is there
@@ -82,12 +82,7 @@ def find_memory_use(
     events: Iterable[Event], *, limit_bytes: float | None = None, shape: Shape | None = None, measured: Sequence[Measured] = ()
 ) -> MemoryUse | None:
     """Judge the newest attempt among `events`, against `limit_bytes` or what its device has; None where one of the two is not known."""
-    attempt: list[Event] = []
-    for event in events:
-        if isinstance(event, Started):
-            attempt = [event]
-        elif attempt:
-            attempt.append(event)
+    attempt = newest_attempt(events)
     started = attempt[0] if attempt else None
     if not isinstance(started, Started):
         return None

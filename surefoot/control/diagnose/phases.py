@@ -61,13 +61,19 @@ class Phases:
         }  # fmt: skip
 
 
-def find_phases(events: Iterable[Event]) -> Phases | None:
-    """Of the newest attempt among `events`, in the order written; None where its records hold no phases, as those of older versions."""
+def newest_attempt(events: Iterable[Event]) -> list[Event]:
+    """The last of the attempts among `events`, in the order written; all of them where none begins one."""
     attempt: list[Event] = []
     for event in events:
         if isinstance(event, Started):
             attempt.clear()
         attempt.append(event)
+    return attempt
+
+
+def find_phases(events: Iterable[Event]) -> Phases | None:
+    """Of the newest attempt among `events`, in the order written; None where its records hold no phases, as those of older versions."""
+    attempt = newest_attempt(events)
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
     sums = {name: sum(number_of(event.phases.get(name)) for event in steps) for name in PHASES}
