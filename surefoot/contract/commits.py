@@ -58,13 +58,12 @@ def check_file(folder: Path, entry: Entry, pool: Executor) -> None:
     """Hold one file against its entry, every byte of it; raises RunFolderError."""
     with opened(folder, entry) as file:
         if entry.tensors is None:
-            found = digest.finish(digest.begin_read(pool, file, 0, entry.num_bytes))
+            found = digest.begin_read(pool, file, {entry.name: (0, entry.num_bytes)}).finish()[entry.name]
         else:
             header = read_header(file, folder / entry.name, entry)
-            parts = {name: digest.begin_read(pool, file, len(header) + piece.start, len(header) + piece.start + piece.num_bytes)
-                     for name, piece in entry.tensors.items()}  # fmt: skip
-            found = digest_of(header, {name: digest.finish(each) for name, each in parts.items()}, entry.tensors)
-            _name_damage(folder / entry.name, entry.tensors, {name: digest.finish(each) for name, each in parts.items()})
+            parts = digest.begin_read(pool, file, spans(len(header), entry.tensors)).finish()
+            _name_damage(folder / entry.name, entry.tensors, parts)
+            found = digest_of(header, parts, entry.tensors)
         if found != entry.sha256:
             raise RunFolderError(f"{folder / entry.name} is damaged: its digest does not match")
 
@@ -79,6 +78,11 @@ def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piec
     """The digest of a file of tensors: over its header's, and its tensors' in the order of the file."""
     order = sorted(pieces, key=lambda name: (pieces[name].start, pieces[name].num_bytes, name))
     return digest.combine([bytes.fromhex(digest.of_bytes(header)), *(bytes.fromhex(found[name]) for name in order)])
+
+
+def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
+    """Where each tensor lies in its file, whose tensors begin at byte `data`: its first byte, and the one after its last."""
+    return {name: (data + piece.start, data + piece.start + piece.num_bytes) for name, piece in pieces.items()}
 
 
 @contextlib.contextmanager

@@ -1,22 +1,27 @@
 """SHA-256 of what is on disk or in memory, in chunks, so that all cores work: the one place that says what a digest is made of.
 
 The digest of bytes is SHA-256 over the SHA-256 digests of their 16 MiB chunks. The digest of a file of tensors is SHA-256 over the
-digest of its header and those of its tensors in the order of the file. One core does about 1.9 GiB/s; hashlib lets others run.
+digest of its header and those of its tensors in the order of the file. Chunks are hashed side by side where a processor has no
+instructions for SHA-256 (`native/lanes.py`), else each by hashlib; both let other threads run.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import mmap
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from surefoot.core.errors import RunFolderError
+from surefoot.native import lanes
 
 if sys.platform != "win32":
     import fcntl
@@ -25,6 +30,8 @@ CHUNK_BYTES = 16 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
 BLOCK_BYTES = 4096  # of which a direct read or write takes whole ones, in memory that begins at one
 READ_BYTES = 1 << 20  # whole blocks
+LANE_BYTES = 1 << 18  # the same, where a thread reads up to 16 chunks side by side
+HASHED_BYTES = 64  # a block of SHA-256
 
 
 def combine(digests: Iterable[bytes]) -> str:
@@ -37,42 +44,111 @@ def chunks(num_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK_BYTES, num_bytes)) for start in range(0, max(num_bytes, 1), CHUNK_BYTES)]
 
 
-def begin(pool: Executor, buffer: memoryview) -> list[Future[bytes]]:
-    """Begin to hash a buffer (of bytes) that must not change until the last of these is done."""
-    return [pool.submit(_hash, buffer[start:stop]) for start, stop in chunks(len(buffer))]
+@dataclass(frozen=True)
+class Pending:
+    """Digests that threads are at work on: for each name those of its chunks, in their order."""
+
+    parts: Mapping[str, list[Callable[[], bytes]]]
+
+    def finish(self) -> dict[str, str]:
+        """The digest under each name, as hex; waits for them. Raises what a thread raised."""
+        return {name: combine(part() for part in parts) for name, parts in self.parts.items()}
 
 
-def finish(parts: Iterable[Future[bytes]]) -> str:
-    return combine(part.result() for part in parts)
+def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
+    """Begin to hash buffers (of bytes) that must not change until the last of them is done."""
+    spans = [(name, span) for name, buffer in buffers.items() for span in chunks(len(buffer))]
+    return _begin(pool, [(name, _Held(buffers[name][start:stop])) for name, (start, stop) in spans])
+
+
+def begin_read(
+    pool: Executor, descriptor: int, spans: Mapping[str, tuple[int, int]], into: Mapping[str, memoryview] | None = None
+) -> Pending:
+    """Begin to hash parts of an open file, each from a first byte to the one after its last.
+
+    `into` holds the memory that receives a part, where one is wanted: what was hashed is what is held.
+    """
+    work: list[tuple[str, _Chunk]] = []
+    for name, (start, stop) in spans.items():
+        room = (into or {}).get(name)
+        for first, last in chunks(stop - start):
+            work.append((name, _Stored(descriptor, start + first, last - first, None if room is None else room[first:last])))
+    return _begin(pool, work)
 
 
 def of_bytes(data: Any) -> str:
     """The digest of a buffer, on this thread alone."""
     buffer = memoryview(data).cast("B")
-    return combine(_hash(buffer[start:stop]) for start, stop in chunks(len(buffer)))
+    return combine(hashlib.sha256(buffer[start:stop]).digest() for start, stop in chunks(len(buffer)))
 
 
-def _hash(buffer: memoryview) -> bytes:
-    return hashlib.sha256(buffer).digest()
+@dataclass(frozen=True)
+class _Held:
+    """A chunk in memory."""
+
+    buffer: memoryview
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.buffer)
+
+    def parts(self, most: int) -> Iterator[memoryview]:
+        """Its bytes, in parts of which all but the last are whole blocks of SHA-256: one, whatever `most` says."""
+        yield self.buffer
 
 
-def begin_read(pool: Executor, descriptor: int, start: int, stop: int, into: memoryview | None = None) -> list[Future[bytes]]:
-    """Begin to hash bytes `start` to `stop` of an open file; `into` receives them: what was hashed is what is held."""
-    return [
-        pool.submit(_read, descriptor, start + first, last - first, None if into is None else into[first:last])
-        for first, last in chunks(stop - start)
-    ]
+@dataclass(frozen=True)
+class _Stored:
+    """A chunk in an open file."""
+
+    descriptor: int
+    start: int
+    num_bytes: int
+    into: memoryview | None
+
+    def parts(self, most: int) -> Iterator[memoryview]:
+        """Its bytes, in parts of at most `most` of which all but the last are whole blocks of SHA-256."""
+        done = 0
+        for window in windows(self.descriptor, self.start, self.num_bytes, most):
+            if self.into is not None:
+                self.into[done : done + len(window)] = window
+            done += len(window)
+            yield window
 
 
-def _read(descriptor: int, start: int, num_bytes: int, into: memoryview | None) -> bytes:
+_Chunk = _Held | _Stored
+
+
+def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
+    """Chunks side by side where that is faster, and each alone where it is not."""
+    groups, alone = lanes.share_out([chunk.num_bytes for _, chunk in work])
+    found: dict[int, Callable[[], bytes]] = {}
+    for group in groups:
+        together = pool.submit(_hash_together, [work[i][1] for i in group])
+        found |= {i: partial(_of_group, together, place) for place, i in enumerate(group)}
+    found |= {i: pool.submit(_hash, work[i][1]).result for i in alone}
+    parts: dict[str, list[Callable[[], bytes]]] = {}
+    for i, (name, _) in enumerate(work):
+        parts.setdefault(name, []).append(found[i])
+    return Pending(parts)
+
+
+def _of_group(group: Future[list[bytes]], place: int) -> bytes:
+    return group.result()[place]
+
+
+def _hash(chunk: _Chunk) -> bytes:
     digest = hashlib.sha256()
-    done = 0
-    for window in windows(descriptor, start, num_bytes):
-        digest.update(window)
-        if into is not None:
-            into[done : done + len(window)] = window
-        done += len(window)
+    for part in chunk.parts(READ_BYTES):
+        digest.update(part)
     return digest.digest()
+
+
+def _hash_together(group: Sequence[_Chunk]) -> list[bytes]:
+    side_by_side = lanes.Lanes(len(group))
+    for parts in itertools.zip_longest(*(chunk.parts(LANE_BYTES) for chunk in group), fillvalue=memoryview(b"")):
+        side_by_side.update(parts)
+    return side_by_side.digests()
 
 
 def of_file(path: Path) -> str:
@@ -94,21 +170,34 @@ def read_directly(descriptor: int, sizes: Collection[int]) -> None:
                 raise
 
 
-def windows(descriptor: int, start: int, num_bytes: int) -> Iterator[memoryview]:
-    """The bytes from `start` on, in parts that hold until the next is asked for. Raises RunFolderError for a file that ends early."""
-    room, stop = memoryview(mmap.mmap(-1, READ_BYTES)), start + num_bytes
+def windows(descriptor: int, start: int, num_bytes: int, most: int = READ_BYTES) -> Iterator[memoryview]:
+    """The bytes from `start` on, in parts of at most `most` bytes that hold until the next is asked for.
+
+    All but the last are of whole blocks of SHA-256. Raises RunFolderError for a file that ends early.
+    """
+    room, stop = memoryview(mmap.mmap(-1, most)), start + num_bytes
     while start < stop:
         skipped = start % BLOCK_BYTES
-        wanted = min(READ_BYTES, -(-(skipped + stop - start) // BLOCK_BYTES) * BLOCK_BYTES)
-        count = _read_block(descriptor, room[:wanted], start - skipped) - skipped
-        if count <= 0:
-            raise RunFolderError(f"a file ends {stop - start} bytes early")
+        wanted = min(most, -(-(skipped + stop - start) // BLOCK_BYTES) * BLOCK_BYTES)
+        count = _read_blocks(descriptor, room[:wanted], start - skipped, skipped + stop - start) - skipped
+        if count < min(HASHED_BYTES, stop - start):
+            raise RunFolderError(f"a file ends {stop - start - max(count, 0)} bytes early")
         window = room[skipped : skipped + min(count, stop - start)]
+        if start + len(window) < stop:
+            window = window[: len(window) - len(window) % HASHED_BYTES]
         yield window
         start += len(window)
 
 
-def _read_block(descriptor: int, block: memoryview, start: int) -> int:
+def _read_blocks(descriptor: int, blocks: memoryview, start: int, needed: int) -> int:
+    """Fill `blocks`, or their first `needed` bytes, unless the file ends before; gives how many bytes were had."""
+    done = 0
+    while done < min(needed, len(blocks)) and (count := _read_some(descriptor, blocks[done:], start + done)):
+        done += count
+    return done
+
+
+def _read_some(descriptor: int, block: memoryview, start: int) -> int:
     try:
         return os.preadv(descriptor, [block], start)
     except OSError as error:

@@ -33,7 +33,8 @@ class Machine:
     def __init__(self, folder: Path, *, is_old: int = 0, lacks_venv: int = 0, pip_fails: int = 0) -> None:
         self.clone = folder / "a clone" / "of surefoot"
         (self.clone / ".ci").mkdir(parents=True)
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/setup"):
+        (self.clone / "surefoot" / "native").mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/setup", "hatch_build.py", "surefoot/native/sha256.c"):
             shutil.copy(ROOT / name, self.clone / name)
         self.calls = folder / "calls"
         self.python = folder / "other python"

@@ -14,6 +14,7 @@ from tests.laws.tree import Import, Module, Violation, called_names, modules, pa
 PROJECT = Path(__file__).resolve().parents[2]
 FLOORS = {
     "core": 1,
+    "native": 1,
     "contract": 2,
     "runtime": 3,
     "control": 3,
@@ -28,7 +29,7 @@ FLOORS = {
 FLOOR_0 = ("errors", "units")  # of core; the rest of core stands on floor 1
 NESTED = ("runtime", "control", "components")  # each folder inside is a room of its own
 TRAINING_WING = ("runtime", "components", "train", "tasks")
-LIGHT = ("core", "contract", "control", "cli")  # never import torch
+LIGHT = ("core", "native", "contract", "control", "cli")  # never import torch
 HEAVY = ("torch", "torchvision", "torchmetrics", "transformers", "lightning", "accelerate", "safetensors.torch")
 IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn"}
 PART_OF_AN_EXTRA = ("torch.utils.tensorboard",)  # ships with torch, works only with the tensorboard package

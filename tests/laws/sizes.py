@@ -11,7 +11,7 @@ from tests.laws.tree import FUNCTIONS, Violation, modules
 FILE_LINES, FUNCTION_LINES, CONSTRUCTOR_ARGUMENTS, FOLDER_ENTRIES = 500, 80, 8, 14
 CODE = ("surefoot", "tests", "examples", "benchmarks")
 PACKAGE_ROOT = {
-    "core", "contract", "runtime", "control", "components", "train", "tasks", "trial", "prove", "tune", "cli",
+    "core", "native", "contract", "runtime", "control", "components", "train", "tasks", "trial", "prove", "tune", "cli",
     "__init__.py", "__main__.py", "py.typed",
 }  # fmt: skip
 CATCH_ALL = {"util", "utils", "helper", "helpers", "common", "misc", "stuff", "tools", "shared", "lib"}

@@ -104,9 +104,9 @@ def read_tensor(folder: Path, entry: Entry, piece: Piece, name: str, pool: Execu
     """One tensor as it is stored, flat, hashed in the memory that receives it. Raises RunFolderError for a damaged one."""
     held = bytearray(piece.num_bytes)
     with commits.opened(folder, entry) as file:
-        start = len(commits.read_header(file, folder / entry.name, entry)) + piece.start
-        found = digest.finish(digest.begin_read(pool, file, start, start + piece.num_bytes, memoryview(held)))
-    if found != piece.sha256:
+        spans = commits.spans(len(commits.read_header(file, folder / entry.name, entry)), {name: piece})
+        found = digest.begin_read(pool, file, spans, {name: memoryview(held)}).finish()
+    if found[name] != piece.sha256:
         raise RunFolderError(
             f"{folder / entry.name} is damaged: the digest of {name} does not match", hint="surefoot checkpoint check RUN"
         )

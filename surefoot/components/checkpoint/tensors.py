@@ -94,9 +94,9 @@ def write(
     """Write and sync a file of tensors on the host, hashing on the pool's threads meanwhile; `known` digests are not taken again."""
     header, pieces = lay_out(tensors)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
-    hashing = {key: digest.begin(pool, buffer) for key, buffer in buffers.items() if key not in known}
+    hashing = digest.begin(pool, {key: buffer for key, buffer in buffers.items() if key not in known})
     direct.write_new(folder / name, (memoryview(header), *buffers.values()))
-    found = {key: known[key] if key in known else digest.finish(hashing[key]) for key in pieces}
+    found = {**known, **hashing.finish()}
     return _entry(name, header, pieces, found, step)
 
 
@@ -109,7 +109,7 @@ def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping
 def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor) -> tuple[bool, dict[str, str]]:
     """Whether every tensor has the bytes that `earlier` holds, and the digests that were taken to know it.
 
-    Ends at the first that differs, which in a file of trained tensors is the first.
+    Ends at the smallest if that differs, as it does in a file of trained tensors; the others are hashed together.
     """
     _, pieces = lay_out(tensors)
     before = earlier.tensors or {}
@@ -118,9 +118,10 @@ def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor
         key: (p.dtype, p.shape, p.start) for key, p in before.items()
     }:
         return False, found
-    for key in sorted(pieces, key=lambda key: pieces[key].num_bytes):
-        found[key] = digest.finish(digest.begin(pool, as_buffer(tensors[key])))
-        if found[key] != before[key].sha256:
+    order = sorted(pieces, key=lambda key: pieces[key].num_bytes)
+    for keys in (order[:1], order[1:]):
+        found |= digest.begin(pool, {key: as_buffer(tensors[key]) for key in keys}).finish()
+        if any(found[key] != before[key].sha256 for key in keys):
             return False, found
     return True, found
 
@@ -139,17 +140,12 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     with commits.opened(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
         given = {name: give(name, piece) for name, piece in pieces.items()}  # only now: the file is as large as was said
-        direct = {
-            name: _begin(file, len(header), pieces[name], tensor, pool)
-            for name, tensor in given.items()
-            if _is_direct(tensor, pieces[name])
-        }
-        for name, parts in direct.items():
-            found[name] = digest.finish(parts)
+        direct = {name: tensor for name, tensor in given.items() if _is_direct(tensor, pieces[name])}
+        found |= _read(file, len(header), pieces, direct, pool)
         for name, tensor in given.items():
             if name not in direct:
                 held = create(name, pieces[name])
-                found[name] = digest.finish(_begin(file, len(header), pieces[name], held, pool))
+                found |= _read(file, len(header), pieces, {name: held}, pool)
                 tensor.copy_(held)
     for name, piece in pieces.items():
         if found[name] != piece.sha256:
@@ -168,9 +164,11 @@ def _is_direct(tensor: Tensor, piece: Piece) -> bool:
     )
 
 
-def _begin(file: int, data: int, piece: Piece, tensor: Tensor, pool: Executor):  # type: ignore[no-untyped-def]
-    start = data + piece.start
-    return digest.begin_read(pool, file, start, start + piece.num_bytes, as_buffer(tensor) if math.prod(piece.shape) else None)
+def _read(file: int, data: int, pieces: Mapping[str, Piece], tensors: Mapping[str, Tensor], pool: Executor) -> dict[str, str]:
+    """Read each of `tensors` from a file whose tensors begin at byte `data`; gives their digests."""
+    spans = commits.spans(data, {name: pieces[name] for name in tensors})
+    into = {name: as_buffer(tensor) for name, tensor in tensors.items() if math.prod(pieces[name].shape)}
+    return digest.begin_read(pool, file, spans, into).finish()
 
 
 def create(name: str, piece: Piece) -> Tensor:
