@@ -30,7 +30,7 @@ CHUNK_BYTES = 16 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
 BLOCK_BYTES = 4096  # of which a direct read or write takes whole ones, in memory that begins at one
 READ_BYTES = 1 << 20  # whole blocks
-LANE_BYTES = 1 << 18  # the same, where a thread reads up to 16 chunks side by side
+LANE_BYTES = 1 << 19  # the same, where a thread reads up to 16 chunks side by side
 HASHED_BYTES = 64  # a block of SHA-256
 
 

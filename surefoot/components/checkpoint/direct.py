@@ -6,8 +6,10 @@ Where the system refuses direct writes (tmpfs, some network file systems; macOS)
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +23,25 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
     """Write the bytes of `buffers` one after the other into a new file, and sync it. Raises OSError."""
     descriptor = _open_new(path)
     try:
-        for block in _joined(buffers):
-            _write(descriptor, block)
+        with ThreadPoolExecutor(1, thread_name_prefix="surefoot-write") as writer:
+            written: Future[None] | None = None
+            for block in _joined(buffers):  # one is filled while the one before it is written
+                if written is not None:
+                    written.result()
+                written = writer.submit(_write, descriptor, block)
+            if written is not None:
+                written.result()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
-    """The bytes of `buffers` in blocks that begin at a page, all whole but the last; each holds until the next is asked for."""
-    room = np.empty(BUFFER_BYTES + BLOCK_BYTES, np.uint8)
-    block = room[-room.ctypes.data % BLOCK_BYTES :][:BUFFER_BYTES]
-    filled = 0
+    """The bytes of `buffers` in blocks that begin at a page, all whole but the last; each holds until the next but one is asked for."""
+    room = np.empty(2 * BUFFER_BYTES + BLOCK_BYTES, np.uint8)
+    start = -room.ctypes.data % BLOCK_BYTES
+    blocks = itertools.cycle((room[start:][:BUFFER_BYTES], room[start + BUFFER_BYTES :][:BUFFER_BYTES]))
+    block, filled = next(blocks), 0
     for buffer in buffers:
         values, done = np.frombuffer(buffer, np.uint8), 0
         while done < len(values):
@@ -41,7 +50,7 @@ def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
             filled, done = filled + count, done + count
             if filled == BUFFER_BYTES:
                 yield block
-                filled = 0
+                block, filled = next(blocks), 0
     if filled:
         yield block[:filled]
 
