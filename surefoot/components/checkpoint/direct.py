@@ -23,14 +23,12 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
     """Write the bytes of `buffers` one after the other into a new file, and sync it. Raises OSError."""
     descriptor = _open_new(path)
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="surefoot-write") as writer:
-            written: Future[None] | None = None
-            for block in _joined(buffers):  # one is filled while the one before it is written
-                if written is not None:
-                    written.result()
-                written = writer.submit(_write, descriptor, block)
-            if written is not None:
-                written.result()
+        with ThreadPoolExecutor(1, thread_name_prefix="surefoot-copy") as copier:
+            blocks = _joined(buffers)
+            following: Future[np.ndarray | None] = copier.submit(next, blocks, None)
+            while (block := following.result()) is not None:
+                following = copier.submit(next, blocks, None)  # the next is filled while this one is written
+                _write(descriptor, block)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
