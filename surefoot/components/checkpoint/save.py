@@ -65,7 +65,8 @@ def commit(
         earlier = _newest(run, content.step) if link else None
         with commits.hashing() as pool:
             sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
-            entries = [_write(draft, name, tensors, content.step, earlier, pool) for name, tensors in content.tensors.items()]
+            written = [_write(draft, name, tensors, content.step, earlier, pool) for name, tensors in content.tensors.items()]
+            entries = [entry() for entry in written]
             _raise_unless_finite(content.step, {name: found.result() for name, found in sound.items()})
         entries += [_write_text(draft / name, text) for name, text in content.texts.items()]
         made = Manifest(step=content.step, files=tuple(entries), **vars(stamp))
@@ -117,13 +118,14 @@ def _newest(run: Path, step: int) -> Manifest | None:
 
 def _write(
     draft: Path, name: str, tensors: Mapping[str, Tensor], step: int, earlier: Manifest | None, pool: Executor
-) -> Entry:  # fmt: skip
+) -> Callable[[], Entry]:  # fmt: skip
+    """Write a file, or link it to that of `earlier`; gives what waits for its entry."""
     before = next((entry for entry in earlier.files if entry.name == name), None) if earlier is not None else None
     known: dict[str, str] = {}
     if before is not None and earlier is not None and tensors:
         is_same, known = files.find_unchanged(tensors, before, pool)
         if is_same and _may_link(draft.parent, earlier, before) and _link(draft, earlier, before):
-            return before
+            return lambda: before
     return files.write(draft, name, tensors, step=step, pool=pool, known=known)
 
 

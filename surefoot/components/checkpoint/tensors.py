@@ -90,14 +90,16 @@ def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Piece]]:
 
 def write(
     folder: Path, name: str, tensors: Mapping[str, Tensor], *, step: int, pool: Executor, known: Mapping[str, str]
-) -> Entry:
-    """Write and sync a file of tensors on the host, hashing on the pool's threads meanwhile; `known` digests are not taken again."""
+) -> Callable[[], Entry]:
+    """Write and sync a file of tensors on the host, hashing on the pool's threads meanwhile; `known` digests are not taken again.
+
+    Gives what waits for the last digest, so that another file can be written until then.
+    """
     header, pieces = lay_out(tensors)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
     hashing = digest.begin(pool, {key: buffer for key, buffer in buffers.items() if key not in known})
     direct.write_new(folder / name, (memoryview(header), *buffers.values()))
-    found = {**known, **hashing.finish()}
-    return _entry(name, header, pieces, found, step)
+    return lambda: _entry(name, header, pieces, {**known, **hashing.finish()}, step)
 
 
 def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping[str, str], step: int) -> Entry:
@@ -109,7 +111,7 @@ def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping
 def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor) -> tuple[bool, dict[str, str]]:
     """Whether every tensor has the bytes that `earlier` holds, and the digests that were taken to know it.
 
-    Ends at the smallest if that differs, as it does in a file of trained tensors; the others are hashed together.
+    Begins with the smallest, and ends soon after the first that differs, which in a file of trained tensors is that.
     """
     _, pieces = lay_out(tensors)
     before = earlier.tensors or {}
@@ -119,7 +121,8 @@ def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor
     }:
         return False, found
     order = sorted(pieces, key=lambda key: pieces[key].num_bytes)
-    for keys in (order[:1], order[1:]):
+    while len(found) < len(order):
+        keys = order[len(found) : 2 * len(found) + 1]  # twice as many each time, to be hashed side by side
         found |= digest.begin(pool, {key: as_buffer(tensors[key]) for key in keys}).finish()
         if any(found[key] != before[key].sha256 for key in keys):
             return False, found
