@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -19,7 +20,7 @@ from surefoot.components.data import Arrays
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
 SAVES, FEW_SAVES = 31, 11  # ours, and the peers'; the first one, which makes our staged copy, is left out
-EVERY, OFTEN = 40, 16  # steps between saves; the longer where a writer that yields to two threads lives through 20 of them
+EVERY, OFTEN = 32, 12  # steps between saves; the longer where a writer that yields to two threads lives through 17 of them
 
 
 class Wide:
@@ -45,7 +46,8 @@ class Wide:
 def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     """The median, over the saves, of the extra seconds of all steps that a save touches, from its first copy to the end of its thread.
 
-    `ordinary_s` is the median of the steps that no save touches. The first save, which makes the staged copy, is left out.
+    Extra to the median of the untouched steps between the same two saves: a processor that others use, too, changes its speed.
+    `ordinary_s` is the median of all untouched steps. The first save, which makes the staged copy, is left out.
     """
     shutil.rmtree(folder, ignore_errors=True)
     every = EVERY if threads > 1 and mode in ("background", "dcp_async") else OFTEN
@@ -53,15 +55,18 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     saves = SAVES if mode in ("blocking", "background") else FEW_SAVES
     durations = time_steps(mode, threads, folder, every, saves)
     shutil.rmtree(folder)
-    counted = [each for each in durations if each[0] > 2 * every]
-    ordinary = statistics.median(seconds for _, seconds, touched in counted if not touched)
+    by_save = [
+        [each for each in durations if save < each[0] <= save + every] for save in range(2 * every, every * saves + 1, every)
+    ]
+    calm = [[seconds for _, seconds, touched in steps if not touched] for steps in by_save]
     extras = [
-        sum(seconds - ordinary for step, seconds, touched in counted if touched and save < step <= save + every)
-        for save in range(2 * every, every * saves + 1, every)
+        sum(seconds - statistics.median(untouched) for _, seconds, touched in steps if touched)
+        for steps, untouched in zip(by_save, calm, strict=True)
+        if untouched
     ]
     return {
-        "extra_s": max(0.0, statistics.median(extras)), "ordinary_s": ordinary, "saves": float(len(extras)),
-        "touched": sum(touched for *_, touched in counted) / len(extras),
+        "extra_s": statistics.median(extras), "ordinary_s": statistics.median(itertools.chain(*calm)),
+        "saves": float(len(extras)), "touched": sum(touched for steps in by_save for *_, touched in steps) / len(by_save),
     }  # fmt: skip
 
 
