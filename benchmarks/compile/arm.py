@@ -1,4 +1,5 @@
-"""What every arm's process does: the models of step_cost and a GPT of 12 layers, by a plain loop or by surefoot, compiled as the arm says.
+"""What every arm's process does: the models of step_cost and a GPT of 12 layers, by a plain loop or by
+surefoot, compiled as the arm says; `graph` is the plain loop with its whole step compiled.
 
 Reports, of each model, `first_s`: wall time from the start of the loop to the end of the first step that runs as all later ones do, with
 nothing compiled before it (a folder of its own holds what the compiler keeps), and `cpu_s_per_step` of the steps after the warm-up.
@@ -15,14 +16,18 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.step_cost import watch as step_cost
 from benchmarks.step_cost.arms import idiomatic
 from benchmarks.step_cost.arms.surefoot_run import Costed
-from benchmarks.step_cost.models import GPT, LEARNING_RATE, SEED, WORKLOADS, Workload
+from benchmarks.step_cost.models import CLIP, GPT, LEARNING_RATE, SEED, WORKLOADS, Batch, Workload
+from surefoot.components.optim import GuardedUpdate
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss
 from surefoot.train.run import Run
+from surefoot.train.step import compile_step
 from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.trial import write_report
 
@@ -32,8 +37,15 @@ MODELS = {
     "gpt": replace(WORKLOADS["gpt"], warmup=8),
     "deep": replace(WORKLOADS["gpt"], name="deep", make=functools.partial(GPT, layers=12), warmup=8),
 }
-KINDS = ("idiomatic", "eager", "blocks", "model", "step")
-FIRST = {"idiomatic": 1, "eager": 2, "blocks": 2, "model": 2, "step": EAGER_STEPS + 1}  # the step that runs as all later ones do
+KINDS = ("idiomatic", "eager", "blocks", "model", "step", "graph")
+FIRST = {
+    "idiomatic": 1,
+    "graph": 2,
+    "eager": 2,
+    "blocks": 2,
+    "model": 2,
+    "step": EAGER_STEPS + 1,
+}  # the step that runs as all later ones do
 
 
 class Compiled(Costed):
@@ -69,6 +81,21 @@ def train(workload: Workload, kind: str, folder: str, watch: Watch) -> None:
             watch.tick(run.model, report)
 
 
+def train_by_graph(workload: Workload, watch: Watch) -> None:
+    """The plain loop over the same batches, its whole step one graph."""
+    model, batches = workload.model(), workload.batches()
+    update = GuardedUpdate([torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)], clip=CLIP)
+    step = compile_step(model, sum_loss, update)
+    for number in range(watch.total):
+        terms, _, _ = step(batches[number % len(batches)])
+        watch.tick(model, terms[0].total)
+
+
+def sum_loss(model: nn.Module, batch: Batch) -> Loss:
+    inputs, targets = batch
+    return Loss.sum(F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True, choices=KINDS)
@@ -85,6 +112,8 @@ def main() -> None:
         watch = Watch(workload, FIRST[asked.kind])
         if asked.kind == "idiomatic":
             idiomatic.train(workload, watch, asked.folder)
+        elif asked.kind == "graph":
+            train_by_graph(workload, watch)
         else:
             train(workload, asked.kind, f"{asked.folder}/{name}", watch)
         measures |= {f"{name}/{measure}": value for measure, value in {"first_s": watch.first_s, **watch.measures}.items()}

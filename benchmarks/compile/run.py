@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "compile.json"
 CPU, FIRST_S = "cpu_s_per_step", "first_s"
 BARS = (
+    Bar(arm="graph", baseline="idiomatic", measure=f"mlp/{CPU}", most=0.25),
     Bar(arm="step", baseline="idiomatic", measure=f"mlp/{CPU}", most=0.25),
     Bar(arm="blocks", baseline="model", measure=f"deep/{FIRST_S}", most=0.5),
     Bar(arm="blocks", baseline="model", measure=f"deep/{CPU}", most=1.05),

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler import compile_function
+from surefoot.components.optim import GuardedUpdate
 from surefoot.contract.events import Compiled, Fault
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import SpecError, SurefootError
+from surefoot.contract.task import Loss
+from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.train.run import Run
 from surefoot.train.step import whole
 from tests.train.small import OPTIMIZERS, Small, assert_same, records, spec, state_of
@@ -171,3 +173,52 @@ def test_a_run_says_after_how_many_steps_its_compiling_has_paid_for_itself(
             pass
     said = capsys.readouterr()
     assert "of compiling are " in said.out + said.err
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 4, generator=draws), torch.randint(0, 3, (8,), generator=draws)) for _ in range(count)]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def summed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+    return Loss.sum(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+
+
+def test_a_loop_of_ones_own_compiles_its_whole_step() -> None:
+    plain, model = small_model(), small_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    update = GuardedUpdate([torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)], clip=0.5)
+    step = whole.compile_step(model, summed, update)
+    for batch in batches(6):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(plain(batch[0]), batch[1])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        (term,), found, applied = step(batch)
+        assert applied
+        torch.testing.assert_close(term.total / term.count, loss.detach())
+        assert found == pytest.approx(norm.item(), rel=1e-5)
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+    before = [each.detach().clone() for each in model.parameters()]
+    assert step((torch.full((8, 4), float("nan")), batches(1)[0][1]))[2] is False
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_loop_of_ones_own_is_told_what_cannot_be_one_graph() -> None:
+    model = small_model()
+    with pytest.raises(SpecError, match="an optimiser is RMSprop"):
+        whole.compile_step(model, summed, GuardedUpdate([torch.optim.RMSprop(model.parameters())]))
+
+    def looks(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
+        loss = summed(model, batch)
+        return loss if float(loss.terms[0].total) < 1e9 else summed(model, batch)
+
+    step = whole.compile_step(model, looks, GuardedUpdate([torch.optim.SGD(model.parameters(), lr=0.1, fused=True)]))
+    with pytest.raises(TaskError, match="the whole step cannot be compiled"):
+        step(batches(1)[0])

@@ -7,15 +7,17 @@ but for rounding; where it cannot be compiled, that one is taken.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler import compile_function
-from surefoot.components.precision import Policy
+from surefoot.components.optim import GuardedUpdate
+from surefoot.components.precision import PLAIN, Policy
 from surefoot.contract.spec import CompileTable, RunSpec
-from surefoot.contract.task import Batch, Term
+from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError
 from surefoot.train.step.arithmetic import Rule, move
 from surefoot.train.step.stepper import LiveUpdate
@@ -49,6 +51,22 @@ class WholeStep:
         for parameter, grad in zip(guarded.parameters, grads, strict=True):
             parameter.grad = grad
         return tuple(Term(*each) for each in terms), *guarded.end_traced(norm, applied)
+
+
+def compile_step(
+    model: nn.Module, loss: Callable[[Any, Batch], Loss], update: GuardedUpdate, *, policy: Policy = PLAIN,
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default", dynamic: bool | None = None, deterministic: bool = True,
+) -> WholeStep:  # fmt: skip
+    """A step as one graph for a loop of one's own: called with a batch, it gives the terms of the loss, the norm of the gradient, and
+    whether the update was applied.
+
+    `loss(model, batch)` gives a `Loss`; `update` holds fused SGD, Adam or AdamW. Compiled at the first call, which takes seconds; no
+    gradients need to be cleared. Raises SpecError for an update that no graph can hold, and, when it is called, TaskError where the
+    step cannot be compiled.
+    """
+    update.check_traceable()
+    table = CompileTable(what="step", mode=mode, dynamic=dynamic, on_failure="stop")
+    return WholeStep(model, LiveUpdate(NAME, loss, update), policy, table, deterministic=deterministic)
 
 
 def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
