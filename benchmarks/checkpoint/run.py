@@ -87,7 +87,7 @@ def render_stall(trial: Trial) -> str:
     for cores in STALLS:
         found = {
             name: {mode: median(list(of.values())) for mode in STALL_MODES if (of := trial.by_round(f"{mode} {cores}", name))}
-            for name in ("extra_s", "ordinary_s", "touched")
+            for name in ("extra_s", "ordinary_s", "touched", "waited_s")
         }
         blocking = found["extra_s"].get("blocking")
         for mode, lost in found["extra_s"].items():
@@ -96,8 +96,11 @@ def render_stall(trial: Trial) -> str:
             if mode == "background" and blocking is not None:
                 bar = (f"<= {MOST_LOST[cores]:.0%}", _verdict(lost <= MOST_LOST[cores] * blocking))
             step, touched = f"{found['ordinary_s'][mode] * 1e3:.0f} ms", f"{found['touched'][mode]:.1f}"
-            rows.append((cores, STALL_MODES[mode], step, touched, f"{lost * 1e3:.1f} ms", share, *bar))
-    return markdown(("training on", "save", "a step", "steps touched", "adds", "share of blocking", "must", "verdict"), rows)
+            waited = f"{found['waited_s'][mode] * 1e3:.1f} ms" if mode in found["waited_s"] else ""
+            rows.append((cores, STALL_MODES[mode], step, touched, waited, f"{lost * 1e3:.1f} ms", share, *bar))
+    return markdown(
+        ("training on", "save", "a step", "steps touched", "stands still", "adds", "share of blocking", "must", "verdict"), rows
+    )
 
 
 def _verdict(holds: bool) -> str:

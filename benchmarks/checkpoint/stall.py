@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data import Arrays
+from surefoot.contract import events
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
@@ -47,13 +48,15 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     """The median, over the saves, of the extra seconds of all steps that a save touches, from its first copy to the end of its thread.
 
     Extra to the median of the untouched steps between the same two saves: a processor that others use, too, changes its speed.
-    `ordinary_s` is the median of all untouched steps. The first save, which makes the staged copy, is left out.
+    `ordinary_s` is the median of all untouched steps, `waited_s` of how long the loop stood still for a save of ours, as the run's own
+    records have it. The first save, which makes the staged copy, is left out.
     """
     shutil.rmtree(folder, ignore_errors=True)
     every = EVERY if threads > 1 and mode in ("background", "dcp_async") else OFTEN
     time_steps = _time_surefoot if mode in ("blocking", "background") else _time_loop
     saves = SAVES if mode in ("blocking", "background") else FEW_SAVES
     durations = time_steps(mode, threads, folder, every, saves)
+    waits = [event.waited_s for event in events.read(folder) if isinstance(event, events.Committed)][1:] if saves == SAVES else []
     shutil.rmtree(folder)
     by_save = [
         [each for each in durations if save < each[0] <= save + every] for save in range(2 * every, every * saves + 1, every)
@@ -64,7 +67,8 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
         for steps, untouched in zip(by_save, calm, strict=True)
         if untouched
     ]
-    return {
+    waited = {"waited_s": statistics.median(waits)} if waits else {}
+    return waited | {
         "extra_s": statistics.median(extras), "ordinary_s": statistics.median(itertools.chain(*calm)),
         "saves": float(len(extras)), "touched": sum(touched for steps in by_save for *_, touched in steps) / len(by_save),
     }  # fmt: skip

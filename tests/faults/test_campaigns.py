@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,6 +118,18 @@ def test_a_trial_that_waits_for_ever_has_failed(workshop: Workshop, monkeypatch:
     monkeypatch.setattr(outcome, "TRIAL_S", 0.2)
     found = carry_out(Campaign(case="F00", title="a pipe", trial=wait, few=1, many=1), workshop, trials=2, seed=5)
     assert [(each.seed, each.what) for each in found.failures] == [(seed, "it did not end within 0.2 s") for seed in (5, 6)]
+
+
+@pytest.mark.parametrize(("misses", "fell", "tried"), [((), 20, 20), ((3, 7), 20, 22), (range(10, 20), 12, 22)])
+def test_a_fault_that_did_not_fall_is_made_up_for(misses: Sequence[int], fell: int, tried: int, workshop: Workshop) -> None:
+    seeds = []
+
+    def kill(workshop: Workshop, seed: int) -> Result:
+        seeds.append(seed)
+        return Result(fell=seed - 100 not in misses)
+
+    found = carry_out(Campaign(case="F00", title="late kills", trial=kill, few=1, many=1), workshop, trials=20, seed=100)
+    assert (found.trials, seeds) == (fell, list(range(100, 100 + tried)))
 
 
 def test_trials_leave_nothing_behind(workshop: Workshop) -> None:
