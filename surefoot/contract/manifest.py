@@ -166,9 +166,10 @@ def _read_row(path: Path) -> dict[str, Any]:
 def _read_text(path: Path) -> bytes:
     """The bytes of a manifest: of a regular file of its own, and not more than one has."""
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | NO_LINK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise RunFolderError(f"{path} is no regular file, which every manifest is")
-        text = file.read(MAX_BYTES + 1)
+        text = file.read(min(status.st_size, MAX_BYTES) + 1)  # so much memory is taken before a byte is read
     if len(text) > MAX_BYTES:
         raise RunFolderError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no manifest is")
     if text.count(b"[") + text.count(b"{") > MAX_NESTED:  # each takes twenty times its text in memory

@@ -87,7 +87,7 @@ def share_out(sizes: Sequence[int]) -> tuple[list[list[int]], list[int]]:
 def _open() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(LIBRARY))
-    except OSError:
+    except (OSError, InputError):  # not built; or a process that reads what strangers wrote, and may open no library
         return None
 
 

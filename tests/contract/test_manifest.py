@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,13 @@ def test_a_commit_that_cannot_be_written_leaves_no_trace_of_itself(tmp_path: Pat
     with pytest.raises(StorageError, match="step 8 could not be saved"):
         commit(tmp_path / "b", 8)
     assert manifest.steps(tmp_path) == [7]
+
+
+def test_a_small_manifest_is_read_in_little_memory(tmp_path: Path) -> None:
+    commit(tmp_path, 1)
+    tracemalloc.start()
+    try:
+        manifest.read(manifest.step_folder(tmp_path, 1))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

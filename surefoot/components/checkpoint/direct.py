@@ -23,15 +23,24 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
     """Write the bytes of `buffers` one after the other into a new file, and sync it. Raises OSError."""
     descriptor = _open_new(path)
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="surefoot-copy") as copier:
-            blocks = _joined(buffers)
-            following: Future[np.ndarray | None] = copier.submit(next, blocks, None)
-            while (block := following.result()) is not None:
-                following = copier.submit(next, blocks, None)  # the next is filled while this one is written
-                _write(descriptor, block)
+        for block in _filled_ahead(_joined(buffers)):
+            _write(descriptor, block)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _filled_ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same blocks; while one is used another thread fills the next, if there can be one."""
+    block = next(blocks, None)
+    if block is None or len(block) < BUFFER_BYTES:
+        yield from () if block is None else (block,)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="surefoot-copy") as copier:
+        while block is not None:
+            following: Future[np.ndarray | None] = copier.submit(next, blocks, None)
+            yield block
+            block = following.result()
 
 
 def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
