@@ -13,10 +13,9 @@ import itertools
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
 BLOCK_BYTES = 4096  # of which a direct read or write takes whole ones, in memory that begins at one
 READ_BYTES = 1 << 20  # whole blocks
 LANE_BYTES = 1 << 19  # the same, where a thread reads up to 16 chunks side by side
-HASHED_BYTES = 64  # a block of SHA-256
 
 
 def combine(digests: Iterable[bytes]) -> str:
@@ -48,11 +46,11 @@ def chunks(num_bytes: int) -> list[tuple[int, int]]:
 class Pending:
     """Digests that threads are at work on: for each name those of its chunks, in their order."""
 
-    parts: Mapping[str, list[Callable[[], bytes]]]
+    parts: Mapping[str, list[tuple[Future[list[bytes]], int]]]  # the group that each is hashed with, and its place there
 
     def finish(self) -> dict[str, str]:
         """The digest under each name, as hex; waits for them. Raises what a thread raised."""
-        return {name: combine(part() for part in parts) for name, parts in self.parts.items()}
+        return {name: combine(group.result()[place] for group, place in parts) for name, parts in self.parts.items()}
 
 
 def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
@@ -121,30 +119,22 @@ _Chunk = _Held | _Stored
 
 def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
     """Chunks side by side where that is faster, and each alone where it is not."""
-    groups, alone = lanes.share_out([chunk.num_bytes for _, chunk in work])
-    found: dict[int, Callable[[], bytes]] = {}
-    for group in groups:
-        together = pool.submit(_hash_together, [work[i][1] for i in group])
-        found |= {i: partial(_of_group, together, place) for place, i in enumerate(group)}
-    found |= {i: pool.submit(_hash, work[i][1]).result for i in alone}
-    parts: dict[str, list[Callable[[], bytes]]] = {}
+    found: dict[int, tuple[Future[list[bytes]], int]] = {}
+    for group in lanes.share_out([chunk.num_bytes for _, chunk in work]):
+        digests = pool.submit(_hash, [work[i][1] for i in group])
+        found |= {i: (digests, place) for place, i in enumerate(group)}
+    parts: dict[str, list[tuple[Future[list[bytes]], int]]] = {}
     for i, (name, _) in enumerate(work):
         parts.setdefault(name, []).append(found[i])
     return Pending(parts)
 
 
-def _of_group(group: Future[list[bytes]], place: int) -> bytes:
-    return group.result()[place]
-
-
-def _hash(chunk: _Chunk) -> bytes:
-    digest = hashlib.sha256()
-    for part in chunk.parts(READ_BYTES):
-        digest.update(part)
-    return digest.digest()
-
-
-def _hash_together(group: Sequence[_Chunk]) -> list[bytes]:
+def _hash(group: Sequence[_Chunk]) -> list[bytes]:
+    if len(group) == 1:
+        digest = hashlib.sha256()
+        for part in group[0].parts(READ_BYTES):
+            digest.update(part)
+        return [digest.digest()]
     side_by_side = lanes.Lanes(len(group))
     for parts in itertools.zip_longest(*(chunk.parts(LANE_BYTES) for chunk in group), fillvalue=memoryview(b"")):
         side_by_side.update(parts)
@@ -180,11 +170,11 @@ def windows(descriptor: int, start: int, num_bytes: int, most: int = READ_BYTES)
         skipped = start % BLOCK_BYTES
         wanted = min(most, -(-(skipped + stop - start) // BLOCK_BYTES) * BLOCK_BYTES)
         count = _read_blocks(descriptor, room[:wanted], start - skipped, skipped + stop - start) - skipped
-        if count < min(HASHED_BYTES, stop - start):
+        if count < min(lanes.BLOCK_BYTES, stop - start):
             raise RunFolderError(f"a file ends {stop - start - max(count, 0)} bytes early")
         window = room[skipped : skipped + min(count, stop - start)]
         if start + len(window) < stop:
-            window = window[: len(window) - len(window) % HASHED_BYTES]
+            window = window[: len(window) - len(window) % lanes.BLOCK_BYTES]
         yield window
         start += len(window)
 

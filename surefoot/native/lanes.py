@@ -15,7 +15,7 @@ from pathlib import Path
 from surefoot.core.errors import InputError
 
 LIBRARY = Path(__file__).with_name("_sha256.so")
-BLOCK_BYTES = 64
+BLOCK_BYTES = 64  # of SHA-256
 FEWEST = 3  # equal buffers that are as fast one after the other by hashlib as side by side
 # FIPS 180-4, 5.3.3: the state before the first block
 INITIAL = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
@@ -25,8 +25,7 @@ class Lanes:
     """The digests of several messages, each given in parts. Raises InputError for more than this processor takes at once."""
 
     def __init__(self, num: int) -> None:
-        library = _open()
-        width = library.num_lanes() if library else 0
+        library, width = _open()
         if library is None or not 0 < num <= width:
             raise InputError(f"{num} messages to hash at once; this processor takes 1 to {width}", hint="ask num_lanes() first")
         self._library, self._width, self._num = library, width, num
@@ -58,37 +57,35 @@ class Lanes:
 @cache
 def num_lanes() -> int:
     """How many messages are hashed side by side here; 0 where hashlib is as fast, or the library was not built."""
-    library = _open()
-    width = library.num_lanes() if library else 0
+    width = _open()[1]
     return width if width and _agree(width) else 0
 
 
-def share_out(sizes: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Which buffers to hash side by side, in groups of about equal sizes, and which are sooner done alone: their places in `sizes`.
+def share_out(sizes: Sequence[int]) -> list[list[int]]:
+    """Groups of buffers of about equal sizes to hash side by side, by their places in `sizes`; groups of one are sooner done by hashlib.
 
     A group takes as long as its longest, so that a few large ones beside small ones would leave most lanes idle.
     """
     width = num_lanes()
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    if not width:
-        return [], order
-    groups, alone = [], []
+    groups = []
     while order:
         group = order[:width]
-        if FEWEST * max(sizes[group[0]], BLOCK_BYTES) > sum(sizes[i] for i in group):
-            alone.append(order.pop(0))
-        else:
-            groups.append(group)
-            del order[:width]
-    return groups, alone
+        if FEWEST * max(sizes[order[0]], BLOCK_BYTES) > sum(sizes[i] for i in group):
+            group = order[:1]
+        groups.append(group)
+        del order[: len(group)]
+    return groups
 
 
 @cache
-def _open() -> ctypes.CDLL | None:
+def _open() -> tuple[ctypes.CDLL | None, int]:
+    """The library, and how many messages it takes at once."""
     try:
-        return ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(LIBRARY))
     except (OSError, InputError):  # not built; or a process that reads what strangers wrote, and may open no library
-        return None
+        return None, 0
+    return library, library.num_lanes()
 
 
 def _agree(width: int) -> bool:

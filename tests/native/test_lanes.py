@@ -72,14 +72,14 @@ def test_a_library_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 @needs_lanes
 def test_a_group_holds_what_fills_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "num_lanes", lambda: 16)
-    assert lanes.share_out([]) == ([], [])
-    assert lanes.share_out([100]) == ([], [0])
-    assert lanes.share_out([100, 100]) == ([], [0, 1])
-    assert lanes.share_out([100] * 3) == ([[0, 1, 2]], [])
-    assert lanes.share_out([100] * 20) == ([list(range(16)), list(range(16, 20))], [])
-    assert lanes.share_out([10_000, *[100] * 5]) == ([[1, 2, 3, 4, 5]], [0])
+    assert lanes.share_out([]) == []
+    assert lanes.share_out([100]) == [[0]]
+    assert lanes.share_out([100, 100]) == [[0], [1]]
+    assert lanes.share_out([100] * 3) == [[0, 1, 2]]
+    assert lanes.share_out([100] * 20) == [list(range(16)), list(range(16, 20))]
+    assert lanes.share_out([10_000, *[100] * 5]) == [[0], [1, 2, 3, 4, 5]]
     monkeypatch.setattr(lanes, "num_lanes", lambda: 0)
-    assert lanes.share_out([100, 200]) == ([], [1, 0])
+    assert lanes.share_out([100, 200]) == [[1], [0]]
 
 
 def test_digests_are_the_same_with_lanes_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
 def _filled_ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """The same blocks; while one is used another thread fills the next, if there can be one."""
     block = next(blocks, None)
-    if block is None or len(block) < BUFFER_BYTES:
-        yield from () if block is None else (block,)
+    if block is not None and len(block) < BUFFER_BYTES:
+        yield block
         return
     with ThreadPoolExecutor(1, thread_name_prefix="surefoot-copy") as copier:
         while block is not None:
