@@ -18,6 +18,7 @@ TRIES = 8  # of one kill: a fast run may end before it comes
 DEPTH = 3  # kills in a row of which none but the first hits an undisturbed run
 SAVED = 4 * EVERY  # the step whose save is killed at every call: commits are retired after it
 STRIDE = 1_000_003  # a prime: seeds that follow one another fall far apart, and all seeds of a sweep on each place once
+WAITS = ("futex", "sched_yield")  # as often as the threads of this moment need them; they change nothing outside the process
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
 
 
@@ -145,7 +146,10 @@ def _one_save(run: Path) -> Attempt:
 
 
 def _places(workshop: Workshop) -> list[tuple[str, int]]:
-    """Every system call from the wait to the end of the next step, as its name and how many of that name a thread had made."""
+    """Every system call from the wait to the end of the next step, as its name and how many of that name a thread had made.
+
+    Waits for another thread are none: their number is another in every run, so that the kill would seldom fall.
+    """
     if "places" not in workshop.kept:
         with workshop.scratch("places") as folder:
             child = workshop.train(_one_save(folder / "run"), planted=False)
@@ -153,7 +157,7 @@ def _places(workshop: Workshop) -> list[tuple[str, int]]:
             with Tracer(child, folder / "trace") as tracer:
                 child.go()
                 child.wait()
-                calls = tracer.calls()
+                calls = [call for call in tracer.calls() if call.name not in WAITS]
             workshop.kept["places"] = sorted(
                 {place for thread in {call.thread for call in calls} for place in trace.names(calls, thread)}
             )
