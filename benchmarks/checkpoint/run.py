@@ -16,7 +16,7 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "checkpoint.json"
-SLOW = RESULTS.with_name("without_sha.json")  # another machine, whose processor has no instructions for SHA-256
+OTHER = RESULTS.with_name("with_sha.json")  # another machine, whose processor has instructions for SHA-256
 WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
 STALLS = {"one core": 1, "both cores": 2}
 STALL_MODES = {
@@ -133,8 +133,8 @@ def main() -> None:
     trial = read_trial(asked.out)
     parts = {
         "conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls)),
-        "small": render_small(read_trial(small)), "slow": render(read_trial(SLOW)),
-        "slow stall": render_stall(read_trial(SLOW.with_name(f"{SLOW.stem}_stall.json"))),
+        "small": render_small(read_trial(small)), "other": render(read_trial(OTHER)),
+        "other stall": render_stall(read_trial(OTHER.with_name(f"{OTHER.stem}_stall.json"))),
     }  # fmt: skip
     show(parts, FOLDER / "README.md")
 
