@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from surefoot.components.memory.again import Both, Buffers, Contexts, Products, keep_products
+from surefoot.components.memory.again import Both, Buffers, Contexts
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.budget import Budget, Fate
+from surefoot.components.memory.products import Allowance, Products, keep_products
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
 from surefoot.core.recompute import How
@@ -29,6 +30,7 @@ class Recomputed:
 
     def __init__(self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None) -> None:
         self.how, self.blocks, self.skipped, self.budget = how, tuple(blocks), dict(skipped), budget
+        self.allowance = Allowance()
         self._modules = dict(blocks)
         step = how.number if how.kind == "every" else 1
         self.fates = budget.fates if budget is not None else [Fate(number % step == 0) for number in range(len(blocks))]
@@ -65,11 +67,11 @@ class Recomputed:
 def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()) -> Recomputed:
     """Let the blocks of `model` compute again, in the backward pass, what it needs of their forward pass, instead of keeping it.
 
-    `how`: "full" for every block, "every 2" for every second, "operators" to keep products and compute the cheap operators again, or
-    the bytes that the blocks may hold, as "12 MiB": then they are measured while the first batch goes through, and the set that costs
-    the least time is chosen. `blocks` names them, by patterns or themselves; without it they are what repeats. Gradients keep their
-    bits. The model keeps its names and its hooks. Raises SpecError for another `how`, and, in the first batch, for a budget that
-    cannot be met; InputError where there are no blocks.
+    `how`: "full" for every block, "every 2" for every second, "operators" to keep the costly products and compute the cheap operators
+    again, or the bytes that the blocks may hold, as "12 MiB": then they are measured while the first batch goes through, and the set
+    that costs the least time is chosen. `blocks` names them, by patterns or themselves; without it they are what repeats. Gradients
+    keep their bits. The model keeps its names and its hooks. Raises SpecError for another `how`, and, in the first batch, for a budget
+    that cannot be met; InputError where there are no blocks.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     >>> recompute(model, "every 2").names
@@ -104,7 +106,7 @@ class _Seat:
     """One block's place in the plan. A compiled block reads no number of its own here, so that equal ones share their code."""
 
     def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
-        self._number, self._plan, self._buffers, self._products = number, plan, buffers, Products()
+        self._number, self._plan, self._buffers, self._products = number, plan, buffers, Products(plan.allowance)
         self._fate = plan.fates[number]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
