@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.components import checkpoint
-from surefoot.contract import events, ledger, signature, spec_file
+from surefoot.contract import commits, events, ledger, manifest, signature, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, is_held
@@ -57,14 +57,24 @@ def code_digest(use: str | None, task: object) -> str:
 
 def choose(
     wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool,
-    closed_by: Collection[str] = FINISHED,
+    closed_by: Collection[str] = FINISHED, is_fork: bool = False,
 ) -> Chosen:  # fmt: skip
-    """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` is not gone on with.
+    """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` is not gone on with, and what a fork left that
+    was killed before its first commit is for a fork alone.
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
     try:
-        chosen = _chosen(wanted, spec_id, name, digest, fresh=fresh, accept_code_change=accept_code_change, closed_by=closed_by)
+        chosen = _chosen(
+            wanted,
+            spec_id,
+            name,
+            digest,
+            fresh=fresh,
+            accept_code_change=accept_code_change,
+            closed_by=closed_by,
+            is_fork=is_fork,
+        )
     except OSError as error:
         raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
     _check_writable(chosen.folder)
@@ -73,6 +83,7 @@ def choose(
 
 def _chosen(
     wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
+    is_fork: bool,
 ) -> Chosen:  # fmt: skip
     if wanted is None:
         return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
@@ -82,8 +93,15 @@ def _chosen(
         raise RunFolderError(f"{wanted} is a file, not a folder", hint="give another --run folder")
     names = {path.name for path in wanted.iterdir()}
     if events.FILE not in names:
+        if _is_new_fork(wanted, names, spec_id):
+            return Chosen(wanted, True, (f"{wanted} is a fork that was broken off as it began: going on in it",))
         if not _is_barely_begun(wanted, names) and not is_held(wanted):  # whose owner the lock will name
             raise RunFolderError(f"{wanted} is not empty and holds no run", hint="give a new or an empty folder with --run")
+        if {SPEC_FILE, manifest.FOLDER} <= names and not is_fork and not is_held(wanted):
+            raise RunFolderError(
+                f"{wanted} is a fork that was broken off before its first commit",
+                hint="start the command that made it again, or give another folder",
+            )
         return Chosen(wanted, False)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
@@ -115,9 +133,26 @@ def _chosen(
 
 
 def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
-    """Whether nothing is there but what an attempt makes before its log: a power cut may leave any of that."""
-    known = {SPEC_FILE, DRAFT_FILE, LOCK_FILE, ledger.FILE}
-    return known.issuperset(names) and (ledger.FILE not in names or (folder / ledger.FILE).stat().st_size <= ledger.HEADER_BYTES)
+    """Whether nothing is there but what an attempt makes before its log: a power cut or a kill may leave any of that.
+
+    A fork has a ledger with its history, and the folder of its commits, before its spec.
+    """
+    if not {SPEC_FILE, DRAFT_FILE, LOCK_FILE, ledger.FILE, manifest.FOLDER}.issuperset(names):
+        return False
+    if manifest.FOLDER in names and not all(path.name.startswith(commits.DRAFT) for path in (folder / manifest.FOLDER).iterdir()):
+        return False
+    is_fork = SPEC_FILE not in names or manifest.FOLDER in names
+    return ledger.FILE not in names or is_fork or (folder / ledger.FILE).stat().st_size <= ledger.HEADER_BYTES
+
+
+def _is_new_fork(folder: Path, names: Collection[str], spec_id: str) -> bool:
+    """Whether the first commit of a fork is there and its log is not."""
+    if SPEC_FILE not in names or manifest.FOLDER not in names or len(steps := manifest.steps(folder)) != 1:
+        return False
+    with contextlib.suppress(RunFolderError):
+        first = manifest.read(manifest.step_folder(folder, steps[0]))
+        return bool(first.parent) and first.spec_id == spec_id
+    return False
 
 
 def _next_free(wanted: Path) -> Path:
@@ -172,6 +207,8 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
     mine = _take(choice)
     before: bytes | None = None
     try:
+        if not mine.chosen.is_again:  # that of an attempt which was killed before its log
+            (mine.chosen.folder / ledger.FILE).unlink(missing_ok=True)
         if spec is not None:
             path = mine.chosen.folder / SPEC_FILE
             before = path.read_bytes() if path.is_file() else None  # a pipe of that name would never end
@@ -223,6 +260,13 @@ def _remove_empty(folders: tuple[Path, ...]) -> None:
 
 def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
     return not (chosen.folder / events.FILE).exists() if chosen.is_numbered else choice() == chosen
+
+
+def announce_fork(folder: Path, spec: RunSpec) -> None:
+    """Write the spec of a fork, after the empty folder of its commits: that tells it from a run, which may begin without one."""
+    (folder / manifest.FOLDER).mkdir(mode=0o700, exist_ok=True)
+    checkpoint.sync_folder(folder)
+    _write_spec(folder, spec_file.write(spec).encode())
 
 
 def _write_spec(folder: Path, text: bytes) -> None:

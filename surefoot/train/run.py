@@ -108,13 +108,14 @@ class Run:
         task, self.spec = take_task(self.spec, self._given_task)
         digest = folder.code_digest(task.importable, task.task)
         choice = functools.partial(
-            folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept
-        )
+            folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept,
+            is_fork=self._start is not None,
+        )  # fmt: skip
         check_as_stated(choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
         self.assembly: Assembly = assemble(self.spec, task)
         self.model, self.task = self.assembly.model, task
         notes = [*self.assembly.notes, *preflight.check(self.assembly)]
-        with folder.taken(choice, environment.as_run(self.spec)) as (chosen, self._lock):
+        with folder.taken(choice, environment.as_run(self.spec) if self._start is None else None) as (chosen, self._lock):
             self._opened.callback(self._lock.release)
             self._open(chosen, digest, notes)
         self._listen()
@@ -202,14 +203,12 @@ class Run:
 
     def _commit_first(self, begun: Begun) -> list[Saved]:
         """Commit what the run begins with before anything tells of it: a kill leaves a fork, or a folder that is no run."""
-        done: list[Saved] = []
+        clock, done = {"training_s": self.training_s}, list[Saved]()
         self._keeper.saved_step = -1
-        self._keeper.save(
-            begun.step, self._more(), {"training_s": self.training_s}, self._scores.score_of(begun.step), done.append, last=True
-        )
-        for each in done:
-            if each.error is not None:
-                raise each.error
+        folder.announce_fork(self.folder, environment.as_run(self.spec))
+        self._keeper.save(begun.step, self._more(), clock, self._scores.score_of(begun.step), done.append, last=True)
+        if (problem := next((each.error for each in done if each.error is not None), None)) is not None:
+            raise problem
         return done
 
     def _where_from(self, is_again: bool, begun: Begun | None) -> tuple[str, ...]:
@@ -358,7 +357,7 @@ class Run:
         event = result.as_event(self.generation, self.step, best=best)
         self._telling.evaluated(event, self.assembly.feed.epoch_of(self.step), result)
         if best:
-            self._commit()
+            self._commit(copied=True)
         if counts and (reason := self._scores.reason_to_stop()):
             self.stop(reason)
         self._meter.restart_clock()
@@ -382,7 +381,7 @@ class Run:
     def save(self) -> None:
         """Save the state of this step now, whatever the spec says of when; returns once it is on disk, or was given up."""
         self._check_begun()
-        self._commit()
+        self._commit(asked=True)
         self._settle()
 
     def _settle(self) -> None:
@@ -390,7 +389,7 @@ class Run:
         with self._clock.within(CHECKPOINT):
             self._keeper.settle(self._saved, wait=True)
 
-    def _commit(self, *, last: bool = False) -> None:
+    def _commit(self, **how: bool) -> None:
         """Save the state; what the disk refuses ends this save, not the run."""
         if self._lock.is_lost():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
@@ -400,7 +399,7 @@ class Run:
             with self._clock.within(CHECKPOINT):
                 self._ledger.sync()
                 self._telling.journal.sync()
-                self._keeper.save(self.step, self._more(), clock, score, self._saved, last=last)
+                self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
         except StorageError as error:
             self._telling.give_up("this commit", error, self.step)
 

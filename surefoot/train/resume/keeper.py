@@ -10,13 +10,14 @@ from typing import Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
+from surefoot.contract import commits, digest, manifest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
-from surefoot.train.resume.state import LiveState
+from surefoot.train.resume.state import CLOCK, LiveState
 
 
 class Keeper:
@@ -66,11 +67,15 @@ class Keeper:
 
     def save(
         self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
-        tell: Callable[[Saved], None], *, last: bool,
+        tell: Callable[[Saved], None], *, last: bool = False, asked: bool = False, copied: bool = False,
     ) -> None:  # fmt: skip
-        """Save the state after `step`; `tell` hears what became of it, sooner or later. The last one is written at once."""
+        """Save the state after `step`; `tell` hears what became of it, sooner or later. The last one is written at once.
+
+        A step that was saved before is saved again where a tensor has changed since; `asked` for by a user, where anything has. With
+        `copied` the state may change once this returns, also by what leaves no trace (`Tensor.data`).
+        """
         self.settle(tell, wait=True)
-        if step == self.saved_step:
+        if step == self.saved_step == 0 and not asked:
             return
         self._asked, self._last_s = False, time.monotonic()
         self._stamp = Stamp(
@@ -78,10 +83,32 @@ class Keeper:
             parent=self.parent,
         )  # fmt: skip
         content, moving = self._state.take(step, more, clock)
+        if step == self.saved_step and self._is_on_disk(_together(content, moving), texts=asked):
+            return
         if self._table.background and not last and self._saver.begin(content, moving):
             self._assembly.engine.stepper.before_update = self.before_update
+            if copied:
+                self.before_update()
         else:
             tell(self._taken(self._saver.save_now(_together(content, moving))))
+
+    def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
+        """Whether the commit of this step holds every tensor of `content`, and every text but the clock's, byte for byte."""
+        try:
+            held = {entry.name: entry for entry in manifest.read(manifest.step_folder(self._folder, content.step)).files}
+        except RunFolderError:
+            return False
+        if texts and any(
+            name not in held or held[name].sha256 != digest.of_bytes(text)
+            for name, text in content.texts.items()
+            if name != CLOCK
+        ):
+            return False
+        with commits.hashing() as pool:
+            return all(
+                name in held and checkpoint.find_unchanged(tensors, held[name], pool)[0]
+                for name, tensors in content.tensors.items()
+            )
 
     def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
         made = checkpoint.commit(self._folder, content, self._stamp, may_commit=lambda: may_commit() and self._lock.still_ours())

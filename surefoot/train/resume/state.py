@@ -23,6 +23,7 @@ from surefoot.contract.manifest import Piece
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.train.assemble import Assembly
 
+CLOCK = "clock.json"
 OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
 ROOT = "state"  # the tree's names begin so
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
@@ -65,7 +66,7 @@ class LiveState:
         moving[OPTIMIZER] = of_optimizer
         texts = {
             "state.json": json.dumps({"step": step, **skeleton}).encode(),
-            "clock.json": json.dumps(clock).encode(),
+            CLOCK: json.dumps(clock).encode(),
             **self._texts(weights, moving),
         }
         finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
