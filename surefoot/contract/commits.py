@@ -28,7 +28,7 @@ NICE = 10
 DIGITS = re.compile(r"[0-9]{1,18}")  # str.isdigit also takes what int() refuses
 SHOWN = 40  # letters of a step that is none
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
-BAD, GONE, DRAFT = ".bad-", ".gone-", ".draft-"
+BAD, GONE, DRAFT, OLD = ".bad-", ".gone-", ".draft-", ".old-"
 
 
 @contextlib.contextmanager
@@ -43,6 +43,19 @@ def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Execut
 def has_draft(run: Path) -> bool:
     """Whether a commit of `run` was begun and is not whole: it is being written, or was when its process died."""
     return any((run / manifest.FOLDER).glob(f"{DRAFT}*"))
+
+
+def readable_steps(run: Path) -> list[int]:
+    """The steps of a run that may be read, ascending: those that have a folder, and those of which only what was being replaced is left."""
+    folders = (run / manifest.FOLDER).glob(f"{OLD}*")
+    found = (manifest.STEP_FOLDER.match(path.name.removeprefix(OLD)) for path in folders)
+    return sorted({*manifest.named_steps(run), *(int(match.group(1)) for match in found if match)})
+
+
+def find_folder(run: Path, step: int) -> Path | None:
+    """Where a step is read: its folder, or before the new one has its name, and where a kill left it so, the one that is being replaced."""
+    folder = manifest.step_folder(run, step)
+    return next((path for path in (folder, folder.with_name(f"{OLD}{folder.name}")) if path.is_dir()), None)
 
 
 def check(folder: Path) -> Manifest:

@@ -28,6 +28,7 @@ MAX_NESTED = 1 << 20  # lists and objects in a manifest: more than fit with a di
 MAX_TEXT_BYTES = 1 << 30  # of a file that holds no tensors: it is read whole
 MAX_COUNT = 2**48  # numbers in one tensor, bytes in one file: more is no checkpoint of today
 MAX_DIMS = 64
+MAX_STEP = 10**12  # the name of a folder has twelve digits
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
 STEP_FOLDER = re.compile(r"^step-(\d{12})$")
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
@@ -200,7 +201,7 @@ def _made(row: dict[str, Any]) -> Manifest:
     names = [entry.name for entry in files]
     _demand(len(set(names)) == len(names), "a file is named twice")
     made = Manifest(files=files, **row)
-    _demand(0 <= _typed(made.step, int) < 10**12, "its step is none")
+    _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is none")
     _demand(0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0, "its generation or format is none")
     _typed(made.spec_id, str)
     _demand(

@@ -138,7 +138,8 @@ def test_a_run_begins_with_the_weights_of_format_1(tmp_path: Path) -> None:
         drive(run)
     assert run.outcome == "finished"
     frozen = [
-        Commit(folder, step).read("model-00002")["0.weight"] for folder, step in ((FIXTURE, STEP), (tmp_path / "run", STEP))
+        Commit(folder, step).read("model-00002-of-00002.safetensors")["0.weight"]
+        for folder, step in ((FIXTURE, STEP), (tmp_path / "run", STEP))
     ]
     assert torch.equal(*frozen)
 

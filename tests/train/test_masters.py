@@ -191,7 +191,7 @@ def test_a_pure_bf16_run_is_finite_and_an_update_in_the_backward_pass_knows_no_m
 
 
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
-    return Commit(folder, step).read("model")
+    return Commit(folder, step).read(checkpoint.MODEL)
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])

@@ -67,7 +67,9 @@ def open_foreign(path: Path) -> Foreign:
         _run_child(path.absolute(), Path(folder), memory_bytes, cpu_s)
         one = Commit(Path(folder), 0)
         found = one.json("found.json")
-        return Foreign(one.read("tensors"), found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"])
+        return Foreign(
+            one.read("tensors.safetensors"), found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"]
+        )
 
 
 def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> None:

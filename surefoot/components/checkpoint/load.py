@@ -5,6 +5,7 @@ What is damaged is set aside as `.bad-step-...`, never deleted, and the next old
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,31 +20,35 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest, Piece
 from surefoot.core.errors import RunFolderError
 
-MODEL = "model"  # the files whose names begin so hold the weights that are evaluated and served
+MODEL = "model.safetensors"  # the file, whole or in parts, of the weights that are evaluated and served
+PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")  # as Hugging Face names the parts of a file
 
 
 class Commit:
     """One commit, opened: its manifest is read; its files are read, and held against their digests, when they are asked for."""
 
     def __init__(self, run: Path, step: int) -> None:
-        self.folder = manifests.step_folder(run, step)
+        self.folder = commits.find_folder(run, step) or manifests.step_folder(run, step)
         self.manifest: Manifest = manifests.read(self.folder)
         self._entries = {entry.name: entry for entry in self.manifest.files}
 
-    def names(self, prefix: str) -> list[str]:
-        """The files of tensors whose names begin with `prefix`."""
-        return [entry.name for entry in self.manifest.files if entry.tensors is not None and entry.name.startswith(prefix)]
+    def names(self, file: str) -> list[str]:
+        """The file of tensors that is called `file`, or where it was split those that are its parts; all of them for ""."""
+        held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
+        if file in held or not file:
+            return [file] if file else held
+        return [name for name in held if (part := PART.fullmatch(name)) and f"{part.group(1)}.safetensors" == file]
 
-    def pieces(self, prefix: str) -> dict[str, Piece]:
+    def pieces(self, file: str) -> dict[str, Piece]:
         """What those files hold."""
-        return {name: piece for file in self.names(prefix) for name, piece in (self._entries[file].tensors or {}).items()}
+        return {name: piece for each in self.names(file) for name, piece in (self._entries[each].tensors or {}).items()}
 
-    def read(self, prefix: str, give: files.Give = files.create) -> dict[str, Tensor]:
+    def read(self, file: str, give: files.Give = files.create) -> dict[str, Tensor]:
         """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged."""
         found: dict[str, Tensor] = {}
         with commits.hashing(commits.MANY_THREADS, nice=0) as pool:  # nothing else is done meanwhile
-            for file in self.names(prefix):
-                found |= files.read(self.folder, self._entries[file], give, pool)
+            for each in self.names(file):
+                found |= files.read(self.folder, self._entries[each], give, pool)
         return found
 
     def text(self, name: str) -> bytes:
@@ -67,12 +72,12 @@ class Commit:
         return self._entries[name]
 
 
-def read_weights(commit: Commit, own: Mapping[str, Any], prefix: str, *, widen: bool = False) -> None:
+def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bool = False) -> None:
     """Read into the tensors of a state dict; a tied tensor is held once, under any of its names."""
-    stored = commit.pieces(prefix)
+    stored = commit.pieces(file)
     live = {name: tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
     check_fit(commit.folder, stored, live, widen=widen)
-    commit.read(prefix, lambda name, piece: live[name])
+    commit.read(file, lambda name, piece: live[name])
 
 
 def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False) -> None:
@@ -94,7 +99,11 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
         if piece.dtype != files.DTYPES.get(tensor.dtype)
         and not (widen and piece.dtype == "BF16" and tensor.dtype == torch.float32)
     ]
-    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another dtype": retyped}
+    empty = [name for name, tensor in live.items() if tensor.is_meta]
+    wrong = {
+        "missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another dtype": retyped,
+        "on the meta device, which holds no numbers": empty,
+    }  # fmt: skip
     if any(wrong.values()):
         told = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
         raise RunFolderError(
@@ -117,19 +126,29 @@ def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int |
     What is whole and does not fit raises, since another one would not either.
     """
     troubles: list[str] = []
-    for step in reversed(manifests.named_steps(run)):
+    for step in reversed(commits.readable_steps(run)):
         if at_most is not None and step > at_most:
             continue
-        try:
-            made = commits.check(manifests.step_folder(run, step))
-        except RunFolderError as error:
-            troubles.append(error.message)
-            commits.set_aside(manifests.step_folder(run, step))
-            continue
-        if made.is_whole_state:
+        made = _check_newest(run, step, troubles)
+        if made is not None and made.is_whole_state:
             load(Commit(run, step))
             return step, troubles
     return None, troubles
+
+
+def _check_newest(run: Path, step: int, troubles: list[str]) -> Manifest | None:
+    """Verify what there is of a step, and what it was to replace where it is damaged; None where nothing is whole."""
+    while (folder := commits.find_folder(run, step)) is not None:
+        try:
+            return commits.check(folder)
+        except RunFolderError as error:
+            troubles.append(error.message)
+        own = manifests.step_folder(run, step)
+        if folder == own:
+            commits.set_aside(folder)
+        elif not own.is_dir():  # else its new one has come meanwhile
+            break
+    return None
 
 
 @torch.no_grad()

@@ -22,9 +22,8 @@ from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
-from surefoot.core.errors import NumbersError, RunFolderError, StorageError
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError, TaskError
 
-OLD = ".old-"
 FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
 
 
@@ -55,8 +54,11 @@ def commit(
     """Commit `content` as a step of `run`; files whose every byte is that of the newest commit's are linked to it.
 
     What an earlier generation committed as the same step is replaced, once the new one is whole. `may_commit` is asked just before
-    the rename. Raises StorageError, and NumbersError for a tensor of `finite` that is not; what was committed before stays as it is.
+    the rename. Raises StorageError, NumbersError for a tensor of `finite` that is not, and TaskError for a step that no folder can be
+    named for; what was committed before stays as it is.
     """
+    if not 0 <= content.step < manifests.MAX_STEP:
+        raise TaskError(f"step {content.step} cannot be committed", hint=f"use a step from 0 to {manifests.MAX_STEP - 1:,}")
     final = manifests.step_folder(run, content.step)
     draft = final.with_name(f"{commits.DRAFT}{final.name}")
     try:
@@ -168,8 +170,10 @@ def discard(draft: Path) -> None:
 
 def _replace(final: Path, draft: Path) -> None:
     """Give the draft its name; what had it stands aside until that is synced, and comes back if it never is."""
-    old = final.with_name(f"{OLD}{final.name}")
+    old = final.with_name(f"{commits.OLD}{final.name}")
     if final.exists():
+        if old.exists():  # a kill left it: what took its place is whole
+            commits.remove(old)
         final.rename(old)
     draft.rename(final)
     sync_folder(final.parent)
@@ -182,12 +186,15 @@ def clear_drafts(run: Path) -> None:
     folder = run / manifests.FOLDER
     if not folder.is_dir():
         return
-    for path in folder.glob(f"{OLD}step-*"):
-        final = path.with_name(path.name.removeprefix(OLD))
-        if final.exists():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+    for path in list(folder.glob(f"{commits.OLD}step-*")):
+        final = path.with_name(path.name.removeprefix(commits.OLD))
+        if not final.exists():
             path.rename(final)
-    for prefix in (commits.DRAFT, commits.GONE):
-        for path in folder.glob(f"{prefix}*step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            continue
+        with contextlib.suppress(OSError):
+            commits.remove(path)
+    for path in list(folder.glob(f"{commits.DRAFT}*step-*")):
+        with contextlib.suppress(OSError):
+            commits.remove(path)  # renamed first: if somebody saves there after all, half of a draft never gets a name
+    for path in list(folder.glob(f"{commits.GONE}*step-*")):
+        shutil.rmtree(path, ignore_errors=True)

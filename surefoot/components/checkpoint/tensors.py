@@ -29,30 +29,48 @@ DTYPES = {
     torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
     torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+METADATA = "__metadata__"  # a key of the header that is no tensor
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 Give = Callable[[str, Piece], Tensor]
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise TaskError for a tensor that no file of tensors holds."""
-    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+    """Raise TaskError for a tensor that no file of tensors holds, or under no such name."""
+    _check_name(name)
+    if tensor.is_meta:
         raise TaskError(
-            f"{name} is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold",
+            f"{name} is a tensor on the meta device, which holds no numbers to save", hint='make it on a device: "cpu", "cuda"'
+        )
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise TaskError(
+            f"{name} is a tensor of {tensor.dtype} and {kind}, which a checkpoint cannot hold",
             hint=f"keep dense tensors of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}",
         )
 
 
+def _check_name(name: str) -> None:
+    if name == METADATA:
+        raise TaskError(f"a tensor is called {METADATA!r}, a name that every file of tensors has already", hint="rename it")
+
+
 def as_buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, not copied."""
-    flat = tensor.detach().reshape(-1)
+    """The bytes of a contiguous tensor on the host, not copied unless it is to be conjugated or negated where it is read."""
+    flat = _resolved(tensor).reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # one number is contiguous whatever its stride, and is seen as bytes with none but 1
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether every number of a tensor on the host is finite; in small blocks and on this thread alone, so that it costs no memory."""
     if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
         return True
-    flat = tensor.detach().reshape(-1)
+    flat = _resolved(tensor).reshape(-1)
     if tensor.dtype is torch.bfloat16:  # numpy has none: its exponent is all ones where it is no number
         bits = flat.view(torch.int16).numpy().view(np.uint16)
         return not any(((block & EXPONENT) == EXPONENT).any() for block in _blocks(bits))
@@ -70,13 +88,14 @@ def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Piece]]:
     """The header of a file of `tensors`, and where each stands in it; widest items first, so that all are aligned."""
     pieces, start = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        _check_name(name)
         shape = tuple(tensors[name].shape)
         piece = Piece(
             dtype=DTYPES[tensors[name].dtype], shape=shape, start=start, sha256="", whole=shape, offset=(0,) * len(shape)
         )
         pieces[name] = piece
         start += piece.num_bytes
-    rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    rows: dict[str, object] = {METADATA: {"format": "pt"}}
     for name, piece in pieces.items():
         rows[name] = {
             "dtype": piece.dtype,
@@ -149,7 +168,7 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
             if name not in direct:
                 held = create(name, pieces[name])
                 found |= _read(file, len(header), pieces, {name: held}, pool)
-                tensor.copy_(held)
+                fill(name, tensor, held)
     for name, piece in pieces.items():
         if found[name] != piece.sha256:
             raise RunFolderError(f"{folder / entry.name} is damaged: the digest of {name} does not match")
@@ -158,10 +177,26 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     return given
 
 
+@torch.no_grad()
+def fill(name: str, tensor: Tensor, held: Tensor) -> None:
+    """Copy `held` into a tensor of its shape. Raises RunFolderError where that is expanded, and `held` differs where it has one number."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            one = held.narrow(dim, 0, 1)
+            if as_buffer(one.expand_as(held).cpu().contiguous()) != as_buffer(held.cpu().contiguous()):
+                raise RunFolderError(
+                    f"{name} is expanded, one number for {size} along dimension {dim}, and the commit holds different ones",
+                    hint="make it contiguous: tensor.clone()",
+                )
+            tensor, held = tensor.narrow(dim, 0, 1), one
+    tensor.copy_(held)
+
+
 def _is_direct(tensor: Tensor, piece: Piece) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
         and DTYPES.get(tensor.dtype) == piece.dtype
         and tuple(tensor.shape) == piece.shape
     )

@@ -18,6 +18,9 @@ from torch import Tensor
 from surefoot.core.errors import RunFolderError, TaskError
 
 MARK = "$"
+MAX_DEPTH = 100  # of lists, tuples and dicts in one another: what is deeper holds itself, or no reader of JSON follows it
+MAX_INT_BITS = 8192  # Python reads no more than 4,300 digits
+SHOWN = 120  # letters of a place
 ODD = (
     KeyError,
     TypeError,
@@ -39,8 +42,20 @@ def split(tree: Any, place: str = "state") -> tuple[Any, dict[str, Tensor]]:
     return _split(tree, place, tensors), tensors
 
 
-def _split(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    if value is None or isinstance(value, bool | str) or type(value) is int:
+def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise TaskError(
+            f"{place[:SHOWN]}... goes more than {MAX_DEPTH} levels deep, or holds itself",
+            hint="keep state flat, each object in it once",
+        )
+    if value is None or isinstance(value, bool | str):
+        return value
+    if type(value) is int:
+        if value.bit_length() > MAX_INT_BITS:
+            raise TaskError(
+                f"{place} is an integer of {value.bit_length():,} bits, and a checkpoint holds up to {MAX_INT_BITS:,}",
+                hint="keep it as bytes: number.to_bytes(...)",
+            )
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {MARK: "float", "value": str(float(value))}
@@ -56,21 +71,22 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {MARK: "dtype", "value": str(value)}
     if isinstance(value, list):
-        return [_split(part, f"{place}/{number}", tensors) for number, part in enumerate(value)]
+        return [_split(part, f"{place}/{number}", tensors, depth + 1) for number, part in enumerate(value)]
     if isinstance(value, tuple):
-        return {MARK: "tuple", "items": [_split(part, f"{place}/{number}", tensors) for number, part in enumerate(value)]}
+        items = [_split(part, f"{place}/{number}", tensors, depth + 1) for number, part in enumerate(value)]
+        return {MARK: "tuple", "items": items}
     if isinstance(value, Mapping):
-        return _split_mapping(value, place, tensors)
+        return _split_mapping(value, place, tensors, depth + 1)
     raise TaskError(
         f"{place} is a {type(value).__name__}, which a checkpoint cannot hold",
         hint="keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them",
     )
 
 
-def _split_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor]) -> Any:
+def _split_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if all(isinstance(key, str) and key != MARK for key in value):
-        return {key: _split(part, f"{place}/{key}", tensors) for key, part in value.items()}
-    pairs = [[_split(key, place, tensors), _split(part, f"{place}/{key}", tensors)] for key, part in value.items()]
+        return {key: _split(part, f"{place}/{key}", tensors, depth) for key, part in value.items()}
+    pairs = [[_split(key, place, tensors, depth), _split(part, f"{place}/{key}", tensors, depth)] for key, part in value.items()]
     return {MARK: "dict", "items": pairs}
 
 
@@ -86,9 +102,10 @@ def _named(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
 def _as_tensor(value: Any, place: str) -> Tensor:
     try:
         return torch.from_numpy(np.array(value))
-    except TypeError:
+    except (TypeError, ValueError):  # of text, of objects, of another order of bytes than this machine's
         raise TaskError(
-            f"{place} is an array of {np.asarray(value).dtype}, which a checkpoint cannot hold", hint="keep numbers or booleans"
+            f"{place} is an array of {np.asarray(value).dtype}, which a checkpoint cannot hold",
+            hint="keep numbers or booleans, in this machine's order of bytes",
         ) from None
 
 

@@ -176,7 +176,7 @@ def open_run(words: Words, line: Line) -> int:
 def _read_all(folder: Path) -> None:
     one = Commit(folder.parents[1], int(folder.name.removeprefix("step-")))
     one.read("")
-    checkpoint.join(one.json("state.json"), one.read("state."))
+    checkpoint.join(one.json("state.json"), one.read("state.safetensors"))
 
 
 def _watch_out(run: Path, line: Line) -> None:

@@ -1,0 +1,232 @@
+"""Commits of a loop of one's own: what is saved under a name comes back under it, and what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from surefoot.components import checkpoint
+from surefoot.core.errors import RunFolderError, TaskError
+
+
+def linear(value: float) -> nn.Linear:
+    """A layer whose every number is `value`."""
+    made = nn.Linear(3, 2)
+    for parameter in made.parameters():
+        nn.init.constant_(parameter, value)
+    return made
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("other", ["model_ema", "model-ema", "model.safetensors", "modell", "a"])
+def test_a_module_comes_back_under_its_own_name_alone(other: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"model": linear(1.0), other: linear(2.0)})
+    into, first, second = linear(0.0), linear(0.0), linear(0.0)
+    checkpoint.load_into(into, tmp_path, 1)
+    checkpoint.load(tmp_path, {other: second, "model": first})
+    assert [each.bias[0].item() for each in (into, first, second)] == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002", "m" * 120, "model\n", "a b", "state", ""])
+def test_a_module_whose_file_could_not_be_told_from_others_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="a module is called"):
+        checkpoint.save(tmp_path, 1, {name: linear(1.0)})
+    assert not list(tmp_path.iterdir())
+
+
+# ---- a kill while a commit takes the place of another
+
+
+class Killed(BaseException):
+    """As a kill: nothing is put in order on the way out."""
+
+
+def replace_and_die(folder: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save step 10 as 1, then as 2, and die before the `at`th rename of the second."""
+    checkpoint.save(folder, 10, {"model": linear(1.0)})
+    renames, rename = [], Path.rename
+
+    def dying(path: Path, to: Path) -> Path:
+        renames.append(path)
+        if len(renames) == at:
+            raise Killed
+        return rename(path, to)
+
+    with monkeypatch.context() as context, pytest.raises(Killed):
+        context.setattr(Path, "rename", dying)
+        context.setattr(shutil, "rmtree", lambda *given, **more: None)
+        checkpoint.save(folder, 10, {"model": linear(2.0)})
+
+
+def read(folder: Path) -> float | None:
+    into = linear(0.0)
+    found = checkpoint.load(folder, {"model": into})
+    return None if found is None else into.bias[0].item()
+
+
+@pytest.mark.parametrize(("at", "expected"), [(1, 1.0), (2, 1.0), (3, 2.0)])
+def test_a_kill_while_a_step_is_replaced_leaves_one_to_load_and_later_saves_succeed(
+    at: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_and_die(tmp_path, at, monkeypatch)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert len(left) == 2
+    assert read(tmp_path) == expected
+    into = linear(0.0)
+    checkpoint.load_into(into, tmp_path, 10)
+    assert into.bias[0].item() == expected
+    assert (
+        sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
+    )  # somebody may be saving there: left as it is
+    checkpoint.save(tmp_path, 9, {"model": linear(9.0)})
+    assert read(tmp_path) == expected
+    checkpoint.save(tmp_path, 10, {"model": linear(3.0)})
+    assert read(tmp_path) == 3.0
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000000000009", "step-000000000010"]
+
+
+def test_of_a_step_whose_new_commit_is_damaged_the_one_that_it_replaced_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_and_die(tmp_path, 3, monkeypatch)
+    (tmp_path / "checkpoints" / "step-000000000010" / "state.json").write_text("{}")
+    assert read(tmp_path) == 1.0
+    assert (tmp_path / "checkpoints" / ".bad-step-000000000010").is_dir()
+
+
+# ---- what does not fit
+
+
+def test_nothing_changes_where_one_part_does_not_fit(tmp_path: Path) -> None:
+    first = linear(1.0)
+    adam = torch.optim.Adam(first.parameters())
+    checkpoint.save(tmp_path, 1, {"a": first, "b": linear(2.0), "optimizer": adam, "t": torch.ones(2)})
+    for wrong, said in (
+        ({"b": nn.Linear(4, 2)}, "weight"),
+        ({"best": adam}, "no state of 'best'"),
+        ({"optimizer": torch.optim.SGD(linear(0.0).parameters(), lr=1.0)}, "which was Adam: the loop gives SGD"),
+        ({"optimizer": torch.optim.Adam([linear(0.0).weight])}, r"groups of \[2\] parameters, and it has \[1\]"),
+        ({"t": torch.zeros(3)}, "'t' as a tensor of F32"),
+    ):
+        into, draws = linear(0.0), torch.get_rng_state()
+        with pytest.raises(RunFolderError, match=said):
+            checkpoint.load(tmp_path, {"a": into, **wrong})
+        assert not into.bias.any()
+        assert torch.equal(draws, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        (torch.tensor([7.0]), torch.zeros(4, dtype=torch.int32)),
+        (torch.tensor([1.7, float("nan")]), torch.zeros(2, dtype=torch.bool)),
+        (3, torch.zeros(4)),
+        (torch.zeros(6), torch.zeros(4)),
+        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2)),
+        (torch.ones(2), torch.zeros(2, device="meta")),
+    ],
+)
+def test_a_tensor_is_neither_broadcast_nor_cast(saved: object, into: torch.Tensor, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"t": saved})
+    with pytest.raises(RunFolderError, match=r"holds 't' as a .*, and it is read into a tensor of"):
+        checkpoint.load(tmp_path, {"t": into})
+    assert into.is_meta or not into.any()
+
+
+def test_a_model_without_memory_is_not_loaded_in_silence(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"model": linear(1.0)})
+    with pytest.raises(RunFolderError, match="on the meta device, which holds no numbers: weight, bias"):
+        checkpoint.load_into(linear(0.0).to("meta"), tmp_path, 1)
+
+
+# ---- what can be saved
+
+
+class Odd(nn.Module):
+    """Buffers that are views: expanded, conjugated, negated."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.full((1,), value).expand(3))
+        self.one = nn.Parameter(torch.full((4,), value)[::4])
+        self.register_buffer("grid", torch.full((2, 1), value).expand(2, 3))
+        self.register_buffer("turned", torch.tensor([1 + 2j, 3 - 1j]).mul(value).conj())
+        self.register_buffer("negated", torch.tensor([1 + 2j]).mul(value).conj().imag)
+
+
+def test_views_come_back_as_what_they_show(tmp_path: Path) -> None:
+    model, into = Odd(2.0), Odd(1.0)
+    state = {"wide": torch.ones(1).expand(3), "turned": torch.ones(2, dtype=torch.complex64).mul(1j).conj()}
+    checkpoint.save(tmp_path, 1, {"model": model, **state})
+    other = {"wide": torch.zeros(1).expand(3), "turned": torch.zeros(2, dtype=torch.complex64).conj()}
+    checkpoint.load(tmp_path, {"model": into, **other})
+    again = Odd(1.0)
+    checkpoint.load_into(again, tmp_path, 1)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, into.state_dict()[name]), name
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert all(torch.equal(state[name], other[name]) for name in state)
+    plain = linear(1.0)
+    plain.register_buffer("b", torch.arange(3.0))
+    checkpoint.save(tmp_path, 2, {"model": plain})
+    narrow = linear(1.0)
+    narrow.register_buffer("b", torch.ones(1).expand(3))
+    with pytest.raises(RunFolderError, match="b is expanded, one number for 3 along dimension 0"):
+        checkpoint.load_into(narrow, tmp_path, 2)
+
+
+def holding(name: str, tensor: torch.Tensor) -> nn.Module:
+    made = linear(1.0)
+    made._buffers[name] = tensor
+    return made
+
+
+def cycle() -> list[object]:
+    made: list[object] = []
+    made.append(made)
+    return made
+
+
+REFUSED: dict[str, tuple[object, str]] = {
+    "sparse": (torch.ones(3).to_sparse(), "sparse_coo"),
+    "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    "meta": (torch.ones(3, device="meta"), "meta device"),
+    "complex128": (torch.ones(3, dtype=torch.complex128), "complex128"),
+    "of another order of bytes": (np.ones(3, ">f4"), ">f4"),
+    "a large integer": (10**5000, "an integer of 16,610 bits"),
+    "in itself": (cycle(), "or holds itself"),
+    "a set": ({1, 2}, "is a set"),
+    "a module of sparse": (holding("b", torch.ones(3).to_sparse()), "sparse_coo"),
+    "a module of meta": (holding("b", torch.ones(3, device="meta")), "b is a tensor on the meta device"),
+    "a module with a name of the format": (holding("__metadata__", torch.ones(3)), "is called '__metadata__'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_commit_cannot_hold_is_refused_in_words_and_nothing_written(what: str, tmp_path: Path) -> None:
+    value, said = REFUSED[what]
+    with pytest.raises(TaskError, match=said):
+        checkpoint.save(tmp_path, 1, {"x": value})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [-1, 10**12, 1.5, "1"])
+def test_a_step_that_no_folder_is_named_for_is_refused(step: int, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="step"):
+        checkpoint.save(tmp_path, step, {"model": linear(1.0)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_may_be_text_and_a_step_of_numpy(tmp_path: Path) -> None:
+    into = linear(0.0)
+    checkpoint.save(str(tmp_path), np.int64(10**12 - 1), {"model": linear(1.0)})  # type: ignore[arg-type]
+    found = checkpoint.load(str(tmp_path), {"model": into})
+    assert found is not None
+    assert (found.step, into.bias[0].item()) == (10**12 - 1, 1.0)
