@@ -121,9 +121,16 @@ def _tell(error: SurefootError) -> None:
 
         traceback.print_exception(error)
     with contextlib.suppress(OSError):  # nobody hears it; the exit code tells
-        print(f"error: {error.message}", file=sys.stderr)
+        print(f"error: {_harmless(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+            print(f"hint: {_harmless(error.hint)}", file=sys.stderr)
+
+
+def _harmless(text: str) -> str:
+    """Lines without characters that steer a terminal: a message may name a tensor of a stranger's."""
+    from surefoot.cli.table import without_control
+
+    return "\n".join(map(without_control, text.split("\n")))
 
 
 def _tell_other(error: Exception) -> int:

@@ -271,7 +271,7 @@ def test_names_that_steer_a_terminal_are_shown_harmless(surefoot: Command) -> No
     flip(path_of(1, "state.safetensors"), pieces[f"state/values/{name}"].start - sum(p.num_bytes for p in pieces.values()))
     for words in (("show", RUN), ("check", RUN), ("diff", RUN, RUN)):
         answer = surefoot("checkpoint", *words)
-        assert "\x1b" not in answer.out, words
+        assert "\x1b" not in answer.out + answer.err, words
     assert "?[31mred" in surefoot("checkpoint", "show", RUN).out
 
 
@@ -379,6 +379,18 @@ def test_a_difference_is_never_told_of_bytes_that_are_damaged(run: Path, surefoo
     answer = surefoot("checkpoint", "diff", f"{run}:6", "other")
     assert answer.code == 2
     assert "is damaged" in answer.err
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+@pytest.mark.parametrize("damage", DAMAGE[:6], ids=lambda damage: damage.__name__)
+def test_what_is_damaged_is_never_called_equal(damage: Any, which: str, run: Path, surefoot: Command) -> None:
+    shutil.copytree(path_of(6).parent, Path("whole", "checkpoints", path_of(6).parent.name))
+    assert surefoot("checkpoint", "diff", f"{run}:6", "whole:6").code == 0
+    name = damage(path_of(6).parent)
+    pair = (f"{run}:6", "whole:6") if which == "first" else ("whole:6", f"{run}:6")
+    answer = surefoot("checkpoint", "diff", *pair)
+    assert (answer.code, answer.out) == (2, "")
+    assert name in answer.err
 
 
 # ---- without torch

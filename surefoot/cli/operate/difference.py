@@ -49,11 +49,14 @@ def compare(one: Path, other: Path) -> tuple[list[Difference], int]:
     entries = [{entry.name: entry for entry in made.files} for made in manifests]
     found: list[Difference] = []
     same = 0
-    with commits.hashing() as pool:
+    with commits.hashing(commits.MANY_THREADS, nice=0) as pool:
+        for folder, made in zip((one, other), manifests, strict=True):
+            for entry in made.files:  # what two manifests call equal need not lie on the disk
+                commits.check_file(folder, entry, pool)
         for file in sorted(entries[0].keys() | entries[1].keys()):
             pair = entries[0].get(file), entries[1].get(file)
             if pair[0] is not None and pair[1] is not None and pair[0].tensors is None and file != TIMES:
-                found += _compare_texts((one, other), (pair[0], pair[1]), pool)
+                found += _compare_texts((one, other), (pair[0], pair[1]))
         tensors, same = _compare_tensors((one, other), manifests, pool)
     missing = [
         Difference(file, "", f"only in {one if file in entries[0] else other}")
@@ -163,13 +166,11 @@ def _as_bits(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return stored.view(f"u{stored.dtype.itemsize}")
 
 
-def _compare_texts(folders: Pair, pair: tuple[Entry, Entry], pool: Executor) -> list[Difference]:
+def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[Difference]:
     """A file of text: of JSON the values that differ, by their path."""
     if pair[0].sha256 == pair[1].sha256:
         return []
     name = pair[0].name
-    for folder, entry in zip(folders, pair, strict=True):
-        commits.check_file(folder, entry, pool)
     try:
         trees = [json.loads((folder / name).read_bytes()) for folder in folders]
     except (ValueError, RecursionError):
