@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +23,12 @@ from surefoot.components.data import size_of
 from surefoot.components.observe import Console
 from surefoot.components.precision import HALVES, Compute, compute_context
 from surefoot.contract import events, spec_file
+from surefoot.contract.commits import DRAFT
 from surefoot.contract.events import Started
-from surefoot.contract.manifest import STEP_FOLDER
+from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, TaskError
+from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError
 from surefoot.train.assemble import build_model, load_task, read_split, set_storage
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
@@ -167,7 +169,7 @@ def _named(output: Any) -> dict[str, Tensor]:
 def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | None) -> tuple[export.Exported, int]:
     """Write the model of a run for other programs; gives what came of it, and the step.
 
-    Raises InputError for another format, or a file that is there.
+    Raises InputError for another format, a file that is there or one among the run's commits, StorageError where the disk refuses.
     """
     chosen = kind or export.ENDINGS.get(to.suffix)
     if chosen not in export.ENDINGS.values():
@@ -176,17 +178,38 @@ def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | Non
             hint=f"use --format {', '.join(export.ENDINGS.values())}, or one of the endings {', '.join(export.ENDINGS)}",
         )
     export.check_new(to)
+    if (run / FOLDER).resolve() in to.resolve().parents:
+        raise InputError(f"--to {to} lies among the commits of the run, where nothing else stands", hint="give another --to")
+    with _told_if_unwritten(to):
+        to.with_name(f"{DRAFT}{to.name}").touch()  # refused now, and not after the work
+    try:
+        return _export(run, step, to, cast("export.Format", chosen), data)
+    finally:
+        with contextlib.suppress(OSError):
+            to.with_name(f"{DRAFT}{to.name}").unlink(missing_ok=True)
+
+
+def _export(run: Path, step: str, to: Path, kind: export.Format, data: str | None) -> tuple[export.Exported, int]:
     model, task, spec, used = load_with_task(run, step, data=data)
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
-    if chosen == "safetensors":
-        made = export.export_weights(
-            model, functools.partial(build_model, spec, task), lambda one: task.task.forward(one, samples[0]), to
-        )
-        return made, used
+    if kind == "safetensors":
+        build, forward = functools.partial(build_model, spec, task), lambda one: task.task.forward(one, samples[0])
+        with _told_if_unwritten(to):
+            return export.export_weights(model, build, forward, to), used
     with torch.no_grad():
         calls = [export.capture(model, functools.partial(task.task.forward, model, batch)) for batch in samples]
-    return export.export_graph(model, calls, to, "onnx" if chosen == "onnx" else "torch-export"), used
+    with _told_if_unwritten(to):
+        return export.export_graph(model, calls, to, kind), used
+
+
+@contextlib.contextmanager
+def _told_if_unwritten(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StorageError(f"{path} cannot be written: {reason}", hint="free some space, or give another --to") from error
 
 
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from surefoot.contract import manifest
@@ -87,6 +88,35 @@ def test_an_export_changes_no_file_that_is_there_and_nothing_inside_a_commit(run
     assert not (inside / "mine.safetensors").exists()
 
 
+def test_an_export_among_the_commits_of_the_run_is_refused(run: Path, surefoot: Command) -> None:
+    before = sorted((run / "checkpoints").iterdir())
+    answer = surefoot("checkpoint", "export", run, "--to", run / "checkpoints" / "mine.safetensors")
+    assert (answer.code, answer.out) == (2, "")
+    assert "lies among the commits of the run" in answer.err
+    assert sorted((run / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.parametrize("to", ["/proc/mine.safetensors", "/proc/mine.pt2"])
+def test_a_disk_that_takes_no_file_is_told_with_its_exit_code(to: str, run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "export", run, "--to", to)
+    assert (answer.code, answer.out) == (5, "")
+    assert f"{to} cannot be written" in answer.err
+
+
+def test_a_disk_that_is_full_leaves_no_draft_and_is_told(run: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: object, path: str, metadata: object) -> None:
+        Path(path).write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("surefoot.components.checkpoint.export.save_model", full)
+    before = sorted(Path().iterdir())
+    answer = surefoot("checkpoint", "export", run, "--to", "mine.safetensors")
+    assert (answer.code, answer.out) == (5, "")
+    assert "mine.safetensors cannot be written" in answer.err
+    assert "No space left" in answer.err
+    assert sorted(Path().iterdir()) == before
+
+
 def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(run: Path, spec: Path, surefoot: Command) -> None:
     """What is built anew differs from what was trained in something that no state_dict holds."""
     task = spec.parent / "mine.py"
@@ -108,6 +138,17 @@ def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_wri
     assert "missing: 0.bias, 2.weight, 2.bias" in answer.err
     assert "unexpected: other" in answer.err
     assert "of another shape: 0.weight [7, 4], now [4, 4]" in answer.err
+    assert not Path("back").exists()
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(name: str, surefoot: Command) -> None:
+    weights = {"0.weight": torch.ones(2)}
+    save_file(weights, name) if name.endswith("safetensors") else torch.save(weights, name)
+    answer = surefoot("checkpoint", "import", name, "--key", "x", "--to", "back")
+    assert (answer.code, answer.out) == (2, "")
+    assert "all of them stand at the top" in answer.err
+    assert "leave --key out" in answer.err
     assert not Path("back").exists()
 
 

@@ -9,6 +9,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, RunArgument, StepOption, TracebackOption
+from surefoot.core.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +74,8 @@ def import_(
     foreign.check_new(to)
     found = foreign.open_foreign(file)
     key = foreign.find_key(found) if key is None else key
+    if key and found.tensors and not any("/" in name for name in found.tensors):
+        raise InputError(f"nothing below {key!r} is a tensor: all of them stand at the top of {file}", hint="leave --key out")
     weights = foreign.choose_weights(found, key, strip)
     if spec is not None:
         _check_fit(file, spec, weights)
