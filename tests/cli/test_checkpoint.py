@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import runpy
@@ -293,6 +294,32 @@ def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_na
         "step-7",
     ]
     assert surefoot("checkpoint", "check", run).code == 0
+
+
+@pytest.mark.parametrize("every", ["0 s", "0 steps", "0 epochs"])
+def test_multiples_of_nothing_are_refused(every: str, run: Path, surefoot: Command) -> None:
+    answer = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", every)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"--keep-every is '{every}', which is nothing" in answer.err
+    assert len(manifest.steps(run)) == 6
+
+
+@pytest.mark.parametrize("words", [("prune", "--keep", "2"), ("check", "--repair")])
+def test_a_disk_that_is_read_only_is_told_without_flags_that_are_not_there(
+    words: tuple[str, ...], run: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(path_of(5), -1)
+    (run / "run.lock").write_text("{}")
+
+    def refused(*given: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("surefoot.contract.runlock.RunLock._open", refused)
+    answer = surefoot("checkpoint", words[0], run, *words[1:])
+    assert (answer.code, answer.out) == (2, "")
+    assert "run cannot be written: Read-only file system" in answer.err
+    assert "--run" not in answer.err
+    assert "--fresh" not in answer.err
 
 
 def test_steps_are_ordered_as_numbers_and_not_as_text(surefoot: Command) -> None:

@@ -141,7 +141,12 @@ def check_not_written(run: Path) -> Any:
     """The lock of a run while its commits are moved, nothing where it never had one. Raises RunFolderError while it trains."""
     from surefoot.contract.runlock import FILE, RunLock
 
-    return RunLock(run) if (run / FILE).is_file() else contextlib.nullcontext()
+    try:
+        return RunLock(run) if (run / FILE).is_file() else contextlib.nullcontext()
+    except RunFolderError as error:  # whose hints are those of a run that trains
+        is_disk = isinstance(error.__cause__, OSError)
+        hint = "the disk must be writable, with some space" if is_disk else "wait until that process has ended"
+        raise RunFolderError(error.message, hint=hint) from error
 
 
 def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
@@ -150,10 +155,12 @@ def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
     from surefoot.core.units import Duration
 
     duration = Duration.parse(text)
+    if not duration.value:  # as the spec refuses it
+        raise InputError(f"--keep-every is {text!r}, which is nothing", hint="use at least 1 step, or leave it out")
     if duration.unit == "s":
         return None, duration.value
     if duration.unit == "steps":
-        return max(1, int(duration.value)), None
+        return int(duration.value), None
     steps_per_epoch = past.read(run).started.steps_per_epoch if duration.unit == "epochs" else None
     if not steps_per_epoch:
         raise InputError(
