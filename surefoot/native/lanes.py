@@ -16,6 +16,7 @@ from surefoot.core.errors import InputError
 
 LIBRARY = Path(__file__).with_name("_sha256.so")
 BLOCK_BYTES = 64  # of SHA-256
+MOST = 16  # lanes of the widest registers; a library that says more is none of ours
 FEWEST = 3  # equal buffers that are as fast one after the other by hashlib as side by side
 # FIPS 180-4, 5.3.3: the state before the first block
 INITIAL = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
@@ -83,9 +84,10 @@ def _open() -> tuple[ctypes.CDLL | None, int]:
     """The library, and how many messages it takes at once."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
-    except (OSError, InputError):  # not built; or a process that reads what strangers wrote, and may open no library
+        width, _ = library.num_lanes(), library.update
+    except (OSError, InputError, AttributeError):  # not built; another; or a process that reads what strangers wrote
         return None, 0
-    return library, library.num_lanes()
+    return (library, width) if 0 <= width <= MOST else (None, 0)
 
 
 def _agree(width: int) -> bool:

@@ -69,6 +69,33 @@ def test_a_library_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -
         lanes.num_lanes.cache_clear()
 
 
+class Strange:
+    """What ctypes makes of a library that is none of ours."""
+
+    def __init__(self, **functions: object) -> None:
+        self.__dict__.update(functions)
+
+
+STRANGE = {
+    "no functions": Strange(), "no update": Strange(num_lanes=lambda: 8),
+    "more lanes than there are": Strange(num_lanes=lambda: 64, update=print), "less than none": Strange(num_lanes=lambda: -1, update=print),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", STRANGE)
+def test_another_library_in_its_place_leaves_the_work_to_hashlib(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: STRANGE[which])
+    lanes._open.cache_clear()
+    lanes.num_lanes.cache_clear()
+    try:
+        assert lanes.num_lanes() == 0
+        with pytest.raises(InputError, match="this processor takes 1 to 0"):
+            lanes.Lanes(8)
+    finally:
+        lanes._open.cache_clear()
+        lanes.num_lanes.cache_clear()
+
+
 @needs_lanes
 def test_a_group_holds_what_fills_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "num_lanes", lambda: 16)
