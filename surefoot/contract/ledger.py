@@ -23,6 +23,7 @@ FILE = "ledger.bin"
 BAD_FILE = f".bad-{FILE}"
 FORMAT = 1
 HEADER_BYTES = 256
+LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
 MOST_HELD_BYTES = 4096 * ROW.size  # held back at most: a kill loses them together with the steps that they belong to
 
@@ -232,10 +233,26 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
         if row.pop("surefoot ledger") != FORMAT:
             raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
         after = row.pop("after", 0)
-        plan = Plan(**{**row, "ramp": tuple((int(samples), int(batch)) for samples, batch in row.get("ramp", ()))})
+        plan = Plan(**{**row, "ramp": tuple((samples, batch) for samples, batch in row.get("ramp", ()))})
+        wrong = _find_no_number(plan, after)
+        if wrong is not None:
+            return wrong
         return (plan, after) if min(plan.samples, plan.batch) >= 1 and after >= 0 else "it plans no samples"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
+
+
+def _find_no_number(plan: Plan, after: object) -> str | None:
+    """What of a header is of another type than `_header` writes, in words: JSON also has 14e7, "8" and null."""
+    numbers = {"samples": plan.samples, "seed": plan.seed, "batch": plan.batch, "after": after}
+    numbers |= {f"ramp[{i}][{j}]": value for i, stage in enumerate(plan.ramp) for j, value in enumerate(stage)}
+    for name, value in numbers.items():
+        if type(value) is not int or abs(value) >= LARGEST:
+            return f"{name} is {str(value)[:40]}, which is no whole number of 64 bits"
+    for name, truth in {"shuffle": plan.shuffle, "drop_last": plan.drop_last}.items():
+        if type(truth) is not bool:
+            return f"{name} is {str(truth)[:40]}, which is neither true nor false"
+    return None
 
 
 def _set_damaged_aside(folder: Path) -> None:

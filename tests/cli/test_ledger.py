@@ -122,6 +122,23 @@ def test_every_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
             assert not consumed.check(run).holds, f"bit {position}"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("samples", 14e7), ("batch", 1e8), ("batch", True), ("seed", 3.0), ("seed", 2**70), ("shuffle", 1), ("drop_last", None),
+     ("after", 1.5), ("after", "1"), ("ramp", [[0, 4.0], [16, 8]])],
+)  # fmt: skip
+def test_a_header_whose_numbers_are_of_another_type_is_told(name: str, value: object, tmp_path: Path, surefoot: Command) -> None:
+    run = write(tmp_path / "run", (1, STEPS))
+    path = run / ledger.FILE
+    data = path.read_bytes()
+    header = json.dumps({**json.loads(data[:HEADER_BYTES]), name: value}, separators=(",", ":")).encode()
+    path.write_bytes(header.ljust(HEADER_BYTES - 1) + b"\n" + data[HEADER_BYTES:])
+    for words in ((), ("--sample", "7")):
+        answer = surefoot("ledger", run, *words)
+        assert (answer.code, answer.out) == (2, "")
+        assert f"ledger.bin is no ledger: {name}" in answer.err
+
+
 def test_half_a_row_at_the_end_is_told_and_is_no_fault(tmp_path: Path, surefoot: Command) -> None:
     run = write(tmp_path / "run", (1, STEPS))
     with (run / ledger.FILE).open("ab") as file:
