@@ -23,7 +23,7 @@ app = typer.Typer(
     "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, 143 ended by SIGTERM.",
 )  # fmt: skip
 
-DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
@@ -92,7 +92,7 @@ def _flush(code: int) -> int:
 
 
 def _tell_unwritten(error: OSError) -> int:
-    """What a full or broken disk refused, outside of what a verb writes itself: standard output above all."""
+    """What a full, broken or read-only disk refused, outside of what a verb writes itself: standard output above all."""
     where = error.filename or "standard output"
     _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint="free some space, or write elsewhere"))
     return StorageError.exit_code

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,36 @@ def test_what_cannot_be_meant_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert verify(monkeypatch, capsys, *words)[0] == 2
+
+
+def test_a_number_that_cannot_be_meant_is_the_one_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, said = verify(monkeypatch, capsys, "--command", "true", "--state", "out", "--kills", "0")
+    assert (code, "--kills is 0" in said, "--steps" in said) == (2, True, False)
+    code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "1")
+    assert (code, "--steps is 1" in said, "--kills" in said) == (2, True, False)
+
+
+def test_a_folder_that_takes_no_files_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "4", "--kills", "1", "--keep", "/proc/v")
+    assert code == 2
+    assert "--keep /proc/v cannot be made and written" in said
+
+    def refused(*given: object, **named: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refused)
+    for words in (("--keep", "empty"), ()):
+        code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "4", *words)
+        assert code == 2
+        assert "cannot be made and written: Read-only file system" in said
 
 
 # ---- any command

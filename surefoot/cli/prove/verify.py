@@ -74,8 +74,10 @@ def verify(
 
     if (command is None) != (state is None):
         raise InputError("--command and --state belong together", hint="name the folder that holds all the script keeps")
-    if steps < LEAST_STEPS or kills < 1:
-        raise InputError(f"--steps is {steps} and --kills {kills}", hint=f"use {LEAST_STEPS} steps or more, and a kill or more")
+    if kills < 1:
+        raise InputError(f"--kills is {kills}", hint="use a kill or more")
+    if steps < LEAST_STEPS:
+        raise InputError(f"--steps is {steps}", hint=f"use {LEAST_STEPS} steps or more")
     with _folder(keep) as folder:
         if command is not None and state is not None:
             return _verify_command(command, state, folder, kills, kill_seed or 0, json=json, quiet=quiet)
@@ -132,14 +134,25 @@ def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet:
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     """Where the runs lie: DIR, which must be new or empty, or one that goes with the verdict."""
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="surefoot-verify-") as made:
-            yield Path(made)
-        return
+    with contextlib.ExitStack() as stack:
+        try:
+            if keep is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="surefoot-verify-")))
+            else:
+                folder = _made(keep).resolve()
+        except OSError as error:
+            what, hint = ("a folder for the runs", "name one with --keep") if keep is None else (f"--keep {keep}", "name another")
+            raise InputError(f"{what} cannot be made and written: {error.strerror}", hint=hint) from error
+        yield folder
+
+
+def _made(keep: Path) -> Path:
+    """The folder DIR, which takes files. Raises OSError where it does not, InputError where it holds some."""
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(f"--keep {keep} is not an empty folder", hint="name a new one")
     keep.mkdir(parents=True, exist_ok=True)
-    yield keep.resolve()
+    with tempfile.TemporaryFile(dir=keep):
+        return keep
 
 
 def _teller(quiet: bool) -> Any:
