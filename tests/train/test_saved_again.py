@@ -26,7 +26,7 @@ BIAS = "4.bias"
 
 def saved(folder: Path, step: int) -> list[float]:
     """The numbers of the last bias as the commit of `step` has them."""
-    held: Tensor = Commit(folder, step).read("model")[BIAS]
+    held: Tensor = Commit(folder, step).read("model.safetensors")[BIAS]
     return held.tolist()
 
 
