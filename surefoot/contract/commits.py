@@ -111,6 +111,10 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
         if not stat.S_ISREG(status.st_mode) or status.st_size != entry.num_bytes:
             raise RunFolderError(f"{path} is missing or not of {entry.num_bytes} bytes")
         yield descriptor
+    except RunFolderError as error:
+        if str(path) in error.message:
+            raise
+        raise RunFolderError(f"{path}: {error.message}", hint=error.hint) from None  # it was cut while it was read
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     finally:

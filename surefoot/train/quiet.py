@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from surefoot.components import checkpoint
 from surefoot.core.errors import TaskError
 
 
@@ -39,7 +40,7 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
             module.training = mode
         with torch.no_grad():
             for module, name, buffer, kept in buffers:
-                buffer.copy_(kept)
+                checkpoint.fill(name, buffer, kept)
                 if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
                     setattr(module, name, buffer)
         for value, before in held:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surefoot.contract import digest
+from surefoot.contract import commits, digest
+from surefoot.contract.manifest import Entry
 from surefoot.core.errors import RunFolderError
 
 NUM_BYTES = 2 * digest.READ_BYTES + 12345
@@ -51,3 +52,15 @@ def test_a_file_that_ends_early_is_told(descriptor: int) -> None:
 def test_small_parts_come_through_the_cache(descriptor: int) -> None:
     digest.read_directly(descriptor, [digest.READ_BYTES, 8])
     assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & digest.DIRECT
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_bytes(bytes(5000))
+    entry = Entry(name="state.json", num_bytes=5000, sha256="")
+    with (
+        pytest.raises(RunFolderError, match=r"state\.json: a file ends 4900 bytes early"),
+        commits.opened(tmp_path, entry) as file,
+        commits.hashing() as pool,
+    ):
+        os.truncate(tmp_path / "state.json", 100)
+        digest.begin_read(pool, file, {"state.json": (0, 5000)}).finish()

@@ -388,11 +388,42 @@ def test_a_full_disk_never_ends_the_loop(
     assert capsys.readouterr().err.count(f"No space left on device; {held}") == 1
 
 
+class Holding:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, object]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.held = state["held"]
+
+
+def with_buffer(tensor: torch.Tensor, name: str = "b") -> nn.Module:
+    made = nn.Linear(1, 1)
+    made.register_buffer(name, tensor)
+    return made
+
+
 BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "data that cannot be iterated": ({"data": 3}, DataError, "data is a int, which cannot be iterated"),
     "an optimiser that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
     "a model without shapes": ({"model": torch.nn.LazyLinear(2)}, TaskError, "weight, bias of the model has no shape yet"),
     "a save every nothing": ({"save": "0 steps"}, TaskError, "cannot be saved every '0 steps'"),
+    "a state of no plain name": ({"state": {"my ema": torch.nn.Linear(1, 1)}}, TaskError, "a module is called 'my ema'"),
+    "a state of a name that is taken": (
+        {"state": {"manifest": torch.nn.Linear(1, 1)}},
+        TaskError,
+        "a module is called 'manifest'",
+    ),
+    "a state that holds a set": ({"state": {"x": Holding({1})}}, TaskError, "state/values/x/held is a set"),
+    "a model with a wide buffer": (
+        {"model": with_buffer(torch.ones(1, dtype=torch.complex128))},
+        TaskError,
+        "b is a tensor of torch.complex128",
+    ),
+    "a model with a sparse buffer": ({"model": with_buffer(torch.ones(1).to_sparse())}, TaskError, "torch.sparse_coo"),
+    "a model with a name of the format": ({"model": with_buffer(torch.ones(1), "__metadata__")}, TaskError, "'__metadata__'"),
     "no optimiser": ({"optimizer": []}, TaskError, "which has no param_groups"),
 }
 

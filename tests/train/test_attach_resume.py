@@ -227,3 +227,17 @@ def test_a_state_that_cannot_be_kept_is_refused(state: dict[str, Any], told: str
             model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=Numbered(), folder=tmp_path / "a", state=state
         )
     assert not (tmp_path / "a").exists()
+
+
+def test_a_model_with_an_expanded_and_a_conjugated_buffer_goes_on(tmp_path: Path) -> None:
+    for number in range(2):
+        model = nn.Linear(3, 2)
+        model.register_buffer("grid", torch.ones(1).mul(2).expand(3))
+        model.register_buffer("turned", torch.tensor([1 + 2j]).conj())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with surefoot.attach(model=model, optimizer=optimizer, data=shuffled(), folder=tmp_path / "run") as run:
+            assert run.step == number
+            run.step_done(0.0)
+            run.save()
+            run._record._let_go()
+        assert model.turned.tolist() == [1 - 2j]

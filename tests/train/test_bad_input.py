@@ -62,6 +62,17 @@ def test_a_task_that_cannot_be_found_is_refused(what: str, tmp_path: Path, monke
     assert expected in said
 
 
+def held(tensor: str, *said: str) -> tuple[str, str, list[str]]:
+    """A change that registers a buffer."""
+    return "nn.ReLU()", f"[made := nn.ReLU(), made.register_buffer('b', {tensor})][0]", list(said)
+
+
+NAMED = """    def model(self):
+        made = self.made()
+        made.register_buffer("__metadata__", torch.ones(3))
+        return made
+
+    def made(self):"""
 CHANGES = {
     # what is wrong: (old text, new text, what must be said)
     "does not parse": ("STEP = 0", "STEP = = 0", ["mine.py", "is not Python"]),
@@ -104,6 +115,14 @@ CHANGES = {
     "loss counts infinity": ("len(batch[1]))", "float('inf'))", ["count of term loss is inf"]),
     "loss counts no number": ("len(batch[1]))", "float('nan'))", ["count of term loss is nan"]),
     "model is lazy": ("nn.Linear(4, self.width)", "nn.LazyLinear(self.width)", ["0.weight, 0.bias", "no shape yet", "one batch"]),
+    "model is on no device": held("torch.ones(3, device='meta')", "b is a tensor on the meta device"),
+    "model holds wide numbers": held("torch.ones(3, dtype=torch.complex128)", "b is a tensor of torch.complex128"),
+    "model holds a sparse tensor": held("torch.ones(3).to_sparse()", "torch.sparse_coo, which a checkpoint cannot hold"),
+    "model holds a name of the format": (
+        "    def model(self):",
+        NAMED,
+        ["is called '__metadata__'"],
+    ),
     "loss counts less": ("len(batch[1]))", "-3)", ["count of term loss is -3"]),
 }
 
@@ -136,6 +155,10 @@ MORE = {
     "optimizer raises": ("def optimizer(self, groups): raise KeyError('beta')", ["beta", "in optimizer"]),
     "optimizer is none": ("def optimizer(self, groups): return None", ["NoneType"]),
     "updates raise": ("def updates(self, model): raise KeyError('critic')", ["critic", "in updates"]),
+    "state is of another order of bytes": (
+        "def state(self): return {'a': __import__('numpy').ones(2, '>f4')}",
+        ["array of >f4", "order of bytes"],
+    ),
     "updates are none": ("def updates(self, model): return []", ["gave none"]),
 }
 

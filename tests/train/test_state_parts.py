@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import surefoot
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.components.optim import WeightAverage
 from surefoot.contract import commits, manifest
 from surefoot.contract.events import Evaluated
 from surefoot.core.schedule_plan import Curve
+from surefoot.train.resume.start import Start
 from surefoot.train.resume.state import LiveState
+from surefoot.train.run import Run
 from tests.train.small import Small, records, spec
 from tests.train.test_resume import EVERY, STEPS, STOP, Rich, bits, train
 
@@ -106,3 +110,31 @@ def test_the_best_is_the_true_best_stays_through_a_kill_and_is_never_rotated_awa
     assert commits.find_step(tmp_path / "a", "best") == best
     claimed = [event.step for event in records(tmp_path / "a") if isinstance(event, Evaluated) and event.best]
     assert claimed[-1] == best
+
+
+class Expanded(Small):
+    """A model with a parameter and buffers that are views: expanded, and conjugated."""
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.wide = nn.Parameter(torch.ones(1).expand(3))
+        made.register_buffer("grid", torch.ones(1).expand(3))
+        made.register_buffer("unsaved", torch.ones(1).expand(3), persistent=False)
+        made.register_buffer("turned", torch.tensor([1 + 2j]).conj())
+        return made
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        return model(batch[0]) * model.wide
+
+
+def test_a_model_of_views_goes_on_is_forked_and_loads(tmp_path: Path) -> None:
+    how = spec(6, checkpoint={"every": "2 steps"})
+    train(tmp_path / "a", how, Expanded(), leave_at=3)
+    train(tmp_path / "a", how, Expanded())
+    train(tmp_path / "whole", how, Expanded())
+    assert bits(tmp_path / "a", 6) == bits(tmp_path / "whole", 6)
+    with Run(spec(8), Expanded(), folder=tmp_path / "b", quiet=True, start=Start(tmp_path / "a", 4)) as run:
+        assert run.step == 4
+    model = surefoot.load(tmp_path / "a", task=Expanded())
+    assert model.turned.tolist() == [1 - 2j]
+    assert torch.equal(model.wide, model.wide[:1].expand(3))

@@ -2,18 +2,18 @@
 
 from surefoot.components.checkpoint.background import Saved, Saver
 from surefoot.components.checkpoint.load import MODEL, Commit, newest_loadable, read_weights
-from surefoot.components.checkpoint.own import Restored, load, load_into, save
+from surefoot.components.checkpoint.own import Restored, check_state, load, load_into, save
 from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
 from surefoot.components.checkpoint.store import Store
-from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, find_unchanged
+from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, fill, find_unchanged
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.retention import retain
 
 __all__ = [
-    "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_storable",
-    "clear_drafts", "commit", "create", "find_step", "find_unchanged", "join", "load", "load_into", "newest_loadable", "random_states",
-    "read_weights", "restore_random", "retain", "save", "split",
+    "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_state",
+    "check_storable", "clear_drafts", "commit", "create", "fill", "find_step", "find_unchanged", "join", "load", "load_into",
+    "newest_loadable", "random_states", "read_weights", "restore_random", "retain", "save", "split",
     "sync_folder", "taken_from",
 ]  # fmt: skip

@@ -63,7 +63,7 @@ def save(folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp =
     return commit(Path(folder), content, stamp)
 
 
-def check(state: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any]) -> None:
     """Raise TaskError for what `save` could not commit of `state`; nothing is copied or written."""
     _gather(state)
 

@@ -180,7 +180,8 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
 @torch.no_grad()
 def fill(name: str, tensor: Tensor, held: Tensor) -> None:
     """Copy `held` into a tensor of its shape. Raises RunFolderError where that is expanded, and `held` differs where it has one number."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    strides = tensor.stride() if tensor.layout is torch.strided else [1] * tensor.ndim
+    for dim, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
         if stride == 0 and size > 1:
             one = held.narrow(dim, 0, 1)
             if as_buffer(one.expand_as(held).cpu().contiguous()) != as_buffer(held.cpu().contiguous()):

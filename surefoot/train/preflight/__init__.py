@@ -6,6 +6,7 @@ from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, norms
 from surefoot.train.record.compiling import eager
+from surefoot.train.resume.state import LiveState
 
 
 def check(assembly: Assembly) -> list[str]:
@@ -16,6 +17,7 @@ def check(assembly: Assembly) -> list[str]:
             f"memory.offload is {offload!r}, and the run is on a CPU: the device is the host already, and nothing would be gained",
             hint='leave it out; for less memory see memory.recompute, or optim.name = "sgd"',
         )
+    LiveState(assembly).check()
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
         assembly.told.extend(norms.check(assembly))

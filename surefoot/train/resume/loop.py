@@ -150,7 +150,7 @@ class LoopKeeper:
 
 
 def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a loop's commit holds, by name. Raises TaskError for what cannot be put back in place."""
+    """All that a loop's commit holds, by name. Raises TaskError for what cannot be put back in place, or saved."""
     named = {"model": model, **{f"optimizer-{number}" if number else "optimizer": each for number, each in enumerate(optimizers)}}
     for name, value in more.items():
         if name in named or name in OWN:
@@ -161,4 +161,5 @@ def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str,
                 hint="give objects with state_dict and load_state_dict, as schedulers and scalers have",
             )
         named[name] = value
+    checkpoint.check_state(named)
     return named

@@ -58,11 +58,9 @@ class LiveState:
         `clock` stands in a file of its own: all the others have the same bytes whenever the same steps were done.
         """
         weights, moving = self._weights()
-        skeleton, tensors = checkpoint.split({**self._tree(), **more}, ROOT)
+        skeleton, tensors = self._split(more)
         of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_ROOT)}
         small = {name: tensor.clone().cpu().contiguous() for name, tensor in tensors.items() if name not in of_optimizer}
-        for name, tensor in tensors.items():
-            checkpoint.check_storable(name, tensor)
         moving[OPTIMIZER] = of_optimizer
         texts = {
             "state.json": json.dumps({"step": step, **skeleton}).encode(),
@@ -73,6 +71,19 @@ class LiveState:
         finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
         content = Content(step=step, tensors={**weights, STATE: small}, texts=texts, finite=frozenset(finite))
         return content, {file: held for file, held in moving.items() if held}
+
+    def check(self) -> None:
+        """Raise TaskError for what a commit cannot hold, before there is any."""
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                checkpoint.check_storable(name, tensor)
+        self._split({})
+
+    def _split(self, more: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        skeleton, tensors = checkpoint.split({**self._tree(), **more}, ROOT)
+        for name, tensor in tensors.items():
+            checkpoint.check_storable(name, tensor)
+        return skeleton, tensors
 
     def _weights(self) -> tuple[Files, Files]:
         """The model's tensors by file: buffers copied, parameters as they live; frozen ones in a file of their own."""
@@ -239,7 +250,7 @@ class LiveState:
         with torch.no_grad():
             for name, value in tree["buffers"].items():
                 if name in buffers and buffers[name].shape == value.shape:
-                    buffers[name].copy_(value)
+                    checkpoint.fill(name, buffers[name], value)
 
     def _take_microbatch(self, saved: int | None) -> None:
         """Steps that ran out of memory may have halved it: those that follow are the same ones, wherever they are done."""
@@ -258,7 +269,7 @@ class LiveState:
         for name, value in task.items():
             if name not in state:
                 raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
-            _restore_of_task(state[name], value)
+            _restore_of_task(name, state[name], value)
 
 
 def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
@@ -286,10 +297,9 @@ def _of_task(name: str, value: Any) -> Any:
     )
 
 
-def _restore_of_task(value: Any, saved: Any) -> None:
+def _restore_of_task(name: str, value: Any, saved: Any) -> None:
     if isinstance(value, Tensor):
-        with torch.no_grad():
-            value.copy_(saved)
+        checkpoint.fill(name, value, saved)
     elif isinstance(value, np.ndarray):
         value[...] = saved
     else:
