@@ -8,6 +8,7 @@ checkpoint.save(folder, step, {"model": model, "optimizer": optimizer, "best": 0
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 from collections.abc import Mapping
@@ -59,7 +60,8 @@ def save(folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp =
     files = {file: {name: tensor.detach().cpu().contiguous() for name, tensor in held.items()} for file, held in live.items()}
     trained = [name for module in _modules(state).values() for name, each in module.named_parameters() if each.requires_grad]
     content = Content(step=number, tensors=files, texts={"state.json": json.dumps(skeleton).encode()}, finite=frozenset(trained))
-    clear_drafts(Path(folder))
+    with contextlib.suppress(OSError):  # what the disk refuses is told by the commit
+        clear_drafts(Path(folder))
     return commit(Path(folder), content, stamp)
 
 
