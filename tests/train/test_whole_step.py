@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler import compile_function
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim import GuardedUpdate, master_of, store_narrow
+from surefoot.components.precision import PLAIN, LossScaler
 from surefoot.contract.events import Compiled, Fault
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
@@ -208,6 +210,178 @@ def test_a_loop_of_ones_own_compiles_its_whole_step() -> None:
     before = [each.detach().clone() for each in model.parameters()]
     assert step((torch.full((8, 4), float("nan")), batches(1)[0][1]))[2] is False
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def guarded_of(optimizer: Any, model: nn.Module, **settings: Any) -> GuardedUpdate:
+    return GuardedUpdate([optimizer(model.parameters(), **{"lr": 0.01, "fused": True, **settings})], clip=0.5)
+
+
+def told(model: nn.Module, update: GuardedUpdate, batch: tuple[Tensor, Tensor], loss: Any = summed) -> None:
+    """A step told in order."""
+    update.clear_gradients()
+    (term,) = loss(model, batch).terms
+    (term.total / term.count).backward()
+    update.step_if_finite()
+
+
+def assert_alike(pairs: list[tuple[nn.Module, GuardedUpdate]], **tolerance: float) -> None:
+    (one, mine), (other, theirs) = pairs
+    torch.testing.assert_close(list(one.parameters()), list(other.parameters()), **tolerance)  # type: ignore[arg-type]
+    kept = [[dict(state) for _, state in update.states()] for update in (mine, theirs)]
+    torch.testing.assert_close(kept[0], kept[1], **tolerance)  # type: ignore[arg-type]
+
+
+CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "weight decay and betas": (torch.optim.AdamW, {}, {"weight_decay": 0.5, "betas": (0.5, 0.9), "eps": 1e-3}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.2, "nesterov": True, "weight_decay": 0.3}),
+}
+
+
+@pytest.mark.parametrize("how", ["in the groups", "by a state"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: str) -> None:
+    kind, first, then = CHANGES[what]
+    pairs = [(model, guarded_of(kind, model, **first)) for model in (small_model(), small_model())]
+    (plain, update), (model, compiled) = pairs
+    step = whole.compile_step(model, summed, compiled)
+    often = what == "weight decay and betas" and how == "in the groups"
+    for number, batch in enumerate(batches(12 if often else 5)):
+        if number == 2 and how == "by a state":
+            for each, guarded in pairs:
+                other = guarded_of(kind, each, **{**first, **then})
+                saved = guarded.state_dict()
+                for into, of in zip(saved["optimizers"], other.state_dict()["optimizers"], strict=True):
+                    into["groups"] = of["groups"]
+                guarded.load_state_dict(saved)
+        elif number >= 2 and how == "in the groups":  # each time another one: more often than torch compiles one function
+            for _, guarded in pairs:
+                guarded.groups[0].update({**then, "weight_decay": 0.1 * number})
+        told(plain, update, batch)
+        step(batch)
+        assert_alike(pairs, rtol=1e-4, atol=1e-6)
+
+
+class Partly(nn.Module):
+    """One layer in three is called, or two, as a batch says by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.seldom, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.used(x) + (self.seldom(x) if len(x) > 4 else 0.0)
+        return output
+
+
+@pytest.mark.parametrize("grouped", ["all in one", "each its own"])
+def test_counters_of_what_has_no_gradient_stand_still(grouped: str) -> None:
+    pairs = []
+    for model in (Partly(), Partly()):
+        layers = (model.used, model.seldom, model.never)
+        groups = [{"params": list(each.parameters())} for each in layers]
+        single = [{"params": [parameter]} for parameter in model.parameters()]
+        chosen = [{"params": list(model.parameters())}] if grouped == "all in one" else [*groups[:2], *single[4:]]
+        pairs.append((model, GuardedUpdate([torch.optim.AdamW(chosen, lr=0.01, fused=True)])))
+    (plain, update), (model, compiled) = pairs
+    step = whole.compile_step(model, summed, compiled, dynamic=False)
+    for number, (x, y) in enumerate(batches(8)):
+        batch = (x, y) if number % 2 else (x[:4], y[:4])
+        told(plain, update, batch)
+        step(batch)
+        assert_alike(pairs, rtol=1e-4, atol=1e-6)
+    counters = {
+        name: state["step"].item() for (name, _), (_, state) in zip(model.named_parameters(), compiled.states(), strict=True)
+    }
+    assert (counters["used.bias"], counters["seldom.bias"], counters["never.bias"]) == (8, 4, 0)
+
+
+def test_a_model_in_float64_is_moved_in_float64() -> None:
+    plain, model = small_model().double(), small_model().double()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model))
+    for x, y in batches(20):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x.double()), y).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        step((x.double(), y))
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-13)
+
+
+def test_a_parameter_that_is_frozen_stays_and_may_be_thawed() -> None:
+    pairs = [(model, guarded_of(torch.optim.AdamW, model)) for model in (small_model(), small_model())]
+    (plain, update), (model, compiled) = pairs
+    step = whole.compile_step(model, summed, compiled)
+    for number, batch in enumerate(batches(6)):
+        for each, _ in pairs:
+            each[0].weight.requires_grad_(number // 2 != 1)  # type: ignore[index,union-attr,operator]
+        before = model[0].weight.detach().clone()  # type: ignore[index,union-attr,operator]
+        told(plain, update, batch)
+        step(batch)
+        assert_alike(pairs, rtol=1e-4, atol=1e-6)
+        assert torch.equal(before, model[0].weight) == (number // 2 == 1)  # type: ignore[index,arg-type]
+
+
+def with_masters() -> tuple[nn.Module, GuardedUpdate]:
+    model = small_model()
+    store_narrow(model)
+    return model, GuardedUpdate([torch.optim.AdamW([master_of(each) for each in model.parameters()], fused=True)])
+
+
+def with_a_hook(kind: str) -> tuple[nn.Module, GuardedUpdate]:
+    model = small_model()
+    weight = next(model.parameters())
+    if kind == "module":
+        model.register_full_backward_hook(lambda module, into, out: None)
+    else:
+        getattr(weight, kind)(lambda tensor: None)
+    return model, guarded_of(torch.optim.AdamW, model)
+
+
+UNFIT: dict[str, Any] = {
+    "bf16 weights with masters": with_masters,
+    "hooks on gradients, as 0 has": lambda: with_a_hook("register_hook"),
+    "hooks on gradients, as 0 has ": lambda: with_a_hook("register_post_accumulate_grad_hook"),
+    "hooks on gradients, as the model has": lambda: with_a_hook("module"),
+}
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_what_a_graph_would_pass_over_is_refused(words: str) -> None:
+    model, update = UNFIT[words]()
+    with pytest.raises(SpecError, match=words.strip()):
+        whole.compile_step(model, summed, update)
+
+
+def test_what_is_given_is_checked_and_told_in_words() -> None:
+    model = small_model()
+    update = guarded_of(torch.optim.AdamW, model)
+    scaled = replace(PLAIN, scaler=LossScaler())
+    with pytest.raises(SpecError, match="fp16, whose gradients are scaled"):
+        whole.compile_step(model, summed, update, policy=scaled)
+    with pytest.raises(SpecError, match="update is a AdamW, no GuardedUpdate"):
+        whole.compile_step(model, summed, torch.optim.AdamW(model.parameters(), fused=True))  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="mode is 'fast'"):
+        whole.compile_step(model, summed, update, mode="fast")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="dynamic is 'no'"):
+        whole.compile_step(model, summed, update, dynamic="no")  # type: ignore[arg-type]
+    step = whole.compile_step(model, lambda model, batch: model(batch[0]).sum(), update)
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(TaskError, match="the loss gave a Tensor, not a Loss"):
+        step(batches(1)[0])
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_more_sizes_than_torch_compiles_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    model = small_model()
+    step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model), dynamic=False)
+    x, y = batches(1)[0]
+    x, y = x.repeat(8, 1), y.repeat(8)
+    with pytest.raises(TaskError, match="cannot be compiled: "):
+        for size in range(2, 8):
+            step((x[:size], y[:size]))
 
 
 def test_a_loop_of_ones_own_is_told_what_cannot_be_one_graph() -> None:

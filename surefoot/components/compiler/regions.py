@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -104,13 +105,23 @@ class CompiledFunction:
         self, name: str, function: Callable[..., Any], plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
     ) -> None:  # fmt: skip
         self._name, self._plan = name, plan
-        self._compiled = torch.compile(function, fullgraph=True, options=options, dynamic=dynamic, backend=backend)
+        self._options: dict[str, Any] = {"options": options, "dynamic": dynamic, "backend": backend}
+        self.take(function)
+
+    def take(self, function: Callable[..., Any]) -> None:
+        """Let `function` be compiled in place of the one before, at the next call."""
+        if isinstance(function, FunctionType):  # torch counts what it compiled by code object, and gives up after eight
+            code = function.__code__.replace()
+            fresh = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+            fresh.__kwdefaults__ = function.__kwdefaults__
+            function = fresh
+        self._compiled = torch.compile(function, fullgraph=True, **self._options)
 
     def __call__(self, *args: Any) -> Any:
         self._plan.was_called = True
         try:
             return self._compiled(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _failures() as error:
             self._plan.fail(self._name, error)
         return None
 
@@ -159,7 +170,7 @@ class _Region:
         self._plan.was_called = True
         try:
             return self._compiled(*args, **named)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _failures() as error:
             self._plan.fail(self._name, error)
             self._module._compiled_call_impl = None
         return self._module(*args, **named)
@@ -174,6 +185,13 @@ def _traced(module: nn.Module) -> Any:
         return module._call_impl(*args, **named)  # type: ignore[no-untyped-call]
 
     return call
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What says that something cannot be compiled; that it was compiled too often is an exception of its own."""
+    named: Any = torch._dynamo.exc
+    too_often = getattr(named, "FailOnRecompileLimitHit", None)
+    return (named.TorchDynamoException,) if too_often is None else (named.TorchDynamoException, too_often)
 
 
 def _in_words(error: BaseException) -> str:

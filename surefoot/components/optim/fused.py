@@ -92,16 +92,33 @@ class FusedGroup:
     def _step_some(self, kept: Sequence[int], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         if not kept:
             return
-        if self._is_shared:  # from here on the parameters count their own steps
-            self._is_shared = False
-            self._steps = [step.clone() for step in self._steps]
-            for state, step in zip(self._states, self._steps, strict=True):
-                state["step"] = step
+        self._part()
         states = tuple(
             [row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum)
         )
         params = [self._params[number] for number in kept]
         self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc]
+
+    def _part(self) -> None:
+        """From here on the parameters count their own steps."""
+        if self._is_shared:
+            self._is_shared = False
+            self._steps = [step.clone() for step in self._steps]
+            for state, step in zip(self._states, self._steps, strict=True):
+                state["step"] = step
+
+    def count_traced(self, applied: Tensor) -> None:
+        """After an update in a graph, if it was `applied`: count it for those that have a gradient, where the graph could not.
+
+        One counter cannot count for some.
+        """
+        if not self._is_shared:
+            return
+        kept = [number for number, parameter in enumerate(self._params) if parameter.grad is not None]
+        if 0 < len(kept) < len(self._params):
+            self._part()
+            for number in kept:
+                self._steps[number].add_(applied)
 
     def _call(
         self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,

@@ -202,7 +202,9 @@ class GuardedUpdate:
         return rates
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
-        """Count an update that was applied; gives what `step_if_finite` does."""
+        """Count an update that was applied, of the parameters that have a gradient; gives what `step_if_finite` does."""
+        for each in (each for groups in self._fused for each in groups or () if isinstance(each, fused.FusedGroup)):
+            each.count_traced(applied)
         if self.on_device:
             self._applied += applied
             return norm, applied

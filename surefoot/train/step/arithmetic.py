@@ -46,7 +46,10 @@ def move(
     Returns the global norm of the gradients, not a number where a loss is none, whether it is finite (where not, nothing moves), and
     the gradients as they were applied, which is what the fused kernels leave behind, too.
     """
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads if grad is not None]))
+    norms = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
+    if not norms:
+        return torch.zeros_like(losses[0]), torch.zeros_like(losses[0], dtype=torch.bool), list(grads)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     for loss in losses:
         norm = norm + 0.0 * loss
     finite = torch.isfinite(norm)
@@ -65,9 +68,16 @@ def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor
 
 def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[Tensor | None], rate: Tensor, finite: Tensor) -> None:
     params, counters, first, second, momentum = tensors
-    for number, counter in enumerate(counters):
-        if len(counters) == 1 or grads[number] is not None:
-            counter.add_(finite)
+    is_shared = len(counters) < len(params)
+    if is_shared:  # where only some move, those count by themselves from the next step on: FusedGroup.count_traced
+        counted = [counters[0] + finite] * len(params) if counters else []
+        if counters and all(grad is not None for grad in grads):
+            counters[0].copy_(counted[0])
+    else:
+        for counter, grad in zip(counters, grads, strict=True):
+            if grad is not None:
+                counter.add_(finite)
+        counted = counters
     for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
             continue
@@ -80,10 +90,10 @@ def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[Tensor
             _put(param, param - rate * grad, finite)
             continue
         beta1, beta2 = rule.betas
-        count = counters[number if len(counters) > 1 else 0].double()
-        step = (rate / (1.0 - beta1**count)).float()
-        root = (1.0 - beta2**count).sqrt().float()
-        start = param if rule.name == "adam" else param * (1.0 - rate * rule.decay).float()
+        count, wide = counted[number].double(), torch.promote_types(param.dtype, torch.float32)
+        step = (rate / (1.0 - beta1**count)).to(wide)
+        root = (1.0 - beta2**count).sqrt().to(wide)
+        start = param if rule.name == "adam" else param * (1.0 - rate * rule.decay).to(wide)
         grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad
         mean = torch.lerp(first[number], grad, 1.0 - beta1)
         square = beta2 * second[number] + (1.0 - beta2) * grad * grad

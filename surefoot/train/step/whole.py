@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler import compile_function
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.compiler.regions import Mode
+from surefoot.components.optim import GuardedUpdate, leaf_of
 from surefoot.components.precision import PLAIN, Policy
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.task import Batch, Loss, Term
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import Rule, move
 from surefoot.train.step.stepper import LiveUpdate
 
@@ -28,12 +29,16 @@ Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
 class WholeStep:
-    """Takes a step of one update and one pass when called with its batch; gives None where it could not be compiled."""
+    """Takes a step of one update and one pass when called with its batch; gives None where it could not be compiled.
+
+    Compiled anew where the settings of a group are others than before, all but the rate.
+    """
 
     def __init__(self, model: nn.Module, update: LiveUpdate, policy: Policy, table: CompileTable, *, deterministic: bool) -> None:
-        self._update = update
+        self._model, self._update, self._policy = model, update, policy
+        self._rules = _rules_of(update.guarded)
         self.plan, self._compiled = compile_function(
-            NAME, _as_function(model, update, policy), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
+            NAME, _as_function(model, update, policy, self._rules), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
             deterministic=deterministic, on_cpu=all(each.device.type == "cpu" for each in update.guarded.parameters),
         )  # fmt: skip
 
@@ -44,9 +49,15 @@ class WholeStep:
     def __call__(self, batch: Batch) -> Done | None:
         """The terms of the loss, the norm, and whether the update was applied."""
         guarded = self._update.guarded
+        rules = _rules_of(guarded)
+        if rules != self._rules:
+            self._rules = rules
+            self._compiled.take(_as_function(self._model, self._update, self._policy, rules))
         done = self._compiled(batch, guarded.held(), guarded.begin_traced())
         if done is None:
             return None
+        if isinstance(done, str):
+            raise TaskError(f"the loss gave a {done}, not a Loss", hint="return Loss.sum(total, count), the total being a sum")
         terms, norm, applied, grads = done
         for parameter, grad in zip(guarded.parameters, grads, strict=True):
             parameter.grad = grad
@@ -60,26 +71,46 @@ def compile_step(
     """A step as one graph for a loop of one's own: called with a batch, it gives the terms of the loss, the norm of the gradient, and
     whether the update was applied.
 
-    `loss(model, batch)` gives a `Loss`; `update` holds fused SGD, Adam or AdamW. Compiled at the first call, which takes seconds; no
-    gradients need to be cleared. Raises SpecError for an update that no graph can hold, and, when it is called, TaskError where the
-    step cannot be compiled.
+    `loss(model, batch)` gives a `Loss`; `update` holds fused SGD, Adam or AdamW. Compiled at the first call, which takes seconds, and
+    again after a setting of a group changed, all but its rate; no gradients need to be cleared. Raises SpecError for what no graph can
+    hold, and, when it is called, TaskError where the step cannot be compiled.
     """
+    if not isinstance(update, GuardedUpdate):
+        raise SpecError(f"update is a {type(update).__name__}, no GuardedUpdate", hint="give GuardedUpdate([optimizer])")
+    if mode not in get_args(Mode):
+        raise SpecError(f"mode is {mode!r}", hint=f"use one of {', '.join(get_args(Mode))}")
+    if not isinstance(dynamic, bool | None):
+        raise SpecError(f"dynamic is {dynamic!r}", hint="use True, False, or None, which leaves it to torch")
+    problems = {
+        "bf16 weights with masters": any(leaf_of(each) is not each for each in update.parameters),
+        **_problems_of(model, policy),
+    }
+    problem = next((words for words, is_so in problems.items() if is_so), None)
+    if problem is not None:
+        raise SpecError(f"a step as one graph does not go with {problem}", hint="take the step in order, or leave that out")
     update.check_traceable()
     table = CompileTable(what="step", mode=mode, dynamic=dynamic, on_failure="stop")
     return WholeStep(model, LiveUpdate(NAME, loss, update), policy, table, deterministic=deterministic)
 
 
-def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
-    guarded = update.guarded
-    (clip, clip_value), optimizers = guarded.limits, guarded.optimizers
-    rules = [Rule.of(type(each).__name__.lower(), group) for each in optimizers for group in each.param_groups]
+def _rules_of(guarded: GuardedUpdate) -> list[Rule]:
+    return [Rule.of(type(each).__name__.lower(), group) for each in guarded.optimizers for group in each.param_groups]
+
+
+def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy, rules: list[Rule]) -> Any:
+    clip, clip_value = update.guarded.limits
 
     def whole(batch: Batch, held: Any, rates: Any) -> Any:
         with policy.context():
-            terms = update.loss(model, batch).terms
+            made = update.loss(model, batch)
+        if not isinstance(made, Loss):
+            return type(made).__name__  # raised outside: what is raised in a graph is told as the compiler's
+        terms = made.terms
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
-        grads = torch.autograd.grad(losses, parameters, [_factor(term) for term in terms], allow_unused=True)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        found = iter(torch.autograd.grad(losses, trained, [_factor(term) for term in terms], allow_unused=True))
+        grads = [next(found) if parameter.requires_grad else None for parameter in parameters]
         with torch.no_grad():
             norm, applied, limited = move(rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value)
         return [(term.name, term.total.detach(), term.count, term.weight) for term in terms], norm, applied, limited
@@ -107,13 +138,6 @@ def _validity(terms: tuple[Term, ...]) -> Tensor:
 
 def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
     """Raise SpecError where the step cannot be one graph: asked before anything is compiled."""
-    hooks = [
-        name
-        for name, module in model.named_modules()
-        if module._backward_hooks
-        or module._backward_pre_hooks
-        or any(p._backward_hooks for p in module.parameters(recurse=False))
-    ]
     problem = next(
         (
             words
@@ -126,8 +150,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
                 "memory.offload": spec.memory.offload != "none",
                 "memory.recompute": spec.memory.recompute != "none",
                 'precision.weights = "bf16"': spec.precision.weights == "bf16",
-                "fp16, whose gradients are scaled": policy.scaler is not None,
-                f"hooks on gradients, as {hooks[0] if hooks else ''} has": bool(hooks),
+                **_problems_of(model, policy),
             }.items()
             if is_so
         ),
@@ -136,3 +159,17 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
     if problem is not None:
         raise SpecError(f"{KEY} does not go with {problem}", hint='use compile.what = "model", or leave that out')
     updates[0].guarded.check_traceable()
+
+
+def _problems_of(model: nn.Module, policy: Policy) -> dict[str, bool]:
+    """What about a model and its formats is no part of a graph, in words, and whether it is so."""
+    hooked = next((name for name, module in model.named_modules() if _has_hooks(module)), None)
+    return {
+        "fp16, whose gradients are scaled": policy.scaler is not None,
+        f"hooks on gradients, as {hooked or 'the model'} has": hooked is not None,
+    }
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    of_parameters = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters(recurse=False))
+    return bool(module._backward_hooks or module._backward_pre_hooks or of_parameters)
