@@ -140,6 +140,21 @@ def test_what_cannot_be_one_graph_is_taken_in_order_and_said(tmp_path: Path) -> 
     assert fault.action == "it runs in eager mode"
 
 
+def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    tables: dict[str, Any] = {"train": {"batch": 7}, "observe": {"every": "1 step"}}  # 24 samples: the last batch is smaller
+    told, _, _ = train(spec(12, **tables), Small(), tmp_path / "told")
+    made = spec(12, compile={"what": "step", "dynamic": False}, **tables)
+    losses, _, _ = train(made, Small(), tmp_path / "whole")
+    assert losses == pytest.approx(told, rel=1e-5)
+    (fault,) = (event for event in records(tmp_path / "whole") if isinstance(event, Fault))
+    assert fault.detail.startswith("the whole step cannot be compiled")
+    assert fault.action == "it runs in eager mode"
+    assert [bool(each.ended_early) for each in graphs(tmp_path / "whole")] == [False, True]
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "train.microbatch": {"train": {"microbatch": 2}},
     "update_in_backward": {
