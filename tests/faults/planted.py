@@ -125,8 +125,8 @@ def a_stale_attempt_may_commit() -> None:
 
 
 def the_newest_by_time() -> None:
-    steps = manifest.named_steps
-    manifest.named_steps = lambda run: sorted(steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime)
+    steps = commits.readable_steps
+    commits.readable_steps = lambda run: sorted(steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime)
 
 
 if __name__ == "__main__":

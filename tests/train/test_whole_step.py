@@ -140,10 +140,14 @@ def test_what_cannot_be_one_graph_is_taken_in_order_and_said(tmp_path: Path) -> 
     assert fault.action == "it runs in eager mode"
 
 
-def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+@pytest.fixture
+def recompile_limit() -> Iterator[int]:
+    """How many sizes torch compiles: few here. By its own context, since what pytest puts back stays hidden in its configuration."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        yield 1
+
+
+def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_order(tmp_path: Path, recompile_limit: int) -> None:
     tables: dict[str, Any] = {"train": {"batch": 7}, "observe": {"every": "1 step"}}  # 24 samples: the last batch is smaller
     told, _, _ = train(spec(12, **tables), Small(), tmp_path / "told")
     made = spec(12, compile={"what": "step", "dynamic": False}, **tables)
@@ -388,8 +392,7 @@ def test_what_is_given_is_checked_and_told_in_words() -> None:
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_more_sizes_than_torch_compiles_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+def test_more_sizes_than_torch_compiles_are_told(recompile_limit: int) -> None:
     model = small_model()
     step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model), dynamic=False)
     x, y = batches(1)[0]
