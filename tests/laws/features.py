@@ -40,7 +40,7 @@ def features(root: Path) -> list[Violation]:
         tests = re.findall(r"`([^`]+)`", test)
         if not tests:
             found.append(Violation(where, "names no test in backticks"))
-        found += [Violation(where, f"there is no test {one}") for one in tests if not test_exists(root, one)]
+        found += [Violation(where, f"there is no test {one}") for one in tests if not is_a_test(root, one)]
     ends = ends_of_help(root, list(verbs)) if verbs else []
     return found + [
         Violation(where, f"there is no verb {' '.join(verb)}")
@@ -64,7 +64,7 @@ def _verbs(command: str) -> Iterator[tuple[str, ...]]:
         yield tuple(hit[1].split())
 
 
-def test_exists(root: Path, test: str) -> bool:
+def is_a_test(root: Path, test: str) -> bool:
     """Whether `tests/file.py`, `tests/file.py::test` or `::Class::test` is in the tree."""
     file, *names = test.partition("[")[0].split("::")
     path = root / file

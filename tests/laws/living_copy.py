@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from tests.laws.features import test_exists
+from tests.laws.features import is_a_test
 from tests.laws.imports import NESTED
 from tests.laws.tree import Violation
 
@@ -50,7 +50,7 @@ def private_apis(root: Path) -> list[Violation]:
         seam, tests = cells[1].strip("`"), re.findall(r"`(tests/[^`]+)`", cells[-1])
         if not (root / "surefoot" / seam).is_file():
             found.append(Violation(COPY, f"there is no seam {seam}"))
-        if not tests or not all(test_exists(root, test) for test in tests):
+        if not tests or not all(is_a_test(root, test) for test in tests):
             found.append(Violation(COPY, f"no test holds {cells[0]} against the public way"))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.laws.features import test_exists
+from tests.laws.features import is_a_test
 from tests.laws.tree import Violation
 
 PAGE = "SECURITY.md"
@@ -23,5 +23,5 @@ def promises(root: Path) -> list[Violation]:
         tests = re.findall(r"`(tests/[^`]+)`", row)
         if not tests:
             found.append(Violation(PAGE, f"promises without a test: {row}"))
-        found += [Violation(PAGE, f"there is no test {test}") for test in tests if not test_exists(root, test)]
+        found += [Violation(PAGE, f"there is no test {test}") for test in tests if not is_a_test(root, test)]
     return found

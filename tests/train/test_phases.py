@@ -16,7 +16,7 @@ from torch import nn
 import surefoot
 from surefoot.cli.look import past, story
 from surefoot.contract import events
-from surefoot.contract.events import PHASES, Ended, Started, Step
+from surefoot.contract.events import PHASES, Ended, Step
 from surefoot.contract.task import Loss, Update
 from surefoot.core.errors import InputError
 from surefoot.train.run import Run
@@ -40,12 +40,22 @@ def test_a_delay_that_is_told_elsewhere_is_in_no_other_phase(where: str, tmp_pat
         assert told.aside_s[step] >= told.plant.size_of(step)
 
 
-def wall_of(folder: Path) -> float:
-    """Seconds between the first and the last record, by the clock of the day."""
-    every = records(folder)
-    assert isinstance(every[0], Started)
-    assert isinstance(every[-1], Ended)
-    return every[-1].time_s - every[0].time_s
+class Bracket:
+    """Wall time by a clock of the test's own: all around the run, and from its first step to its last."""
+
+    def __init__(self) -> None:
+        self._opened = self._inside = time.perf_counter()
+        self._until = 0.0
+
+    def inside(self) -> None:
+        self._inside = time.perf_counter()
+
+    def until(self) -> None:
+        self._until = time.perf_counter()
+
+    def holds(self, total_s: float) -> bool:
+        """Whether `total_s` lies between the two, which no busy machine can change."""
+        return self._until - self._inside <= total_s <= time.perf_counter() - self._opened
 
 
 class Adversarial(Small):
@@ -73,14 +83,17 @@ KINDS: dict[str, tuple[Small, dict[str, dict[str, Any]]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_phases_add_up_to_the_wall_time(kind: str, tmp_path: Path) -> None:
     task, tables = KINDS[kind]
+    wall = Bracket()
     with Run(spec(200, **tables), task, folder=tmp_path, quiet=True) as run:
+        wall.inside()
         for report in run.steps():
             if run.evaluation_due:
                 run.evaluate()
             if report.step == 100:
                 wait(0.2)  # so that the run is long against what lies between two clocks
+        wall.until()
     phases = run.summary["phases"]
-    assert sum(phases.values()) == pytest.approx(wall_of(tmp_path), rel=0.01, abs=0.02)
+    assert wall.holds(sum(phases.values()))
     assert sum(phases.values()) == pytest.approx(run.summary["elapsed_s"], rel=0.001)
     assert (
         {"data", "forward", "backward", "optimiser", "logging", "checkpoint", "evaluation", "other"} <= set(phases) <= set(PHASES)
@@ -145,7 +158,9 @@ def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(tmp_path: Path)
             spent_s += wait(0.005)
             yield torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
 
+    wall = Bracket()
     with surefoot.attach(model=model, optimizer=optimizer, data=slow(), folder=tmp_path / "run") as run:
+        wall.inside()
         for inputs, targets in run.batches():
             with run.phase("forward"):
                 named_s = wait(0.01)
@@ -155,18 +170,18 @@ def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(tmp_path: Path)
             with run.phase("optimiser"):
                 optimizer.step()
             run.step_done(loss)
+        wall.until()
         with pytest.raises(InputError, match="'forwards' is no phase"):
             run.phase("forwards")
     ended = records(tmp_path / "run")[-1]
     assert isinstance(ended, Ended)
     phases = ended.summary["phases"]
+    assert wall.holds(sum(phases.values()))
     assert phases["data"] >= spent_s >= 0.1
     assert phases["forward"] >= 20 * 0.01
     assert named_s >= 0.01
     assert {"backward", "optimiser", "checkpoint", "logging", "other"} <= set(phases)
-    assert phases["other"] < 0.1
     assert sum(phases.values()) == pytest.approx(ended.elapsed_s, rel=0.001)
-    assert sum(phases.values()) == pytest.approx(wall_of(tmp_path / "run"), rel=0.01, abs=0.02)
 
 
 def test_tensorboard_shows_the_shares_of_the_phases(tmp_path: Path) -> None:

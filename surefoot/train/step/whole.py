@@ -25,6 +25,7 @@ from surefoot.train.step.stepper import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
+SETTINGS = ("weight_decay", "eps", "momentum", "nesterov")  # of a group, beside its betas: all that a Rule reads of it
 Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
@@ -36,9 +37,9 @@ class WholeStep:
 
     def __init__(self, model: nn.Module, update: LiveUpdate, policy: Policy, table: CompileTable, *, deterministic: bool) -> None:
         self._model, self._update, self._policy = model, update, policy
-        self._rules = _rules_of(update.guarded)
+        self._settings = _settings_of(update.guarded)
         self.plan, self._compiled = compile_function(
-            NAME, _as_function(model, update, policy, self._rules), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
+            NAME, _as_function(model, update, policy), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
             deterministic=deterministic, on_cpu=all(each.device.type == "cpu" for each in update.guarded.parameters),
         )  # fmt: skip
 
@@ -49,10 +50,10 @@ class WholeStep:
     def __call__(self, batch: Batch) -> Done | None:
         """The terms of the loss, the norm, and whether the update was applied."""
         guarded = self._update.guarded
-        rules = _rules_of(guarded)
-        if rules != self._rules:
-            self._rules = rules
-            self._compiled.take(_as_function(self._model, self._update, self._policy, rules))
+        settings = _settings_of(guarded)
+        if settings != self._settings:
+            self._settings = settings
+            self._compiled.take(_as_function(self._model, self._update, self._policy))
         done = self._compiled(batch, guarded.held(), guarded.begin_traced())
         if done is None:
             return None
@@ -93,11 +94,14 @@ def compile_step(
     return WholeStep(model, LiveUpdate(NAME, loss, update), policy, table, deterministic=deterministic)
 
 
-def _rules_of(guarded: GuardedUpdate) -> list[Rule]:
-    return [Rule.of(type(each).__name__.lower(), group) for each in guarded.optimizers for group in each.param_groups]
+def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
+    """What the rules of the groups are made of: looked at in each step, so cheaper than to make them."""
+    groups = (group for each in guarded.optimizers for group in each.param_groups)
+    return [(*group.get("betas", ()), *(group.get(name) for name in SETTINGS)) for group in groups]
 
 
-def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy, rules: list[Rule]) -> Any:
+def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
+    rules = [Rule.of(type(each).__name__.lower(), group) for each in update.guarded.optimizers for group in each.param_groups]
     clip, clip_value = update.guarded.limits
 
     def whole(batch: Batch, held: Any, rates: Any) -> Any:
