@@ -84,8 +84,8 @@ def save_surefoot(state: dict[str, dict[str, Tensor]], folder: Path) -> None:
 
 def load_surefoot(into: dict[str, dict[str, Tensor]], folder: Path) -> None:
     one = checkpoint.Commit(folder, 1)
-    for part in ("model", "optimizer"):
-        one.read(part, lambda name, piece, part=part: into[part][name])  # type: ignore[misc]
+    for part in into:
+        one.read(f"{part}.safetensors", lambda name, piece, part=part: into[part][name])  # type: ignore[misc]
 
 
 def save_torch(state: dict[str, dict[str, Tensor]], folder: Path) -> None:

@@ -230,3 +230,13 @@ def test_a_folder_may_be_text_and_a_step_of_numpy(tmp_path: Path) -> None:
     found = checkpoint.load(str(tmp_path), {"model": into})
     assert found is not None
     assert (found.step, into.bias[0].item()) == (10**12 - 1, 1.0)
+
+
+def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_named(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"model": linear(1.0)})
+    one = checkpoint.Commit(tmp_path, 1)
+    for asked in ("model", "optimizer.safetensors", "model-00001-of-00002.safetensors"):
+        with pytest.raises(RunFolderError, match=f"holds no tensors in '{asked}'") as caught:
+            one.read(asked)
+        assert caught.value.hint == "it holds model.safetensors, state.safetensors"
+    assert {*one.read("model.safetensors")} == {"weight", "bias"}

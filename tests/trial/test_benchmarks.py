@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measured
+from benchmarks.checkpoint.arms import WAYS, measure_way
 from benchmarks.input import run as input_run
 from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
@@ -144,3 +145,9 @@ def test_the_parity_table_shows_what_its_raw_rows_say() -> None:
     if not path.is_file():
         pytest.skip("parity has not been measured yet")
     assert tables.render_parity(json.loads(path.read_text())) in (path.parents[1] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_the_checkpoint_benchmark_loads_what_it_saved(way: str, tmp_path: Path) -> None:
+    measured = measure_way(way, 1, tmp_path / "state")
+    assert min(measured["save_s"], measured["load_s"]) > 0

@@ -44,10 +44,14 @@ class Commit:
         return {name: piece for each in self.names(file) for name, piece in (self._entries[each].tensors or {}).items()}
 
     def read(self, file: str, give: files.Give = files.create) -> dict[str, Tensor]:
-        """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged."""
+        """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged, or not there."""
+        if not (names := self.names(file)) and file:
+            raise RunFolderError(
+                f"{self.folder} holds no tensors in {file!r}", hint=f"it holds {', '.join(self.names('')) or 'none'}"
+            )
         found: dict[str, Tensor] = {}
         with commits.hashing(commits.MANY_THREADS, nice=0) as pool:  # nothing else is done meanwhile
-            for each in self.names(file):
+            for each in names:
                 found |= files.read(self.folder, self._entries[each], give, pool)
         return found
 

@@ -194,7 +194,9 @@ class LiveState:
             checkpoint.read_weights(commit, live, LIVE)
         publish(self._model.parameters())
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
-        tensors = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) | commit.read(STATE)
+        has_moments = bool(commit.names(OPTIMIZER))  # what holds no tensors is not written
+        moments = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) if has_moments else {}
+        tensors = moments | commit.read(STATE)
         with checkpoint.taken_from(commit.folder):
             tree = {**checkpoint.join(skeleton, tensors, commit.folder), "clock": commit.json("clock.json")}
             if adapt is not None:
