@@ -70,6 +70,13 @@ def test_positions_of_a_large_set_hold_independent_pairs_in_their_high_and_low_b
     assert abs(chi_square(counts) - (bins * bins - 1)) < 6 * np.sqrt(2 * bins * bins)
 
 
+@pytest.mark.parametrize("n", [8_193, 50_000, 10_000_000])
+def test_a_position_holds_the_same_sample_alone_and_among_many(n: int) -> None:
+    permutation = Permutation(n, 7)
+    positions = np.random.default_rng(0).integers(0, n, 300)
+    assert [int(permutation(positions[at : at + 1])[0]) for at in range(300)] == permutation(positions).tolist()
+
+
 def test_each_epoch_has_its_own_order_and_the_same_one_again() -> None:
     order = Order(1000, seed=5)
     first, second = order.ids(0, 0, 1000), order.ids(1, 0, 1000)

@@ -18,6 +18,7 @@ from surefoot.core.errors import DataError
 LARGEST = 2**40
 ROUNDS = 6
 LARGEST_TABLE = 8192
+FEW = 6  # so many are walked one by one: the calls for an array of them take longer
 _MASK64 = (1 << 64) - 1
 _INCREMENT, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
 _STAGES = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
@@ -71,10 +72,12 @@ class Permutation:
             return chosen
         values = self._encrypt(positions.astype(np.uint64).ravel())
         outside = np.flatnonzero(values >= self.n)
-        while len(outside):  # cycle walking: the domain is under four times n, so few rounds are expected
+        while len(outside) > FEW:  # cycle walking: the domain is under four times n, so few rounds are expected
             walked = self._encrypt(values[outside])
             values[outside] = walked
             outside = outside[walked >= self.n]
+        for place in outside.tolist():
+            values[place] = self._walk(int(values[place]))
         return values.astype(np.int64).reshape(positions.shape)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
@@ -85,6 +88,16 @@ class Permutation:
             mixed ^= left
             left, right = right, mixed
         return (left << self._shift) | right
+
+    def _walk(self, value: int) -> int:
+        """The first below n on the cycle through `value`, which is none: as `_encrypt`, of one Python integer."""
+        shift, mask = int(self._shift), int(self._mask)
+        while value >= self.n:
+            left, right = value >> shift, value & mask
+            for key in self._round_keys:
+                left, right = right, left ^ (mix(right ^ int(key)) & mask)
+            value = left << shift | right
+        return value
 
 
 @dataclass(frozen=True)
