@@ -225,7 +225,8 @@ class PrecisionTable(Table):
         if math.frexp(self.init_scale)[0] != 0.5:
             raise ValueError(f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, so that scaling is exact")
         if self.min_scale > self.init_scale:
-            raise ValueError(f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}; use a smaller one")
+            scales = f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}"
+            raise ValueError(f"{scales}; use a {'smaller min_scale' if 'min_scale' in stated else 'larger init_scale'}")
         if self.emulate and self.compute != "float8":
             raise ValueError(f"emulate is given with compute = {self.compute!r}; set compute = 'float8', or drop it")
         if self.weights == "bf16" and self.compute != "bf16":

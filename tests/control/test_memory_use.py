@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_what_is_tight_is_told_three_remedies_with_what_was_predicted_of_them() 
 
 
 def test_what_a_run_does_already_is_no_remedy() -> None:
-    spec = {"train": {"batch": 64, "microbatch": 1}, "memory": {"recompute": "full"}}
+    spec = {**SPEC, "train": {"batch": 64, "microbatch": 1}, "memory": {"recompute": "full"}}
     found = find_memory_use([started(spec=spec, precision={"compute": "bf16"}), step(10, 1.0)], limit_bytes=400 * MIB)
     assert found is not None
     assert (found.verdict, found.remedies) == ("tight", ())
@@ -83,6 +84,39 @@ def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted(
     assert [each.saved_bytes for each in found] == pytest.approx([0.3 * PEAK, 20 * MIB, 40 * MIB])
     assert [each.known.partition(":")[0] for each in found[:2]] == ["as measured"] * 2
     assert found[1].effect == "20 MiB less, as measured: b.csv"
+
+
+def changes(spec: Any, limit_mib: float = 520, measured: Sequence[Measured] = ()) -> list[str]:
+    found = find_memory_use(run(spec), limit_bytes=limit_mib * MIB, shape=SHAPE, measured=measured)
+    assert found is not None
+    return [each.change for each in found.remedies]
+
+
+def test_a_remedy_is_one_that_the_spec_takes_with_numbers_of_its_own() -> None:
+    assert changes(SPEC) == ["memory.recompute=full", "train.microbatch=64", "precision.compute=bf16"]  # of the default batch
+    assert changes({**SPEC, "train": {"batch": 100, "microbatch": 25}})[1] == "train.microbatch=10"
+    assert changes({**SPEC, "compile": {"what": "step"}}) == ["precision.compute=bf16"]
+    assert changes({**SPEC, "train": {"batch": 64, "ramp": [[0, 32], [640, 64]]}}, 2000) == ["a larger model"]
+
+
+def test_a_loop_of_ones_own_is_told_what_helps_without_keys_that_it_does_not_have() -> None:
+    assert changes({}) == ["blocks computed again in the backward pass", "half the samples at a time", "bf16"]
+    assert changes({}, 2000) == ["twice the batch", "a larger model"]
+
+
+def test_what_was_measured_to_help_nothing_is_not_predicted_to_help() -> None:
+    same = [
+        Measured(change=f"train.batch=64 train.microbatch={part}", source="b.csv", peak_bytes=PEAK, split=(64, part))
+        for part in (64, 16)
+    ]
+    no_less = Measured(change="memory.recompute=full", source="1.1 (1 to 1.2)", ratio=1.1)
+    assert changes(BATCH_64, measured=[*same, no_less]) == ["precision.compute=bf16"]
+    too_much = Measured(change="train.batch=128 train.microbatch=64", source="b.csv", peak_bytes=1100.0 * MIB, split=(128, 64))
+    assert changes(BATCH_64, 1200, [too_much]) == ["a larger model"]
+
+
+def test_what_is_above_the_limit_is_told_by_how_much() -> None:
+    assert use(400).words.endswith("125 % of 400 MiB (the limit): 100 MiB too much")
 
 
 def test_room_is_for_the_largest_batch_that_was_measured_and_fits_or_for_twice_the_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import numpy as np
@@ -68,10 +69,15 @@ def test_a_question_that_is_none_is_refused(words: tuple[str, ...], spec: Path, 
     assert "hint:" in answer.err
 
 
+def test_two_questions_at_once_are_named(spec: Path, surefoot: Command) -> None:
+    assert "--batch and --fit are questions of their own" in surefoot("whatif", str(spec), "--batch", "8", "--fit", "2GiB").err
+    assert "what is asked?" in surefoot("whatif", str(spec)).err
+
+
 def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot: Command) -> None:
     answer = surefoot("whatif", str(spec), "--batch", "8", "--microbatch", "4", "--rounds", "1", "--set", "task.width=-1")
     assert answer.code == 3
-    assert "no row could be measured" in answer.err
+    assert re.search(r"no row could be measured: (?!hint)\S.*-1", answer.err), answer.err
 
 
 def test_without_a_microbatch_the_batch_is_halved_three_times() -> None:
@@ -110,6 +116,10 @@ def test_the_noise_of_a_run_is_that_at_its_weights(spec: Path, tmp_path: Path, s
     answer = surefoot("whatif", "run", "--noise", "--set", "optim.lr=1.0")
     assert answer.code == 2
     assert "a run is measured as it is" in answer.err
+    (row,) = surefoot("whatif", "run", "--batch", "8", "--microbatch", "4", "--rounds", "1", "--updates", "2", "--json").row[
+        "rows"
+    ]
+    assert (row["batch"], row["microbatch"], row["failure"]) == (8, 4, None)  # of the run's spec
 
 
 def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(spec: Path, surefoot: Command) -> None:

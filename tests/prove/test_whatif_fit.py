@@ -58,6 +58,7 @@ def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(spec: Path, s
     answer = surefoot("whatif", str(spec), "--fit", "64 MiB")
     assert answer.code == 7
     assert "nothing fits into 64 MiB less 10%" in answer.err
+    assert "above that limit whatever the model is: give a larger one" in " ".join(answer.err.split())
     header, (size, steps, peak, unit, share, percent, fits) = answer.out.splitlines()[0], answer.out.splitlines()[1].split()
     assert header.split()[0] == "microbatch"
     assert (size, steps, unit, percent, fits) == ("1", "5", "MiB", "%", "no")

@@ -145,7 +145,8 @@ def test_auto_says_what_it_took_and_why(tmp_path: Path, capsys: pytest.CaptureFi
     ({"compute": "bf16", "init_scale": 65536.0}, "whose range is that of fp32"),
     ({"growth_interval": 5}, "nothing to scale"),
     ({"compute": "fp16", "init_scale": 1000.0}, "no power of two"),
-    ({"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0}, "is above init_scale"),
+    ({"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0}, "is above init_scale = 2\nhint: use a smaller min_scale"),
+    ({"compute": "fp16", "init_scale": 0.5}, "is above init_scale = 0.5\nhint: use a larger init_scale"),
     ({"compute": "fp17"}, "did you mean 'fp16'"),
 ])  # fmt: skip
 def test_a_scale_that_makes_no_sense_is_refused_with_the_explanation(table: dict[str, Any], says: str) -> None:

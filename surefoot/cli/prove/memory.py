@@ -39,9 +39,8 @@ def memory(
     from surefoot.core.units import parse_bytes
 
     if (given is None) == (parameters is None):
-        raise InputError(
-            "memory needs a spec, or --parameters", hint="surefoot memory digits, or surefoot memory --parameters 70B"
-        )
+        what = "memory needs a spec, or --parameters" if given is None else "a spec and --parameters are two questions"
+        raise InputError(what, hint="surefoot memory digits, or surefoot memory --parameters 70B")
     idle = [flag for flag, value in {"--measure": measure, "--set": set_, "--data": data}.items() if value]
     if idle and parameters is not None:
         raise InputError(f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone", hint="leave one of them out")

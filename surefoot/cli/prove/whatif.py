@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def whatif(
-    given: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="a spec; for --noise also a run folder")],
+    given: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="a spec, or a run folder, whose spec is taken")],
     batch: Annotated[str | None, typer.Option("--batch", metavar="SIZES", help="measure these batches, as in 128,256")] = None,
     microbatch: Annotated[
         str | None, typer.Option("--microbatch", metavar="SIZES", help="split into these", show_default="all of it, 1/2, 1/4, 1/8")
@@ -60,17 +60,14 @@ def whatif(
     --fit: the largest microbatch whose peak stays a tenth below so much memory, tried in fresh processes, and in a run of 50 steps.
     --noise: how far the gradients of batches lie apart at the same weights, and what that says of the batch.
     """
-    if sum((batch is not None, compiled, save_kernels is not None, fit is not None, noise)) != 1:
-        raise InputError("what is asked?", hint="one of --batch 128,256, --compile, --save-kernels DIR, --fit 2GiB and --noise")
-    belonging = {"--microbatch": (microbatch, "--batch"), "--csv": (csv, "--batch"), "--size": (size, "--noise")}
-    asked = "--batch" if batch is not None else "--noise" if noise else ""
-    idle = [(flag, owner) for flag, (value, owner) in belonging.items() if value is not None and owner != asked]
-    if idle:
-        raise InputError(f"{idle[0][0]} belongs to {idle[0][1]}, which is not asked for", hint="leave it out")
+    _check_question(
+        {"--batch": batch, "--compile": compiled, "--save-kernels": save_kernels, "--fit": fit, "--noise": noise},
+        {("--microbatch", "--batch"): microbatch, ("--csv", "--batch"): csv, ("--size", "--noise"): size},
+    )
     from surefoot.contract import spec_file
 
-    run = Path(given) if noise and (Path(given) / "spec.toml").is_file() else None
-    if run:
+    run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    if run is not None and noise:
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif")
     if save_kernels is not None:
         options.check_new_folder(save_kernels, "--save-kernels")
@@ -103,6 +100,19 @@ def whatif(
         )
 
 
+def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, str], Any]) -> None:
+    """One question is asked, and each further flag belongs to it."""
+    asked = [flag for flag, value in questions.items() if value not in (None, False)]
+    if len(asked) != 1:
+        raise InputError(
+            f"{' and '.join(asked)} are questions of their own" if asked else "what is asked?",
+            hint="one of --batch 128,256, --compile, --save-kernels DIR, --fit 2GiB and --noise",
+        )
+    for (flag, owner), value in belonging.items():
+        if value is not None and owner not in asked:
+            raise InputError(f"{flag} belongs to {owner}, which is not asked for", hint="leave it out")
+
+
 def _compare_batches(
     given: str, spec: RunSpec, sizes: tuple[list[int], list[int]], updates: int, rounds: int, csv: Path | None,
     tell: Callable[[str], None], json: bool,
@@ -123,7 +133,7 @@ def _compare_batches(
         _print(found)
     failed = [each for each in found.rows if each.failure is not None]
     if len(failed) == len(found.rows):
-        raise UserCodeError(f"no row could be measured: {_last_line(failed[0])}", hint="does surefoot train run it?")
+        raise UserCodeError(f"no row could be measured: {_error_of(failed[0])}", hint="does surefoot train run it?")
 
 
 def _compare_compiled(given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool) -> None:
@@ -140,7 +150,7 @@ def _compare_compiled(given: str, spec: RunSpec, rounds: int | None, tell: Calla
     else:
         _print_ways(found)
     if all(each.failure is not None for each in found.ways[1:]):
-        raise UserCodeError(f"nothing could be compiled: {_last_line(found.ways[1])}", hint="does surefoot train run it?")
+        raise UserCodeError(f"nothing could be compiled: {_error_of(found.ways[1])}", hint="does surefoot train run it?")
 
 
 def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], None], *, json: bool) -> None:
@@ -156,10 +166,21 @@ def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], N
     else:
         _print_largest(found)
     if found.microbatch is None:
-        raise OutOfMemory(
-            f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
-            hint=f"let blocks compute again what they need: surefoot memory {given} --fit '{format_bytes(limit_bytes)}'",
-        )
+        raise OutOfMemory(f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}", hint=_way_out(given, found))
+
+
+def _way_out(given: str, found: Fitted) -> str:
+    """What may help where nothing fits: a spec whose tensors are small enough, or more memory where they are not what is too much."""
+    from surefoot.core.units import format_bytes
+    from surefoot.prove.whatif.fit import usable
+
+    if found.beside_bytes is None:
+        return "give it more memory, or make the model smaller"
+    left = usable(found.limit_bytes) - found.beside_bytes
+    beside = f"beside its tensors the smallest takes {format_bytes(found.beside_bytes)}"
+    if left <= 0:
+        return f"{beside}, above that limit whatever the model is: give a larger one"
+    return f"{beside}; what of the model fits into the rest: surefoot memory {given} --fit '{format_bytes(left)}'"
 
 
 def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
@@ -180,8 +201,11 @@ def _sizes(flag: str, text: str | None) -> list[int]:
     return [int(word) for word in words]
 
 
-def _last_line(row: Split | Way) -> str:
-    return (row.failure or "").splitlines()[-1]
+def _error_of(row: Split | Way) -> str:
+    """What the process said at its end, without a hint for who started it."""
+    from surefoot.prove.attempts import last_words
+
+    return last_words(row.failure or "").splitlines()[0]
 
 
 def _print(found: Splits) -> None:
@@ -200,7 +224,7 @@ def _print(found: Splits) -> None:
     print_table(headers, rows, right=headers)
     for each in found.rows:
         if each.failure is not None:
-            print(f"{each.batch:,} by {each.microbatch:,} failed: {_last_line(each)}")
+            print(f"{each.batch:,} by {each.microbatch:,} failed: {_error_of(each)}")
     print(f"\n{found.conditions.get('processor')}, torch {found.conditions.get('torch')}")
 
 
@@ -222,7 +246,7 @@ def _print_ways(found: Ways) -> None:
         print_text(f"{mode}: {why}")
     for each in found.ways:
         if each.failure is not None:
-            print_text(f"{each.what} {each.mode or ''}: {_last_line(each)}")
+            print_text(f"{each.what} {each.mode or ''}: {_error_of(each)}")
     if found.best is not None:
         print_text(
             f'best: compile.what = "{found.best.what}", compile.mode = "{found.best.mode}"; its numbers: surefoot verify --compile'

@@ -7,11 +7,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from surefoot.contract.events import Ended, Event, Started, Step
+from surefoot.contract.spec import RunSpec
 from surefoot.control.diagnose.phases import newest_attempt, number_of
+from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 
 TIGHT, ROOMY = 0.9, 0.5  # of the memory that is there
 ASK = "not known; surefoot memory SPEC --set {} predicts it"
+OWN_LOOP: Mapping[str, str] = {  # what a change is called where no spec has a key for it
+    "memory.recompute": "blocks computed again in the backward pass", "train.microbatch": "half the samples at a time",
+    "precision.compute": "bf16", "train.batch": "twice the batch",
+}  # fmt: skip
 Verdict = Literal["tight", "fits", "roomy"]
 MEANING: Mapping[Verdict, str] = {
     "tight": "little is left",
@@ -30,7 +36,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a change of a spec came to elsewhere: `ratio` to the memory without it, or the peak of a `split`: batch and microbatch."""
+    """What a change of a spec came to elsewhere: `ratio` to the memory without it, or the peak of a `split`: batch and microbatch.
+
+    What takes no less there is no remedy, whatever is predicted of it.
+    """
 
     change: str
     source: str
@@ -72,7 +81,8 @@ class MemoryUse:
     @property
     def words(self) -> str:
         there = f"{format_bytes(self.limit_bytes)} ({self.place})"
-        return f"{format_bytes(self.peak_bytes)}, {format_percent(self.share)} of {there}: {MEANING[self.verdict]}"
+        meaning = f"{format_bytes(self.peak_bytes - self.limit_bytes)} too much" if self.share > 1 else MEANING[self.verdict]
+        return f"{format_bytes(self.peak_bytes)}, {format_percent(self.share)} of {there}: {meaning}"
 
     def as_row(self) -> dict[str, Any]:
         return {**asdict(self), "share": self.share}
@@ -108,43 +118,75 @@ def find_memory_use(
 
 def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequence[Measured]) -> Iterator[Remedy]:
     """What takes less: as measured elsewhere, the most first; then what nobody measured, as predicted."""
-    batch, microbatch = _sizes(started)
-    there = [
-        _as_measured(each, _before(started, peak, measured, each))
-        for each in measured
-        if each.split is None or each.split[0] == batch
-    ]
-    better = sorted((each for each in there if (each.saved_bytes or 0.0) > 0), key=lambda each: -(each.saved_bytes or 0.0))
-    yield from better
-    half = "HALF" if microbatch is None or microbatch % 2 else microbatch // 2
-    for key, value, share, applies in (
-        ("memory.recompute", "full", 1.0, _stated(started, "memory", "recompute") in (None, "none", "operators")),
-        ("train.microbatch", half, 0.5, microbatch != 1),
-        ("precision.compute", "bf16", 0.5, started.precision.get("compute") in ("fp32", "tf32")),
+    spec = _spec(started)
+    batch, microbatch = _sizes(spec)
+    there = [each for each in measured if each.split is None or each.split[0] == batch]
+    better = [_as_measured(each, _before(spec, peak, measured, each)) for each in there]
+    yield from sorted((each for each in better if (each.saved_bytes or 0.0) > 0), key=lambda each: -(each.saved_bytes or 0.0))
+    for key, value, share in (
+        ("memory.recompute", "full", 1.0),
+        ("train.microbatch", part := _half(batch, microbatch), 1 - part / microbatch if part and microbatch else 0.5),
+        ("precision.compute", "bf16", 0.5),
     ):
-        if applies and not any(key in each.change for each in better):
-            yield _as_predicted(f"{key}={value}", None if shape is None else share * shape.activation_bytes)
+        is_measured = any(f"{key}={value}" in each.change.split() for each in there) or (
+            key == "train.microbatch" and any(each.split is not None and each.split[1] < (microbatch or 0) for each in there)
+        )
+        if not is_measured and _helps(started, spec, key, value):
+            yield _as_predicted(spec, key, value, None if shape is None else share * shape.activation_bytes)
 
 
 def _grow(started: Started, peak: float, most: float, shape: Shape | None, measured: Sequence[Measured]) -> Iterator[Remedy]:
     """What would use the rest: the largest batch that was measured and fits, or twice the batch; and a larger model."""
-    batch, _ = _sizes(started)
-    larger = [
-        each for each in measured if each.split is not None and each.split[0] > (batch or 0) and 0 < each.peak_bytes <= most
-    ]
-    if larger:
-        best = max(larger, key=lambda each: each.split or (0, 0))
-        yield _as_measured(best, _before(started, peak, measured, best))
-    else:
-        change = f"train.batch={'TWICE' if batch is None else 2 * batch}"
-        yield _as_predicted(change, None if shape is None else -shape.activation_bytes)
+    spec = _spec(started)
+    batch, _ = _sizes(spec)
+    larger = [each for each in measured if each.split is not None and batch is not None and each.split[0] > batch]
+    fitting = [each for each in larger if 0 < each.peak_bytes <= most]
+    twice = None if batch is None else 2 * batch
+    if fitting:
+        best = max(fitting, key=lambda each: each.split or (0, 0))
+        yield _as_measured(best, _before(spec, peak, measured, best))
+    elif not any(each.split is not None and each.split[0] == twice for each in larger) and _accepts(spec, "train.batch", twice):
+        yield _as_predicted(spec, "train.batch", twice, None if shape is None else -shape.activation_bytes)
     known = "not known; surefoot memory SPEC predicts it"
     if shape is not None:
         known = f"{format_bytes(shape.parameter_bytes)} a parameter and its activations, as predicted of this one"
     yield Remedy(change="a larger model", saved_bytes=None, known=known)
 
 
-def _as_predicted(change: str, saved_bytes: float | None) -> Remedy:
+def _helps(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool:
+    """Whether a change takes less than what the run did, and the spec takes it."""
+    if key == "precision.compute":
+        return started.precision.get("compute") in ("fp32", "tf32") and _accepts(spec, key, value)
+    if key == "memory.recompute" and spec is not None and spec.memory.recompute not in ("none", "operators"):
+        return False
+    return (value is not None or spec is None) and _accepts(spec, key, value)
+
+
+def _accepts(spec: RunSpec | None, key: str, value: Any) -> bool:
+    """Whether the spec stands with that value; a loop of one's own has none that could object."""
+    if spec is None:
+        return True
+    if spec.compile.what == "step" and key in ("memory.recompute", "train.microbatch"):
+        return False  # one graph of one pass
+    table, _, name = key.partition(".")
+    try:
+        spec.replace(**{table: {name: value}})
+    except InputError:
+        return False
+    return True
+
+
+def _half(batch: int | None, microbatch: int | None) -> int | None:
+    """The largest microbatch that divides the batch and is at most half of what it is; None for one of a single sample."""
+    if batch is None or microbatch is None:
+        return None
+    return max((size for size in range(1, microbatch // 2 + 1) if batch % size == 0), default=None)
+
+
+def _as_predicted(spec: RunSpec | None, key: str, value: Any, saved_bytes: float | None) -> Remedy:
+    if spec is None:
+        return Remedy(change=OWN_LOOP[key], saved_bytes=None, known="not known; the run has no spec to predict it from")
+    change = f"{key}={value}"
     known = ASK.format(change) if saved_bytes is None else "at most, as predicted of its activations"
     return Remedy(change=change, saved_bytes=saved_bytes, known=known)
 
@@ -154,19 +196,20 @@ def _as_measured(found: Measured, before: float) -> Remedy:
     return Remedy(change=found.change, saved_bytes=before - there, known=f"as measured: {found.source}")
 
 
-def _before(started: Started, peak: float, measured: Sequence[Measured], found: Measured) -> float:
+def _before(spec: RunSpec | None, peak: float, measured: Sequence[Measured], found: Measured) -> float:
     """What a change is held against: the run's own split where it was measured beside it, else the peak of the run."""
-    mine = [each.peak_bytes for each in measured if each.split == _sizes(started) and each.source == found.source]
+    mine = [each.peak_bytes for each in measured if each.split == _sizes(spec) and each.source == found.source]
     return mine[0] if mine and found.split is not None else peak
 
 
-def _sizes(started: Started) -> tuple[int | None, int | None]:
-    """Batch and microbatch that the spec states; a batch that is not stated is None."""
-    batch, part = (_stated(started, "train", key) for key in ("batch", "microbatch"))
-    batch, part = (value if isinstance(value, int) and value > 0 else None for value in (batch, part))
-    return batch, part or batch
+def _spec(started: Started) -> RunSpec | None:
+    """What the run was of; None for a loop of one's own, and for what is no spec."""
+    try:
+        return RunSpec.model_validate(started.spec) if started.spec else None
+    except InputError:
+        return None
 
 
-def _stated(started: Started, table: str, key: str) -> Any:
-    keys = started.spec.get(table)
-    return keys.get(key) if isinstance(keys, Mapping) else None
+def _sizes(spec: RunSpec | None) -> tuple[int | None, int | None]:
+    """Batch and microbatch."""
+    return (None, None) if spec is None else (spec.train.batch, spec.train.microbatch or spec.train.batch)

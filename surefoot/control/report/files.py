@@ -63,14 +63,15 @@ def read_shape(run: Path) -> Shape | None:
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """What changes came to: the rungs of a ladder's folder that are shown to take less, or the rows of `surefoot whatif --batch --csv`.
+    """What changes came to: the rungs of a ladder's folder that are shown to take less, or no less, or a table of `whatif --batch --csv`.
 
     Raises InputError for any other file.
     """
     if path.is_dir() or path.name == LADDER_FILE:
+        rungs = [(rung, rung.memory.low, rung.memory.high) for rung in read_ladder(path).rungs if rung.change]
         return [
             Measured(change=rung.change, ratio=rung.memory.estimate, source=f"{format_ratio(rung.memory)}, {rung.standing} by {path}")
-            for rung in read_ladder(path).rungs if rung.change and rung.memory.high is not None and rung.memory.high < 1
+            for rung, low, high in rungs if low is not None and high is not None and (high < 1 or low >= 1)
         ]  # fmt: skip
     try:
         table = csv.DictReader(_open(path, MAX_BYTES).decode().splitlines())

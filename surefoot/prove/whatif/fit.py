@@ -63,6 +63,14 @@ class Fitted:
         """Of the longer run that confirmed the answer."""
         return None if self.microbatch is None else self.tries[-1].peak_bytes
 
+    @property
+    def beside_bytes(self) -> float | None:
+        """What the smallest that was tried took beside the tensors that are predicted of it; None where one of the two is not known."""
+        smallest = min(self.tries, key=lambda each: each.microbatch)
+        if self.predicted is None or self.predicted.microbatch is not None or smallest.peak_bytes is None:
+            return None
+        return max(0.0, smallest.peak_bytes - self.predicted.peak_bytes)
+
     def as_row(self) -> dict[str, Any]:
         return {**asdict(self), "margin": MARGIN, "usable_bytes": usable(self.limit_bytes), "peak_bytes": self.peak_bytes}
 
