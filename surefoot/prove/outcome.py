@@ -122,7 +122,8 @@ def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int,
         return Outcome(case=campaign.case, title=campaign.title, seed=seed, trials=0, not_here=missing)
     most = trials + trials // 10
     if campaign.sweep is not None:
-        most = trials = min(trials, campaign.sweep(workshop))
+        places = campaign.sweep(workshop)
+        trials, most = min(trials, places), min(most, places)
     started_s = time.perf_counter()
     failures, counts, fell, number = [], Counter[str](), 0, seed
     while fell < trials and number < seed + most:
