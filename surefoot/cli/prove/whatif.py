@@ -180,7 +180,8 @@ def _way_out(given: str, found: Fitted) -> str:
     beside = f"beside its tensors the smallest takes {format_bytes(found.beside_bytes)}"
     if left <= 0:
         return f"{beside}, above that limit whatever the model is: give a larger one"
-    return f"{beside}; what of the model fits into the rest: surefoot memory {given} --fit '{format_bytes(left)}'"
+    spec = Path(given) / "spec.toml" if Path(given).is_dir() else given
+    return f"{beside}; what of the model fits into the rest: surefoot memory {spec} --fit '{format_bytes(left)}'"
 
 
 def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
