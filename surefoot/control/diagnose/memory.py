@@ -180,7 +180,7 @@ def _half(batch: int | None, microbatch: int | None) -> int | None:
     """The largest microbatch that divides the batch and is at most half of what it is; None for one of a single sample."""
     if batch is None or microbatch is None:
         return None
-    return max((size for size in range(1, microbatch // 2 + 1) if batch % size == 0), default=None)
+    return next((size for size in range(microbatch // 2, 0, -1) if batch % size == 0), None)
 
 
 def _as_predicted(spec: RunSpec | None, key: str, value: Any, saved_bytes: float | None) -> Remedy:
