@@ -22,6 +22,7 @@ STALLS = {"one core": 1, "both cores": 2}
 STALL_MODES = {
     "blocking": "surefoot, blocking", "background": "surefoot", "torch_save": "torch.save and fsync", "dcp_async": "DCP async_save",
 }  # fmt: skip
+STALL_ROUNDS = 3
 LEAST_SHARE = 0.9
 MOST_LOST = {"one core": 0.02, "both cores": 0.15}
 
@@ -127,7 +128,7 @@ def main() -> None:
                 arms = [make_arm("small", folder, "small", "-", "0")]
                 measure("small things", arms, rounds=asked.rounds, packages=packages, out=small)
             if "stall" in wanted:
-                measure("stall", make_stall_arms(folder), rounds=1, warmup_rounds=0, packages=packages, out=stalls)
+                measure("stall", make_stall_arms(folder), rounds=STALL_ROUNDS, warmup_rounds=0, packages=packages, out=stalls)
     if asked.out != RESULTS:
         return  # one part of another machine, to be put beside the others
     trial = read_trial(asked.out)

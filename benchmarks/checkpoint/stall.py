@@ -20,7 +20,8 @@ from surefoot.contract import events
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
-SAVES, FEW_SAVES = 31, 11  # ours, and the peers'; the first one, which makes our staged copy, is left out
+SAVES, FEW_SAVES = 11, 4  # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
+REST_S = 20.0  # a machine that has computed on both cores for three minutes may be slowed to half its speed, until it has rested
 EVERY, OFTEN = 32, 12  # steps between saves; the longer where a writer that yields to two threads lives through 17 of them
 
 
@@ -51,6 +52,7 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     `ordinary_s` is the median of all untouched steps, `waited_s` of how long the loop stood still for a save of ours, as the run's own
     records have it. The first save, which makes the staged copy, is left out.
     """
+    time.sleep(REST_S)
     shutil.rmtree(folder, ignore_errors=True)
     every = EVERY if threads > 1 and mode in ("background", "dcp_async") else OFTEN
     time_steps = _time_surefoot if mode in ("blocking", "background") else _time_loop

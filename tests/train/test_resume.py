@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from surefoot.components import checkpoint
 from surefoot.contract import ledger, manifest
 from surefoot.contract.events import Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError
+from surefoot.runtime.staging import Staging
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import OPTIMIZERS, Small, records, spec
@@ -247,6 +251,26 @@ def test_a_save_that_gets_no_thread_is_written_in_place_and_nobody_waits_for_eve
     monkeypatch.setattr(threading.Thread, "start", refuse)
     train(tmp_path / "a", spec(12, checkpoint={"every": "5 steps"}), Small())
     assert manifest.steps(tmp_path / "a") == [5, 10, 12]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_save_copies_at_the_priority_of_the_training_and_yields_to_it_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def seeing(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            seen.append((what, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            return call(*args, **named)
+
+        return called
+
+    monkeypatch.setattr(Staging, "copy", seeing("copy", Staging.copy))
+    monkeypatch.setattr(checkpoint, "commit", seeing("commit", checkpoint.commit))
+    train(tmp_path / "a", spec(12, checkpoint={"every": "10 steps"}), Small())
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert set(seen) == {("copy", ours), ("commit", 19)}
 
 
 def test_what_a_kill_left_undeleted_goes_with_the_next_start(tmp_path: Path) -> None:

@@ -79,12 +79,13 @@ class Saver:
         return True
 
     def _run(self, content: Content, started_s: float) -> None:
-        yield_to_others(NICE)  # it has until the next save; where a save is waited for, nobody else is at work
         made: Manifest | None = None
         problem: SurefootError | None = None
         try:
             files = {file: dict(tensors) for file, tensors in content.tensors.items()}
-            for key, copy in self._staging.copy().items():
+            copies = self._staging.copy()  # the next update waits for it
+            yield_to_others(NICE)  # the rest has until the next save; where a save is waited for, nobody else is at work
+            for key, copy in copies.items():
                 file, _, name = key.partition("\n")
                 files.setdefault(file, {})[name] = copy
             made = self._write(replace(content, tensors=files), self._is_confirmed)
