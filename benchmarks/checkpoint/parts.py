@@ -88,7 +88,7 @@ def time_disk(folder: Path) -> dict[str, list[float]]:
         for what, command in DISK.items():
             calm_s = statistics.median(step_s() for _ in range(CALM_STEPS))
             words = command.format(file=folder / "bytes", folder=folder)
-            beside = subprocess.Popen(words, shell=True, stderr=subprocess.DEVNULL)
+            beside = subprocess.Popen(("sh", "-c", words), stderr=subprocess.DEVNULL)
             extra_s, is_done = 0.0, False
             while not is_done:
                 is_done = beside.poll() is not None  # the step in which it ends counts, too
