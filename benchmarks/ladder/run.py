@@ -30,8 +30,8 @@ BUILT = ("allocator", "fused", "bf16")
 GIVEN = ('records: observe.every="100 steps"', "loose: train.deterministic=false")
 EQUAL = "equal: checkpoint.keep=4"  # a run of a second makes one commit, so it keeps as many
 EXHAUSTIVE_ROUNDS, FINAL_ROUNDS, LADDERS = 10, 15, 20
-SETTINGS = {"digits": Settings(samples=9600), "cifar10_quick": Settings(samples=64)}
-SETS = {"digits": (), "cifar10_quick": ("train.batch=8",)}
+SETTINGS = {"digits": Settings(samples=9600), "cifar10_quick": Settings(samples=600)}
+SETS = {"digits": (), "cifar10_quick": ("train.batch=50", "task.widths=[16, 64, 64]")}
 PARTS = (*SETS, "equal")
 MOST_APART, MOST_RUNS, MOST_FALSE = 1.03, 1 / 3, 1
 

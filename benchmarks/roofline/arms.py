@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.trial import write_report
 
+REST_S = 20.0  # before each arm: after minutes of work on both cores some machines slow down until they have rested
 BUDGET_S = 0.1  # of each call and shape; three samples at least
 SHAPES = (
     *((size, size, size) for size in (256, 512, 768, 1024, 1536, 2048, 3072)),
@@ -78,6 +79,7 @@ def surefoot(threads: int) -> dict[str, float]:
 def main() -> None:
     arm, threads, report = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
+    time.sleep(REST_S)
     if arm == "surefoot":
         write_report(report, surefoot(threads))
     else:
