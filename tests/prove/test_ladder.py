@@ -300,6 +300,17 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     assert best.task.use == f"{PLANTED}:Honest"
 
 
+def test_no_run_is_spent_on_what_its_numbers_refuse_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--skip-refused", "--samples", "256", "--rung", f"wrong: task.use={PLANTED}:WrongGradient")
+    code, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
+    (wrong,) = row["rungs"]
+    assert (code, wrong["standing"], wrong["parity"]["verdict"], wrong["time_ratio"]) == (0, "rejected", "fails", None)
+    assert "its numbers are not those of the start" in wrong["reason"]
+    assert row["num_runs"] == 4  # the start, its gradients twice, and those of the rung
+
+
 def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
-from surefoot.core.errors import EXIT_OK, StorageError
+from surefoot.core.errors import EXIT_OK, StorageError, hint_unwritten
 
 if TYPE_CHECKING:
     from surefoot.prove.ladder import Ladder
@@ -29,6 +29,7 @@ def ladder(
     pairs: Annotated[int, typer.Option("--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain")] = 15,
     samples: Annotated[int | None, typer.Option("--samples", metavar="N", help="of each run", show_default="a second's")] = None,
     leave_one_out: Annotated[bool, typer.Option("--leave-one-out", help="then measure the best without each of its rungs")] = False,
+    skip_refused: Annotated[bool, typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed")] = False,
     set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
@@ -47,7 +48,7 @@ def ladder(
         raise SpecError("the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "file.py:Task"')
     given = [parse_rung(text) for text in rung or []]
     names = None if rungs is None else [name.strip() for name in rungs.split(",")]
-    settings = Settings(pairs=pairs, samples=samples)
+    settings = Settings(pairs=pairs, samples=samples, measures_refused=not skip_refused)
     folder = _folder(out, origin.spec.task.use)
     talks = not (quiet or json)
     with ending_by_signal():
@@ -93,7 +94,7 @@ def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
             draft.replace(folder / name)
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be written: {error.strerror}", hint="free some space, or name another: --out"
+            f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error, "name another: --out")
         ) from None
     if aloud and ladder.left_out is None:
         last = ladder.results[-1]

@@ -97,6 +97,8 @@ class Climb:
         parity = self._check(rung, spec)
         if parity.verdict == "not measured":
             return _unmeasured(rung, _standing(parity.words), parity.words, self._bench.num_runs - before)
+        if parity.verdict == "fails" and not self._bench.settings.measures_refused:
+            return _unmeasured(rung, "rejected", self._other_numbers(parity), self._bench.num_runs - before, parity)
         trial = self._bench.measure(
             rung.name, spec, self.below, lambda trial: self._is_over(trial, rung), decides=parity.verdict != "fails"
         )
@@ -162,7 +164,7 @@ class Climb:
             said = last_words(error)
             return _refused(said) or f"it {ended}: {said}", None
         if parity.verdict == "fails":
-            return f"its numbers are not those of {self._ground_words}: {parity.words}", None
+            return self._other_numbers(parity), None
         skipped = find_skipped_work(trial, rung.name)
         if skipped is not None:
             return skipped, None
@@ -175,6 +177,9 @@ class Climb:
         if score is None:
             return "it, or the start, has no score", None
         return (f"its {score.words}" if score.is_worse else None), score
+
+    def _other_numbers(self, parity: Verdict) -> str:
+        return f"its numbers are not those of {self._ground_words}: {parity.words}"
 
     @property
     def _ground_words(self) -> str:
@@ -252,10 +257,10 @@ def find_skipped_work(trial: Trial, name: str) -> str | None:
     return None
 
 
-def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0) -> Result:
+def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0, parity: Verdict | None = None) -> Result:
     nothing: Ratios = dict.fromkeys(MEASURES)
-    none = Verdict(verdict="not measured", words=reason)
-    return Result(rung=rung, standing=standing, reason=reason, parity=none, step=nothing, total=nothing, num_runs=num_runs)
+    parity = parity or Verdict(verdict="not measured", words=reason)
+    return Result(rung=rung, standing=standing, reason=reason, parity=parity, step=nothing, total=nothing, num_runs=num_runs)
 
 
 def climb_ladder(

@@ -39,11 +39,15 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a ladder is measured: at most so many pairs of runs for a rung, samples of each run (None: what takes the start a second)."""
+    """How a ladder is measured: at most so many pairs of runs for a rung, samples of each run (None: what takes the start a second).
+
+    With `measures_refused` one look is spent on a rung whose numbers have failed, to show what it would have brought.
+    """
 
     pairs: int = 15
     samples: int | None = None
     timeout_s: float = 600.0
+    measures_refused: bool = True
 
     def __post_init__(self) -> None:
         if self.pairs < 1 or (self.samples is not None and self.samples < 1):
@@ -59,7 +63,7 @@ class Workbench:
     """Runs specs in fresh processes beside the `start`; `folder` gets every raw outcome, a line each."""
 
     def __init__(self, start: RunSpec, settings: Settings, folder: Path) -> None:
-        self._start, self._settings, self._folder = start, settings, folder
+        self.settings, self._start, self._folder = settings, start, folder
         self._seed = start.train.seed
         self.num_runs = 0
 
@@ -77,7 +81,7 @@ class Workbench:
         self.device, self._peak_bytes = outcome.facts["device"], outcome.measures["peak_bytes"]
         per_step = outcome.measures["num_samples"] / LEAST_STEPS
         step_s = outcome.measures["wall_s_per_step"]
-        wanted = TARGET_S / step_s if self._settings.samples is None else self._settings.samples / per_step
+        wanted = TARGET_S / step_s if self.settings.samples is None else self.settings.samples / per_step
         self._steps = max(LEAST_STEPS, math.ceil(wanted))
         self.warmup_steps = max(WARMUP_STEPS, math.ceil(WARMUP_S / step_s))
         self._epoch_steps = math.ceil(outcome.measures["samples_per_epoch"] / per_step)
@@ -115,7 +119,7 @@ class Workbench:
         arms = [self._arm(BELOW, below), self._arm(name, spec)]
         names = (BELOW, name, START)
         more = [self._arm(START, self._start)] if below != self._start else []
-        most, outcomes = self._settings.pairs, list[Outcome]()
+        most, outcomes = self.settings.pairs, list[Outcome]()
         first = min(FIRST_LOOK, most)
         trial = Trial(title=name, arms=names, rounds=most, seed=self._seed)
         for offset, count, these in ((0, first, [*arms, *more]), (first, most - first, arms)):
@@ -152,7 +156,7 @@ class Workbench:
         """Every arm trains the same number of samples, whatever its batch."""
         return spec_arm(
             name, _quiet(spec), steps=self._steps_of(spec, self._steps), warmup=self._steps_of(spec, self.warmup_steps),
-            timeout_s=self._settings.timeout_s, whole_length=True,
+            timeout_s=self.settings.timeout_s, whole_length=True,
         )  # fmt: skip
 
     def _steps_of(self, spec: RunSpec, steps: int) -> int:
@@ -201,7 +205,7 @@ class Workbench:
         )  # fmt: skip
         return Arm(
             name=name, command=command, files={"spec.toml": spec_file.write(whole.replace(**absolute(whole, Path())))},
-            threads=spec.train.threads or 1, timeout_s=self._settings.timeout_s * num_seeds,
+            threads=spec.train.threads or 1, timeout_s=self.settings.timeout_s * num_seeds,
         )  # fmt: skip
 
     def _keep(self, outcome: Outcome) -> None:
