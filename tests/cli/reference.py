@@ -43,6 +43,8 @@ def _spec_row(key: str, field: Any, schema: Mapping[str, Any]) -> str:
 def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
     if "anyOf" in schema:
         return " or ".join(_values(one, is_duration) for one in schema["anyOf"] if one.get("type") != "null")
+    if "const" in schema:
+        return _toml(schema["const"])
     if "enum" in schema:
         return ", ".join(_toml(one) for one in schema["enum"])
     if is_duration:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.main import get_command
 
+from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.main import app
 from tests.cli.conftest import Command
 from tests.cli.reference import CLI, ROOT, sections
@@ -57,6 +61,41 @@ def test_the_help_of_a_verb_explains_each_flag_and_hides_types(
     for each in parameters(verb):
         assert each.help, each.name  # type: ignore[attr-defined]
     assert all(flag in answer.out for flag in flags(verb))
+
+
+BRACKETS = re.compile(r"\[[^\]]*\]")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_word_in_brackets_is_lost_from_the_help_of_a_verb(
+    verb: str, surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # no line is broken
+    shown = surefoot(*verb.split(), "--help").out
+    command = get_command(app)
+    for word in verb.split():
+        command = command.commands[word]  # type: ignore[attr-defined]
+    texts = [command.help or "", *(each.help for each in parameters(verb))]  # type: ignore[attr-defined]
+    assert [word for text in texts for word in BRACKETS.findall(text) if word not in shown] == []
+
+
+def test_words_in_brackets_are_shown_in_every_place_of_a_help(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = typer.Typer(cls=Verbs, help="Group [one].", epilog="End [two].", rich_markup_mode="rich")
+
+    @tried.command(cls=Verb)
+    def verb(given: Annotated[str, typer.Option(help="an option of [three]")] = "") -> None:
+        """Verb [four].
+
+        More [five].
+        """
+
+    @tried.command(cls=Verb)
+    def other() -> None: ...
+
+    for words, expected in (("--help", "one two four"), ("verb --help", "three four five")):
+        tried(words.split(), standalone_mode=False)
+        shown = capsys.readouterr().out
+        assert [word for word in expected.split() if f"[{word}]" not in shown] == []
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "spec schema"])
