@@ -30,7 +30,7 @@ def gradients_of(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     x, y = torch.randn(16, 1, 8, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
     model.zero_grad()
-    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(x.to(next(model.parameters()))), y).backward()
 
 
 MAKERS = {
@@ -39,6 +39,25 @@ MAKERS = {
     "sgd": lambda p, how: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, **how),
     "plain sgd": lambda p, how: torch.optim.SGD(p, lr=0.1, **how),
 }
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_in_float64_is_divided_and_clipped_in_float64(name: str) -> None:
+    """torch's kernels take what they divide by in 32 bits."""
+    ours, theirs = network().double(), network().double()
+    guarded = optim.GuardedUpdate([MAKERS[name](ours.parameters(), {"fused": True})], clip=0.05)
+    reference = MAKERS[name](theirs.parameters(), {"foreach": False, "fused": False})
+    for step in range(STEPS):
+        gradients_of(ours, step)
+        gradients_of(theirs, step)
+        guarded.step_if_finite(1 / 3)
+        for parameter in theirs.parameters():
+            parameter.grad /= 3
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        reference.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -253,6 +253,8 @@ def assert_alike(pairs: list[tuple[nn.Module, GuardedUpdate]], **tolerance: floa
 CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "weight decay and betas": (torch.optim.AdamW, {}, {"weight_decay": 0.5, "betas": (0.5, 0.9), "eps": 1e-3}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.2, "nesterov": True, "weight_decay": 0.3}),
+    "momentum on": (torch.optim.SGD, {}, {"momentum": 0.9}),
+    "momentum off": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}),
 }
 
 
@@ -371,6 +373,22 @@ def test_what_a_graph_would_pass_over_is_refused(words: str) -> None:
     model, update = UNFIT[words]()
     with pytest.raises(SpecError, match=words.strip()):
         whole.compile_step(model, summed, update)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"])
+def test_a_hook_that_comes_later_is_told_and_the_step_goes_on_without_it(kind: str) -> None:
+    model = small_model()
+    step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model))
+    first, second = batches(2)
+    step(first)
+    before = [each.detach().clone() for each in model.parameters()]
+    owner = model if kind.endswith("backward_hook") else next(model.parameters())
+    hook = getattr(owner, kind)(lambda *given: None)
+    with pytest.raises(SpecError, match="does not go with hooks on gradients, as "):
+        step(second)
+    assert all(map(torch.equal, model.parameters(), before))
+    hook.remove()
+    assert step(second)[2]
 
 
 def test_what_is_given_is_checked_and_told_in_words() -> None:

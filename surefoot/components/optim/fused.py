@@ -68,8 +68,19 @@ class FusedGroup:
         self._is_shared = bool(self._steps) and all(step is self._steps[0] for step in self._steps)
         self._first = [] if self._is_sgd else [state["exp_avg"] for state in states]
         self._second = [] if self._is_sgd else [state["exp_avg_sq"] for state in states]
-        self._momentum = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
+        self._buffers = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
         self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
+
+    @property
+    def _momentum(self) -> list[Tensor]:
+        """What the kernel takes: no buffers while the momentum is 0; those that there are not yet are made, as torch's SGD does."""
+        if not self._is_sgd or not self.group["momentum"]:
+            return []
+        if not self._buffers:
+            self._buffers = [torch.zeros_like(each, memory_format=torch.preserve_format) for each in self._params]
+            for state, buffer in zip(self._states, self._buffers, strict=True):
+                state["momentum_buffer"] = buffer
+        return self._buffers
 
     @property
     def tensors(self) -> tuple[list[Tensor], ...]:
@@ -125,6 +136,9 @@ class FusedGroup:
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         group, (steps, first, second, momentum) = self.group, states
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernels take it in 32 bits alone
+            scale_gradients(grads, 1.0 / grad_scale)
+            grad_scale = None
         if self._is_sgd:
             torch._fused_sgd_(
                 params, grads, momentum, weight_decay=group["weight_decay"], momentum=group["momentum"], lr=lr,

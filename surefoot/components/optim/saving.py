@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, TaskError
 
+MOST_SAID = 300  # letters
 NOT_SAVED = ("params", "names", "lr")  # the parameters themselves, and the rate: the schedule says it anew at every step
 
 
@@ -29,7 +30,23 @@ def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, s
     called = names_of(held, names)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {name: dict(optimizer.state[p]) for name, p in zip(called, params, strict=True) if p in optimizer.state}
-    return {"type": kind, "state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
+    made: dict[str, Any] = {"type": kind, "state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
+    if shared := _shared(optimizer, params):
+        made["shared"] = shared
+    if any(id(parameter) not in names for parameter in held):
+        made["shapes"] = [list(parameter.shape) for parameter in held]
+    return made
+
+
+def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
+    """What is kept under a key that is no parameter. Raises TaskError for what is kept of a tensor that the optimiser does not move."""
+    known = {id(parameter) for parameter in params}
+    if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
+        raise TaskError(
+            f"{type(optimizer).__name__} keeps a state of a tensor that is none of its parameters, which no commit can name",
+            hint='keep it under a name: self.state["name"]',
+        )
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
@@ -43,9 +60,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]) -> None:
     """Put a saved state into place; without saved groups these stay. Raises RunFolderError where it is that of other parameters."""
-    if saved["type"] != type(optimizer).__name__ or has_own_form(optimizer) != ("own" in saved):
+    kind = type(optimizer).__name__
+    if saved["type"] != kind or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
-            f"the saved state is that of {saved['type']}, the optimiser is {type(optimizer).__name__}",
+            f"the saved state is that of {saved['type']}, the optimiser is {kind}",
             hint="go on with the task and the spec that the run had",
         )
     if has_own_form(optimizer):
@@ -56,8 +74,14 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tenso
     groups = optimizer.param_groups if saved["groups"] is None else saved["groups"]
     if unknown or len(groups) != len(optimizer.param_groups):
         raise RunFolderError(
-            f"the saved state of {type(optimizer).__name__} is of other parameters: {', '.join(unknown[:8]) or 'another number of groups'}",
+            f"the saved state of {kind} is of other parameters: {', '.join(unknown[:8]) or 'another number of groups'}",
             hint="go on with the task and the spec that the run had",
+        )
+    shapes = [list(parameter.shape) for parameter in held]
+    if saved.get("shapes", shapes) != shapes:
+        raise RunFolderError(
+            f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, and it has {shapes}"[:MOST_SAID],
+            hint="give the optimiser the parameters that it had, in the same order",
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
@@ -67,6 +91,7 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tenso
             _fill(optimizer.state[parameter], saved["state"][name], parameter)
         else:
             optimizer.state.pop(parameter, None)
+    optimizer.state.update(saved.get("shared", {}))
 
 
 def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) -> None:

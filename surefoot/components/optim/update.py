@@ -51,7 +51,8 @@ class GuardedUpdate:
             if fused.supports(each):
                 fused.create_state(each)
         self._take_groups()
-        self._scale = torch.ones((), device=device)
+        self._is_wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        self._scale = torch.ones((), device=device, dtype=torch.float64 if self._is_wide else torch.float32)
         self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.groups]
         self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
         if self.on_device and total_steps is not None:
@@ -237,7 +238,7 @@ class GuardedUpdate:
         norm = raw * factor
         finite = torch.isfinite(norm)
         shrink = (self._clip / (norm + CLIP_EPS)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
-        grad_scale = torch.where(finite, 1.0 / (shrink * factor), 1.0).float()
+        grad_scale = torch.where(finite, 1.0 / (shrink * factor), 1.0).to(self._scale.dtype)
         found_inf = (~finite).float()
         if self._clip_value is not None:
             grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]

@@ -7,7 +7,7 @@ but for rounding; where it cannot be compiled, that one is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -37,7 +37,7 @@ class WholeStep:
 
     def __init__(self, model: nn.Module, update: LiveUpdate, policy: Policy, table: CompileTable, *, deterministic: bool) -> None:
         self._model, self._update, self._policy = model, update, policy
-        self._settings = _settings_of(update.guarded)
+        self._settings, self._hooks = _settings_of(update.guarded), _Hooks(model)
         self.plan, self._compiled = compile_function(
             NAME, _as_function(model, update, policy), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
             deterministic=deterministic, on_cpu=all(each.device.type == "cpu" for each in update.guarded.parameters),
@@ -50,6 +50,8 @@ class WholeStep:
     def __call__(self, batch: Batch) -> Done | None:
         """The terms of the loss, the norm, and whether the update was applied."""
         guarded = self._update.guarded
+        if self._hooks:
+            _refuse(_problems_of(self._model, self._policy))
         settings = _settings_of(guarded)
         if settings != self._settings:
             self._settings = settings
@@ -86,12 +88,27 @@ def compile_step(
         "bf16 weights with masters": any(leaf_of(each) is not each for each in update.parameters),
         **_problems_of(model, policy),
     }
-    problem = next((words for words, is_so in problems.items() if is_so), None)
-    if problem is not None:
-        raise SpecError(f"a step as one graph does not go with {problem}", hint="take the step in order, or leave that out")
+    _refuse(problems)
     update.check_traceable()
     table = CompileTable(what="step", mode=mode, dynamic=dynamic, on_failure="stop")
     return WholeStep(model, LiveUpdate(NAME, loss, update), policy, table, deterministic=deterministic)
+
+
+class _Hooks:
+    """Whether a model has hooks on gradients by now, which its graph passes over: asked in each step, so it looks where they are kept."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [kept for module in model.modules() for kept in (module._backward_hooks, module._backward_pre_hooks)]
+        self._parameters = list(model.parameters())
+
+    def __bool__(self) -> bool:
+        return any(self._kept) or any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters)
+
+
+def _refuse(problems: Mapping[str, bool]) -> None:
+    problem = next((words for words, is_so in problems.items() if is_so), None)
+    if problem is not None:
+        raise SpecError(f"a step as one graph does not go with {problem}", hint="take the step in order, or leave that out")
 
 
 def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
