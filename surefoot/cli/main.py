@@ -14,7 +14,15 @@ from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec
 from surefoot.cli.operate import checkpoint
 from surefoot.cli.prove import bench, explain, formats, ladder, memory, promise, roofline, verify, whatif
 from surefoot.cli.train import demo, evaluate, init, predict, resume, train
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError, SurefootError, UserCodeError
+from surefoot.core.errors import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    StorageError,
+    SurefootError,
+    UserCodeError,
+    hint_unwritten,
+)
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -94,7 +102,7 @@ def _flush(code: int) -> int:
 def _tell_unwritten(error: OSError) -> int:
     """What a full, broken or read-only disk refused, outside of what a verb writes itself: standard output above all."""
     where = error.filename or "standard output"
-    _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint="free some space, or write elsewhere"))
+    _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint=hint_unwritten(error, "write elsewhere")))
     return StorageError.exit_code
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from surefoot.core.errors import RunFolderError, StorageError
+from surefoot.core.errors import RunFolderError, StorageError, hint_unwritten
 
 FILE = "ledger.bin"
 BAD_FILE = f".bad-{FILE}"
@@ -71,7 +71,7 @@ class Appended:
                 os.ftruncate(self._descriptor, end_of(size))
             self.num_synced = os.fstat(self._descriptor).st_size
         except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}", hint="free some space") from error
+            raise StorageError(f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from error
 
     def add(self, rows: bytes) -> None:
         self._rows += rows
@@ -89,7 +89,7 @@ class Appended:
                 os.fsync(self._descriptor)
                 self._is_spoiled = False
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space") from error
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from error
         self.num_synced += len(self._rows)
         self._rows, self._num_written = bytearray(), 0
 
@@ -195,7 +195,7 @@ def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="free some space") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from error
 
 
 def read_plan(folder: Path) -> Plan:

@@ -30,8 +30,9 @@ MAX_COUNT = 2**48  # numbers in one tensor, bytes in one file: more is no checkp
 MAX_DIMS = 64
 MAX_STEP = 10**12  # the name of a folder has twelve digits
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
-STEP_FOLDER = re.compile(r"^step-(\d{12})$")
+STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")  # \d would take the digits of other scripts, $ a newline
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+BETTER = ("higher", "lower")
 # what safetensors calls a dtype, and its bytes
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -97,11 +98,11 @@ class Manifest:
         """JSON with its own digest over everything else; a score that is no number is null, since JSON has none."""
         row = asdict(self)
         if row["score"] is not None:
-            row["score"] = {key: None if _is_no_number(value) else value for key, value in row["score"].items()}
+            row["score"] = {key: None if is_no_number(value) else value for key, value in row["score"].items()}
         return json.dumps({**row, "sha256": _digest(row)}, indent=1, sort_keys=True) + "\n"
 
 
-def _is_no_number(value: Any) -> bool:
+def is_no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -208,8 +209,9 @@ def _made(row: dict[str, Any]) -> Manifest:
         all(isinstance(key, str) and isinstance(value, str) for key, value in _typed(made.environment, dict).items()),
         "environment",
     )
-    _demand(all(type(value) is int and value > 0 for value in _typed(made.layout, dict).values()), "layout")
-    _demand(made.score is None or _is_score(_typed(made.score, dict)), "score")
+    _check_layout(_typed(made.layout, dict))
+    if made.score is not None:
+        check_score(_typed(made.score, dict))
     _demand(made.parent is None or all(_is_plain(value) for value in _typed(made.parent, dict).values()), "parent")
     return made
 
@@ -219,20 +221,28 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
-def _is_score(row: Mapping[str, Any]) -> bool:
+def _check_layout(row: Mapping[str, Any]) -> None:
+    _demand(all(type(value) is int and value > 0 for value in row.values()) and "world_size" in row, "layout")
+    _demand(row["world_size"] == 1, f"{str(row['world_size'])[:40]} ranks wrote it, and this version reads what one wrote")
+
+
+def check_score(row: Mapping[str, Any]) -> None:
+    """Raise RunFolderError unless commits can be ranked by a score: a finite number or none, and which of two is better."""
     value = row.get("value")
-    return (
-        _is_plain(value)
-        and not isinstance(value, str)
-        and all(isinstance(row.get(key, ""), str) for key in ("name", "better", "split"))
+    is_number = _is_plain(value) and not isinstance(value, str | bool)
+    _demand(is_number, f"the value of its score is {str(value)[:40]}, which is no finite number")
+    _demand(
+        row.get("better") in BETTER,
+        f"its score says {str(row.get('better'))[:40]!r} for better, which is none of {', '.join(BETTER)}",
     )
+    _demand(isinstance(row.get("name"), str) and isinstance(row.get("split", ""), str), "its score has no name")
 
 
 def _entry(row: dict[str, Any]) -> Entry:
     tensors = row.get("tensors")
     pieces = None if tensors is None else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
     made = Entry(**{**row, "tensors": pieces})
-    if not NAME.match(_typed(made.name, str)) or made.name == FILE:
+    if not NAME.fullmatch(_typed(made.name, str)) or made.name == FILE:
         raise RunFolderError(f"it names the file {made.name[:100]!r}, which is no plain name")
     _demand(
         0 <= _typed(made.num_bytes, int) <= MAX_COUNT and len(_typed(made.sha256, str)) == 64,
@@ -254,6 +264,7 @@ def _piece(row: dict[str, Any]) -> Piece:
     _demand(
         all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)), "a piece lies outside its tensor"
     )
+    _demand(made.shape == made.whole, "it holds a part of a tensor, and this version takes whole ones")
     count = math.prod(max(size, 1) for size in made.whole)  # sizes beside a 0 count, too: who makes such a tensor multiplies them
     _demand(count <= MAX_COUNT and 0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor is too large")
     _demand(_typed(made.owner, int) >= 0, "owner")

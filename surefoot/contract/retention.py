@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import InputError, RunFolderError
 
 CLOCK_FILE = "clock.json"  # of a commit: {"training_s": seconds}
 LEAST = 2  # commits that stay whatever is asked for: one of them may turn out damaged
@@ -95,13 +95,17 @@ def find_doomed(
 
 
 def retain(
-    run: Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
+    run: str | Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
     budget_bytes: int | None = None,
 ) -> list[int]:  # fmt: skip
     """Delete the commits that need not stay, the oldest first, once the newest was verified; gives the steps deleted.
 
-    Where the newest does not verify, nothing is deleted.
+    The newest `keep` stay, two at least: one of them may turn out damaged. Where the newest does not verify, nothing is deleted.
+    Raises InputError for fewer than one.
     """
+    if keep < 1:
+        raise InputError(f"keep is {keep}", hint="keep 1 or more: the newest two stay in any case")
+    run = Path(run)
     try:
         doomed = find_doomed(run, keep=keep, every=every, every_s=every_s, keep_best=keep_best, budget_bytes=budget_bytes)
         if doomed:

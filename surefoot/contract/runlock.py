@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, hint_unwritten
 
 try:
     import fcntl
@@ -45,7 +45,8 @@ class RunLock:
         except OSError as error:
             self.release()
             raise RunFolderError(
-                f"{folder} cannot be written: {error.strerror}", hint="free some space, or give another --run"
+                f"{error.filename or folder} cannot be written: {error.strerror}",
+                hint=hint_unwritten(error, "give another run folder"),
             ) from error
 
     def _open(self, folder: Path) -> None:

@@ -60,6 +60,7 @@ def _canonical_duration(text: str) -> str:
 
 
 DurationText = Annotated[str, _checked_by(Duration.parse), AfterValidator(_canonical_duration)]
+Never = Annotated[Literal["never"], BeforeValidator(lambda given: "never" if given is None else given)]
 SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
 
 
@@ -288,11 +289,9 @@ class CompileTable(Table):
 
 
 class CheckpointTable(Table):
-    every: DurationText | None = Field("10 min", description="commit so often, besides the best and the last")
+    every: DurationText | Never = Field("10 min", description="commit so often, besides the best and the last")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
-    keep_every: DurationText | None = Field(
-        None, description="commits at multiples of this stay for ever; of a time, the first after each"
-    )
+    keep_every: DurationText | None = Field(None, description="commits at its multiples stay; of a time, the first after each")
     keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
     budget: Annotated[str, _checked_by(parse_bytes)] | None = Field(
         None, description="the disk that all commits may take; the oldest go, never the newest two nor the best"

@@ -20,6 +20,8 @@ SIGHUP, 130 interrupted, 143 ended by SIGTERM.
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -94,6 +96,29 @@ def needing(package: str, *modules: str, extra: str, needed_for: str) -> Iterato
         if error.name not in modules:
             raise
         raise MissingExtra(package, extra=extra, needed_for=needed_for) from None
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+IN_TEXT = re.compile(r"\(os error ([0-9]+)\)")  # how libraries in Rust say it
+MENDS = {
+    **dict.fromkeys(FULL, "free some space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write there"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder that it lies in"),
+    errno.EISDIR: "move the folder of that name away",
+    errno.EROFS: "mount the disk for writing",
+}
+
+
+def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
+    """What mends a write that the system refused with `error`, or what to do `instead`.
+
+    >>> hint_unwritten(OSError(errno.ENOSPC, "No space left on device"), "give another --run")
+    'free some space, or give another --run'
+    """
+    told = IN_TEXT.search(str(error))
+    number = error.errno if isinstance(error, OSError) else int(told.group(1)) if told else None
+    mend = MENDS.get(number or 0, "see that the disk is there and takes files")
+    return mend if instead is None else f"{mend}, or {instead}"
 
 
 class RunError(SurefootError):

@@ -23,7 +23,7 @@ from typing import Self
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.place import child_environment
 from surefoot.core.signals import ending_by_signal
-from surefoot.prove.leavings import compare, list_files, list_timed
+from surefoot.prove.leavings import compare, list_files, list_timed, list_unfollowed
 
 LOOK_S = 0.005
 MAX_TRIES = 20
@@ -36,6 +36,7 @@ class CommandVerdict:
     """What was tried and what came of it; `repeat` and `resume` name the first difference.
 
     `num_changes` were seen in the state folder of an unbroken run; `kills` say how many an attempt had made when it was killed.
+    `unfollowed` are links out of the folder, of which the target's name was compared and not what is behind it.
     """
 
     seed: int
@@ -47,6 +48,7 @@ class CommandVerdict:
     resume: str | None = None
     by_digest: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    unfollowed: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -74,10 +76,11 @@ def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, 
     for name in ("first", "second"):
         tell(f"{name} unbroken run")
         pace = _run_whole(words, state)
+        unfollowed = list_unfollowed(state)  # while it stands where its links lead from
         _keep(state, folder / name)
     found = CommandVerdict(
         seed=seed, num_files=len(list_files(folder / "first")), num_changes=pace.num_changes, elapsed_s=pace.took_s,
-        left_out=list_timed(folder / "first"),
+        left_out=list_timed(folder / "first"), unfollowed=unfollowed,
     )  # fmt: skip
     repeat, by_digest = compare(folder / "first", folder / "second")
     if repeat is not None:
@@ -126,9 +129,10 @@ class _Process:
         self.process.wait()
 
     def said(self) -> str:
-        """Its last lines."""
+        """Its last lines after a colon, or that there are none."""
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - TOLD_BYTES))
-        return "\n".join(self._said.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:])
+        lines = self._said.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
+        return ": " + "\n".join(lines) if lines else " and said nothing on stderr"
 
 
 def _run_whole(words: list[str], state: Path) -> Pace:
@@ -142,7 +146,9 @@ def _run_whole(words: list[str], state: Path) -> Pace:
                 first_s = time.monotonic() if num_changes == 1 else first_s
             time.sleep(LOOK_S)
         if code := one.process.returncode:
-            raise TaskError(f"the command ended with {code}: {one.said()}", hint="make it run to its end first")
+            raise TaskError(f"the command ended with {code}{one.said()}", hint="make it run to its end first")
+    if state.is_symlink():  # the link alone would be moved away, and the next run begin where this one ended
+        raise TaskError(f"the command left a link in place of the folder {state}", hint="name the folder itself with --state")
     if not state.is_dir() or not list_files(state):
         raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
     return Pace(time.monotonic() - started_s, first_s - started_s, num_changes)
@@ -177,7 +183,7 @@ def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: ra
                 tell(f"kill {len(done)} of {kills}: after {wanted} of {pace.num_changes} changes in {state}")
                 continue
             if code := one.process.returncode:
-                raise TaskError(f"the restarted command ended with {code}: {one.said()}", hint="it must go on, or begin anew")
+                raise TaskError(f"the restarted command ended with {code}{one.said()}", hint="it must go on, or begin anew")
         if done:
             return tuple(done)
         tell("it was over before the kill came: again, and earlier")

@@ -1,5 +1,6 @@
 """What two runs of a script left, held against each other: tensors and plain values by name where they can be read, others by SHA-256.
 
+A link is compared by the text of its target, never by what is behind it: a file inside the folder is compared where it stands.
 What holds times or attempts by its nature (surefoot's own logs, locks and manifests, TensorBoard's files) is left out by name.
 """
 
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from surefoot.components.checkpoint.foreign import open_foreign
 from surefoot.contract import digest, events, manifest, runlock
@@ -28,12 +30,25 @@ RANDOM = {
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files below, by their path in it; links are none, and what goes away meanwhile is left out."""
+    """The files and links below, by their path in it; a link is not followed, and what goes away meanwhile is left out."""
     found = []
-    for place, _, names in os.walk(folder):
-        paths = (Path(place) / name for name in names)
-        found += [str(path.relative_to(folder)) for path in paths if path.is_file() and not path.is_symlink()]
+    for place, folders, names in os.walk(folder):
+        paths = (Path(place) / name for name in (*folders, *names))
+        found += [str(path.relative_to(folder)) for path in paths if path.is_symlink() or path.is_file()]
     return sorted(found)
+
+
+def list_unfollowed(folder: Path) -> tuple[str, ...]:
+    """The links to what is not compared where it stands: out of `folder`, or to nothing."""
+    links = (name for name in list_files(folder) if (folder / name).is_symlink())
+    return tuple(name for name in links if not _is_inside(folder, name))
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).resolve(strict=True).is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # to nothing, or in a circle
+        return False
 
 
 def list_timed(folder: Path) -> tuple[str, ...]:
@@ -65,6 +80,9 @@ def _is_commit(folder: Path) -> bool:
 
 
 def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | None:
+    links = [os.readlink(path) if path.is_symlink() else None for path in (one, two)]
+    if links != [None, None]:
+        return None if links[0] == links[1] else f"{name} {', and '.join(map(_told_link, links))}"
     if digest.of_file(one) == digest.of_file(two):
         return None
     try:
@@ -82,6 +100,10 @@ def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | 
     return None  # other bytes around the same contents
 
 
+def _told_link(target: str | None) -> str:
+    return "is a file" if target is None else f"is a link to {target}"
+
+
 def _contents(path: Path) -> Mapping[str, Any] | None:
     """The tensors and plain values of a file by name; None for a file of another kind, or with more in it than can be read."""
     if path.name == "state.json" and _is_commit(path.parent):
@@ -90,12 +112,12 @@ def _contents(path: Path) -> Mapping[str, Any] | None:
         try:
             with safe_open(path, framework="pt") as file:
                 texts = {f"metadata/{key}": text for key, text in (file.metadata() or {}).items()}
-                return {**texts, **{name: _as_array(file.get_tensor(name)) for name in file.keys()}}  # noqa: SIM118 - no mapping
+                return {**texts, **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
     if path.suffix in FOREIGN:
         found = open_foreign(path)
-        return None if found.left_out else {**found.values, **{name: _as_array(tensor) for name, tensor in found.tensors.items()}}
+        return None if found.left_out else {**found.values, **found.tensors}
     return None
 
 
@@ -103,20 +125,50 @@ def _without_random(tree: Any) -> Any:
     return {key: _without_random(value) for key, value in tree.items() if key not in RANDOM} if isinstance(tree, dict) else tree
 
 
-def _as_array(tensor: Any) -> np.ndarray:
-    found = tensor.detach().cpu().contiguous()
-    return np.asarray(found.float().numpy() if str(found.dtype) == "torch.bfloat16" else found.numpy())
-
-
 def _apart(one: Any, two: Any) -> str | None:
     """By how much two contents differ, in words; None where they do not."""
-    if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
-        if (one.shape, one.dtype) == (two.shape, two.dtype) and one.tobytes() == two.tobytes():
-            return None
-        if one.shape != two.shape or one.dtype.kind != "f":
-            return ""
-        return f" by {np.nanmax(np.abs(one.astype(np.float64) - two.astype(np.float64))):.3g} at most"
-    if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return _tensors_apart(one.detach(), two.detach())
+    if isinstance(one, Tensor) or isinstance(two, Tensor):
         return ""
     texts = [json.dumps(value, sort_keys=True) for value in (one, two)]  # nan equals nan
     return None if texts[0] == texts[1] else f": {texts[0][:80]} and {texts[1][:80]}" if max(map(len, texts)) <= 80 else ""
+
+
+def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
+    if one.dtype != two.dtype:
+        return f": {_name(one)} and {_name(two)}"
+    if one.shape != two.shape:
+        return f": {list(one.shape)} and {list(two.shape)}"
+    if torch.equal(_bits(one, torch.uint8), _bits(two, torch.uint8)):
+        return None
+    if one.dtype is torch.bool:
+        return f" in {int((one != two).sum())} of its {one.numel()} values"
+    try:
+        apart = _numbers_apart(_wide(one), _wide(two))
+    except (RuntimeError, TypeError):  # a dtype that no number comes from, as float4: the bytes said that they differ
+        return ""
+    if apart is None and one.dtype in (torch.int64, torch.uint64):  # of numbers that float64 rounds to one
+        return f" by {int((_bits(one, torch.int64) - _bits(two, torch.int64)).abs().max())} at most"
+    return " in the bits of equal numbers" if apart is None else apart
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(dtype)  # no arithmetic, which few operators do in every dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
+    """By how much numbers differ, or in how many one is nan; None where only their bits do, as those of 0 and -0."""
+    in_one = int((one.isnan() != two.isnan()).sum())
+    if in_one:
+        return f": {in_one} of its {one.numel()} numbers {'is' if in_one == 1 else 'are'} nan in one of them alone"
+    differ = (one != two) & ~one.isnan()
+    return f" by {(one[differ] - two[differ]).abs().max().item():.3g} at most" if differ.any() else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, is_held
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import find_use
-from surefoot.core.errors import RunFolderError, StorageError
+from surefoot.core.errors import RunFolderError, StorageError, hint_unwritten
 
 SPEC_FILE = "spec.toml"
 FINISHED = ("finished", "stopped")
@@ -96,7 +97,7 @@ def _chosen(
         if _is_new_fork(wanted, names, spec_id):
             return Chosen(wanted, True, (f"{wanted} is a fork that was broken off as it began: going on in it",))
         if not _is_barely_begun(wanted, names) and not is_held(wanted):  # whose owner the lock will name
-            raise RunFolderError(f"{wanted} is not empty and holds no run", hint="give a new or an empty folder with --run")
+            raise _no_run(wanted, names)
         if {SPEC_FILE, manifest.FOLDER} <= names and not is_fork and not is_held(wanted):
             raise RunFolderError(
                 f"{wanted} is a fork that was broken off before its first commit",
@@ -130,6 +131,16 @@ def _chosen(
         wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
         stated=newest.spec,
     )  # fmt: skip
+
+
+def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
+    """Why a folder that holds something else, or has lost its log, takes no run; and what still can be done with it."""
+    if SPEC_FILE in names and manifest.steps(folder):
+        return RunFolderError(
+            f"{folder} has commits and no {events.FILE}: the run's record is gone, so nothing can go on in this folder",
+            hint=f"surefoot resume {shlex.quote(str(folder))} --fork NEW goes on from the newest commit in a new folder",
+        )
+    return RunFolderError(f"{folder} is not empty and holds no run", hint="give a new or an empty folder, as with --run")
 
 
 def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
@@ -219,7 +230,8 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
     except (OSError, StorageError) as error:
         mine.give_back(before)
         text = f"{mine.chosen.folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error.message
-        raise RunFolderError(text, hint="free some space, or give another --run folder") from error
+        cause = error if isinstance(error, OSError) else error.__cause__ or error
+        raise RunFolderError(text, hint=hint_unwritten(cause, "give another --run folder")) from error
     except BaseException:
         mine.give_back(before)
         raise

@@ -28,7 +28,7 @@ from surefoot.contract.events import Started
 from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError
+from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, read_split, set_storage
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
@@ -148,7 +148,7 @@ def predict_run(
             save_file(arrays, path)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path} cannot be written: {reason}", hint="free some space, or give another --output") from error
+        raise InputError(f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --output")) from error
     return path, {key: array.shape for key, array in arrays.items()}, used
 
 
@@ -209,13 +209,13 @@ def _told_if_unwritten(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StorageError(f"{path} cannot be written: {reason}", hint="free some space, or give another --to") from error
+        raise StorageError(f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --to")) from error
 
 
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
     """Raise RunFolderError, listing both sides, unless `weights` are those of the spec's model by name and shape."""
     model = build_model(spec, load_task(spec))
-    own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    own = checkpoint.held_by(model).tensors
     stored = {
         name: torch.empty(tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta")
         for name, tensor in weights.items()

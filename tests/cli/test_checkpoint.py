@@ -98,6 +98,20 @@ def test_list_tells_what_kills_left_and_what_cannot_be_read(run: Path, surefoot:
     assert "manifest.json" in answer.out
 
 
+@pytest.mark.parametrize("harm", [lambda path: flip(path, 40), Path.unlink], ids=["damaged", "missing"])
+def test_show_tells_that_the_newest_cannot_be_read_and_shows_the_one_before(harm: Any, run: Path, surefoot: Command) -> None:
+    newest = path_of(6, manifest.FILE)
+    harm(newest)
+    answer = surefoot("checkpoint", "show", run, "--json")
+    assert (answer.code, answer.row["step"]) == (0, 5)
+    assert answer.err.startswith(f"warning: {newest} ")
+    assert answer.err.endswith("; the commit before it is shown\n")
+    assert surefoot("checkpoint", "show", f"{run}:6").code == 2
+    for step in range(1, 6):
+        path_of(step, manifest.FILE).unlink()
+    assert surefoot("checkpoint", "show", run).code == 2
+
+
 def test_show_tells_files_tensors_shapes_and_dtypes(run: Path, surefoot: Command) -> None:
     for words in ((f"{run}:3",), (run, "--step", "3"), (run, "--step", "best"), (path_of(3).parent,)):
         answer = surefoot("checkpoint", "show", *words)

@@ -70,6 +70,18 @@ def spec(trained: Path, tmp_path: Path, surefoot: Command) -> Path:
     return tmp_path / "mine.toml"
 
 
+def test_a_run_whose_record_is_gone_is_told_what_still_works_and_that_does(spec: Path, surefoot: Command) -> None:
+    Path("left", events.FILE).unlink()
+    refused = surefoot("resume", "left")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith(f"error: left has commits and no {events.FILE}: the run's record is gone")
+    hint = refused.err.splitlines()[-1]
+    assert hint == "hint: surefoot resume left --fork NEW goes on from the newest commit in a new folder"
+    words = hint.removeprefix("hint: surefoot ").split(" goes on")[0].replace("NEW", "again").split()
+    assert surefoot(*words, "--quiet").code == 0
+    assert manifest.steps(Path("again"))[-1] == STEPS
+
+
 def started(folder: str) -> list[Started]:
     return [event for event in events.read(Path(folder)) if isinstance(event, Started)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from surefoot.components import checkpoint
+from surefoot.components.optim import GuardedUpdate
 from surefoot.core.errors import RunFolderError, TaskError
 
 
@@ -240,3 +242,157 @@ def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_name
             one.read(asked)
         assert caught.value.hint == "it holds model.safetensors, state.safetensors"
     assert {*one.read("model.safetensors")} == {"weight", "bias"}
+
+
+# ---- what is no tensor of a state dict, and yet decides how a loop goes on
+
+
+class Full(nn.Module):
+    """Keeps a buffer that is not persistent, one that its first batch makes, one that grows, and extra state of two kinds."""
+
+    def __init__(self, *, is_new: bool = True) -> None:
+        super().__init__()
+        self.inner = linear(1.0)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("first", None, persistent=False)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.calls, self.seen = 0, torch.zeros(2)
+        if not is_new:
+            self.calls, self.seen = 3, torch.tensor([1.0, 2.0])
+            self.mean += 0.5
+            self.first, self.cache = torch.ones(2), torch.arange(4.0)
+            self.inner.register_buffer("late", torch.ones(1), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Counting(nn.Linear):
+    """Its extra state is a tensor that is made when it is asked for, as some libraries keep their scales."""
+
+    count = 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = int(state)
+
+
+def test_hidden_buffers_and_extra_state_come_back(tmp_path: Path) -> None:
+    model, counting = Full(is_new=False), Counting(2, 2)
+    counting.count = 7
+    checkpoint.save(tmp_path, 1, {"model": model, "inside": nn.Sequential(counting)})
+    into, other = Full(), Counting(2, 2)
+    mean = into.mean
+    checkpoint.load(tmp_path, {"model": into, "inside": nn.Sequential(other)})
+    assert (into.calls, other.count) == (3, 7)
+    assert into.mean is mean  # in place: others may look at it
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, into.get_buffer(name)), name
+    assert "inner.late" not in into.state_dict()
+    assert checkpoint.load(tmp_path, {}) is not None
+
+
+def test_a_hidden_buffer_that_has_no_place_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"model": Full(is_new=False)})
+    into = Full()
+    into.inner.late = 1  # type: ignore[assignment] - as where a later version keeps a number under that name
+    nn.init.zeros_(into.inner.weight)
+    with pytest.raises(RunFolderError, match=r"holds the buffer 'inner.late', and the model has no place for it"):
+        checkpoint.load(tmp_path, {"model": into})
+    assert not into.inner.weight.any()
+
+
+class Packed(nn.Module):
+    """As a quantised layer, whose weights are an object of its own."""
+
+    def get_extra_state(self) -> object:
+        return {"weights": object()}
+
+
+def test_a_model_whose_weights_are_no_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"model/extra/0._extra_state/weights is a object, which a checkpoint cannot hold"):
+        checkpoint.save(tmp_path, 1, {"model": nn.Sequential(Packed())})
+    lazy = nn.LazyLinear(3)
+    for state in ({"model": lazy}, {"optimizer": torch.optim.SGD(lazy.parameters(), lr=1.0)}):
+        with pytest.raises(TaskError, match="has no shape yet: its layer is lazy"):
+            checkpoint.save(tmp_path, 1, state)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the state of optimisers
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps state of every kind: another dtype than its parameters, text, lists, arrays, and some that belongs to none of them."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["wide"], state["narrow"] = (
+                torch.full_like(parameter, 1 / 3, dtype=torch.float32),
+                torch.ones(2, dtype=torch.bfloat16),
+            )
+            state["why"], state["history"] = "since", [torch.full((2,), 1 / 3), (1, "two")]
+            state["array"] = np.ones(2)
+        self.state["all"]["steps"] = 5  # type: ignore[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_state_of_an_optimiser_is_neither_cast_nor_taken_apart(dtype: torch.dtype, tmp_path: Path) -> None:
+    first, second = linear(1.0).to(dtype), linear(1.0).to(dtype)
+    saved, into = Keeping(first.parameters()), Keeping(second.parameters())
+    saved.step()
+    checkpoint.save(tmp_path, 1, {"model": first, "optimizer": saved})
+    checkpoint.load(tmp_path, {"model": second, "optimizer": into})
+    assert into.state["all"] == {"steps": 5}  # type: ignore[index]
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        held, found = saved.state[one], into.state[other]
+        assert (found["wide"].dtype, found["narrow"].dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(found["wide"], held["wide"])
+        assert torch.equal(found["history"][0], held["history"][0])
+        assert (found["why"], found["history"][1], found["array"].tolist()) == ("since", (1, "two"), [1.0, 1.0])
+
+
+def test_an_optimiser_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    turned = [model.bias, model.weight]
+    alike = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    checkpoint.save(tmp_path, 1, {
+        "model": model, "optimizer": stepped(model.parameters()), "alike": alike, "both": stepped(alike.parameters()),
+    })  # fmt: skip
+    other = [*alike[1].parameters(), *alike[0].parameters()]
+    for wrong, said in (
+        ({"optimizer": stepped(turned)}, r"'optimizer', whose parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[2\] now"),
+        (
+            {"optimizer": stepped(nn.Linear(4, 3).parameters())},
+            r"parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[3, 4\] now",
+        ),
+        ({"alike": alike, "both": stepped(other)}, r"parameter 0 was alike.0.weight of .* it is alike.1.weight of"),
+    ):
+        with pytest.raises(RunFolderError, match=said.replace("was one of", "was (one|model.weight) of")):
+            checkpoint.load(tmp_path, wrong)
+
+
+def stepped(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    made = torch.optim.AdamW(parameters)
+    for each in made.param_groups[0]["params"]:
+        each.grad = torch.ones_like(each)
+    made.step()
+    return made
+
+
+def test_a_guarded_update_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    checkpoint.save(tmp_path, 1, {"update": GuardedUpdate([stepped(model.parameters())])})
+    turned = GuardedUpdate([stepped([model.bias, model.weight])])
+    with pytest.raises(RunFolderError, match=r"of parameters of shapes \[\[2, 4\], \[2\]\], and it has \[\[2\], \[2, 4\]\]"):
+        checkpoint.load(tmp_path, {"update": turned})

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from surefoot.cli.operate import stored
 from surefoot.components import checkpoint
 from surefoot.contract import commits, manifest, retention
-from surefoot.core.errors import NumbersError, RunFolderError, StorageError
+from surefoot.core.errors import InputError, NumbersError, RunFolderError, StorageError, TaskError
 
 
 def commit(run: Path, step: int, model: nn.Module | None = None, generation: int = 1, **more: Any) -> int:
@@ -45,6 +46,7 @@ def test_a_commit_reads_back_with_every_digest(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
 
 
+SCORE = {"name": "accuracy", "value": 0.5, "better": "higher", "split": "test"}
 FILE = {"name": "a", "num_bytes": 1, "sha256": "x"}
 HOSTILE: dict[str, dict[str, Any]] = {
     "a step of another type": {"step": "7"},
@@ -53,6 +55,15 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a spec of another type": {"spec_id": 3},
     "a format of another type": {"format": "1"},
     "a score that is none": {"score": [1]},
+    **{f"a score of {value}": {"score": {**SCORE, "value": value}} for value in (True, math.nan, math.inf, -math.inf, "0.5")},
+    **{f"a score where {better!r} is better": {"score": {**SCORE, "better": better}} for better in ("up", "", None, True)},
+    "a score without a name": {"score": {"value": 1.0, "better": "lower"}},
+    "a score without a direction": {"score": {"name": "loss", "value": 1.0}},
+    "two ranks": {"layout": {"world_size": 2}},
+    "two ranks of 1.0": {"layout": {"world_size": 1.0}},
+    "no ranks": {"layout": {}},
+    "ranks by another axis alone": {"layout": {"shard": 1}},
+    "a name with a newline": {"files": [{**FILE, "name": "a\n", "sha256": "0" * 64}]},
     "an environment that is none": {"environment": 3},
     "a key too many": {"surprise": 1},
     "files that are none": {"files": 3},
@@ -75,6 +86,34 @@ def test_a_manifest_of_other_types_is_refused_in_words(what: str, tmp_path: Path
     with pytest.raises(RunFolderError, match=r"manifest\.json") as caught:
         manifest.read(folder)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_layout_and_a_score_may_gain_keys(tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    folder = manifest.step_folder(tmp_path, 7)
+    rewrite(folder, layout={"world_size": 1, "shard": 1}, score={**SCORE, "value": None, "unit": "%"})
+    assert commits.check(folder).layout["shard"] == 1
+
+
+@pytest.mark.parametrize(("whole", "offset"), [([8, 2], [0, 0]), ([8, 2], [5, 0]), ([3, 3], [0, 1])])
+def test_a_part_of_a_tensor_is_refused_by_whoever_reads_its_manifest(whole: list[int], offset: list[int], tmp_path: Path) -> None:
+    commit(tmp_path, 7)
+    folder = manifest.step_folder(tmp_path, 7)
+    files = json.loads((folder / manifest.FILE).read_text())["files"]
+    piece = next(entry for entry in files if entry["name"] == "model.safetensors")["tensors"]["weight"]
+    assert piece["shape"] == [3, 2]
+    piece |= {"whole": whole, "offset": offset}
+    rewrite(folder, files=files)
+    for read in (commits.check, manifest.read, lambda _: checkpoint.load_into(nn.Linear(2, 3), tmp_path, 7)):
+        with pytest.raises(RunFolderError, match="a part of a tensor"):
+            read(folder)
+
+
+@pytest.mark.parametrize("score", [{**SCORE, "better": "up"}, {**SCORE, "value": True}, {"value": 1.0, "better": "lower"}])
+def test_a_score_that_no_reader_takes_is_not_written(score: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="a commit cannot have this score"):
+        commit(tmp_path, 7, score=score)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "spam", "[]", "3", "{}", "[" * 100_000, "\0" * 100, '{"sha256": "x"}'])
@@ -106,7 +145,10 @@ def test_only_whole_commits_with_their_own_names_are_steps(tmp_path: Path) -> No
     for name in (".draft-step-000000000009", "step-9", "step-000000000010", "notes", "step-0000000000111"):
         (folder / name).mkdir()
     (folder / "step-000000000013").write_text("a file")
+    for name in ("step-" + "\u0660" * 9 + "\u0661\u0665\u0660", "step-000000000014\n"):  # digits of another script; a line
+        shutil.copytree(folder / "step-000000000012", folder / name)
     assert manifest.steps(tmp_path) == [7, 12]
+    assert [path.name for path in stored.step_folders(tmp_path)] == [f"step-{step:012d}" for step in (7, 10, 12, 13)]
 
 
 def test_weights_of_a_damaged_commit_never_reach_the_model(tmp_path: Path) -> None:
@@ -155,7 +197,9 @@ def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(tmp
         commit(tmp_path, step, score={"name": "loss", "value": abs(step - 3.0), "better": "lower"})
     (tmp_path / manifest.FOLDER / "step-000000000001" / "mine.txt").write_text("beside the weights")
     (tmp_path / manifest.FOLDER / "notes").mkdir()
-    assert checkpoint.retain(tmp_path, keep=2) == [1, 2, 4]
+    with pytest.raises(InputError, match="keep is 0"):
+        checkpoint.retain(tmp_path, keep=0)
+    assert checkpoint.retain(str(tmp_path), keep=2) == [1, 2, 4]
     assert manifest.steps(tmp_path) == [3, 5, 6]
     assert (tmp_path / manifest.FOLDER / "notes").is_dir()
     assert not list((tmp_path / manifest.FOLDER).glob(".*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 from surefoot.contract import runlock
 from surefoot.contract.runlock import FILE, RunLock
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, hint_unwritten
 from surefoot.core.place import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,27 @@ def start(source: str, folder: Path) -> subprocess.Popen[str]:
         [sys.executable, "-c", source, str(folder)], env={**child_environment(threads=1), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def test_a_lock_that_cannot_be_written_is_told_with_what_mends_that(tmp_path: Path) -> None:
+    (tmp_path / "run" / FILE).mkdir(parents=True)
+    for folder, why, mend in (
+        ("run", "Is a directory", "move the folder of that name away"),
+        ("none", "No such file or directory", "make the folder that it lies in"),
+    ):
+        with pytest.raises(RunFolderError) as refused:
+            RunLock(tmp_path / folder)
+        assert str(refused.value) == (
+            f"{tmp_path / folder / FILE} cannot be written: {why}\nhint: {mend}, or give another run folder"
+        )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_only_a_disk_without_space_is_to_be_emptied(number: int) -> None:
+    assert hint_unwritten(OSError(number, os.strerror(number))) == "free some space"
+    assert hint_unwritten(ValueError(f"{os.strerror(number)} (os error {number})")) == "free some space"
+    for other in (errno.EISDIR, errno.ENOENT, errno.EACCES, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, None):
+        assert "space" not in hint_unwritten(OSError(other, "no"))
 
 
 @pytest.fixture

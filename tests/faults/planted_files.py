@@ -127,7 +127,7 @@ PLANTED: Mapping[str, Callable[[], None]] = {
     "any name will do": put(manifest, "NAME", AnyName),
     "a pickle is loaded": put(load.Commit, "json", run_what_is_there),
     "memory is taken before the file is looked at": put(tensors, "read", allocated_first),
-    "scores are not looked at": put(manifest, "_is_score", lambda row: True),
+    "scores are not looked at": put(manifest, "check_score", lambda row: None),
     "an odd state is not caught": put(checkpoint, "taken_from", contextlib.nullcontext),
     "fsync is tried again": put(os, "fsync", tried_again),
     "fsync may fail": put(os, "fsync", carry_on),

@@ -236,6 +236,51 @@ def test_a_script_that_talks_much_and_whose_folders_come_and_go_is_verified(
     assert (code, row["holds"]) == (0, True), (said, row)
 
 
+LINKS = """
+import time
+from pathlib import Path
+out = Path("out"); again = out.exists(); out.mkdir(exist_ok=True)
+for step in range(20):
+    (out / "step").write_text(str(step)); time.sleep(0.02)
+other = Path(f"elsewhere{again}"); other.mkdir(exist_ok=True); (other / "w").write_text(str(again))
+(out / "data").unlink(missing_ok=True); (out / "data").symlink_to((Path() if SAME else other).resolve())
+"""
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_where_a_link_leads_is_compared_and_what_is_not_looked_at_is_said(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "links.py").write_text(LINKS.replace("SAME", str(same)))
+    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} links.py", "--state", "out", "--kills", "1")
+    assert (code, row["holds"], row["unfollowed"]) == (0 if same else 1, same, ["data"]), (said, row)
+    assert row["resume"] == (
+        None if same else f"data is a link to {tmp_path}/elsewhereFalse, and is a link to {tmp_path}/elsewhereTrue"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("import sys; sys.exit(3)", "the command ended with 3 and said nothing on stderr"),
+        ("import sys; sys.exit('no data')", "the command ended with 1: no data"),
+        (
+            "import os; os.mkdir('o'); os.symlink('o', 'out'); open('o/w', 'w')",
+            "the command left a link in place of the folder out",
+        ),
+    ],
+)
+def test_a_command_that_leaves_nothing_to_compare_is_told_so(
+    script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(script)
+    code, _, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out")
+    assert code == 2
+    assert told in said.splitlines()[-2]
+
+
 def test_a_command_with_an_open_quote_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
-from surefoot.contract import ledger, manifest
+from surefoot.contract import ledger, manifest, spec_file
 from surefoot.contract.events import Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError
@@ -137,6 +137,61 @@ def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(name: str, tmp
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
+class Hidden(nn.Linear):
+    """A layer whose output depends on buffers that are not persistent, one of which its first batch makes, and on extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("mean", None, persistent=False)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = x.detach().mean(0) if self.mean is None else self.mean.lerp(x.detach().mean(0), 0.1)
+            self.cache = torch.cat([self.cache[-5:], x.detach()[:1, 0]])
+            self.calls += 1
+        return super().forward(x if self.mean is None else x + self.mean) + self.cache.sum() + 0.01 * (self.calls % 7)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.calls])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = int(state)
+
+
+class Slowing(torch.optim.Optimizer):
+    """Keeps its counter under a name, and of no parameter."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        shared = self.state["all"]  # type: ignore[index]
+        shared["steps"] = shared.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= parameter.grad * group["lr"] / shared["steps"] ** 0.5
+
+
+def test_what_no_state_dict_names_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Hidden buffers, extra state, and what an optimiser keeps of no parameter."""
+
+    class Unnamed(Small):
+        def model(self) -> nn.Module:
+            return Hidden()
+
+        def optimizer(self, groups: Any) -> torch.optim.Optimizer:
+            return Slowing(groups)
+
+    how = spec(STEPS, checkpoint={"every": f"{EVERY} steps"})
+    train(tmp_path / "whole", how, Unnamed())
+    train(tmp_path / "left", how, Unnamed(), leave_at=STOP)
+    train(tmp_path / "left", how, Unnamed())
+    assert bits(tmp_path / "left") == bits(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard", "scaler"])
 def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes one part away while going on: the end must then differ, or the part would not be worth its place."""
@@ -155,6 +210,13 @@ def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path:
     monkeypatch.setattr(target, lambda *given: None)
     train(tmp_path / "left", how, Rich())
     assert bits(tmp_path / "left") != bits(tmp_path / "whole")
+
+
+def test_a_run_that_never_saves_by_the_clock_commits_at_its_end_alone(tmp_path: Path) -> None:
+    how = spec(6, checkpoint={"every": None})
+    train(tmp_path / "run", how, Small())
+    assert manifest.steps(tmp_path / "run") == [6]
+    assert spec_file.read(str(tmp_path / "run" / "spec.toml")).spec.checkpoint.every == "never"
 
 
 def test_frozen_weights_are_linked_and_not_written_again(tmp_path: Path) -> None:

@@ -66,15 +66,16 @@ def show(
 ) -> None:  # fmt: skip
     """Show what a commit holds.
 
-    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the manifest is read.
+    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the manifest is read. Of a RUN it is the
+    newest commit whose manifest can be read.
     """
     from surefoot.cli.operate import stored
-    from surefoot.cli.table import print_pairs, print_table
-    from surefoot.contract import manifest
+    from surefoot.cli.table import print_pairs, print_table, without_control
     from surefoot.core.units import format_bytes
 
-    folder = stored.find_commit(commit, step)
-    made = manifest.read(folder)
+    folder, made, troubles = stored.find_readable(commit, step)
+    for trouble in troubles:
+        print(without_control(f"warning: {trouble}; the commit before it is shown"), file=sys.stderr)
     if json:
         files = [
             {"name": e.name, "bytes": e.num_bytes, "sha256": e.sha256, "since": e.since, "tensors": _tensors(e)}

@@ -30,6 +30,21 @@ def find_commit(named: str, step: str = "last") -> Path:
     return manifest.step_folder(path, commits.find_step(path, step))
 
 
+def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[str]]:
+    """The commit that `named` means, with its manifest; for a run's last the newest that can be read, and why newer ones cannot."""
+    run = Path(named)
+    troubles: list[str] = []
+    if step == "last" and (run / manifest.FOLDER).is_dir():
+        for number in reversed(manifest.named_steps(run)):
+            folder = manifest.step_folder(run, number)
+            try:
+                return folder, manifest.read(folder), troubles
+            except RunFolderError as error:
+                troubles.append(error.message)
+    folder = find_commit(named, step)
+    return folder, manifest.read(folder), []
+
+
 def check_folder(run: Path) -> None:
     """Raise RunFolderError for a folder that holds no commits."""
     if not (run / manifest.FOLDER).is_dir():

@@ -10,7 +10,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
-from surefoot.core.errors import InputError, StorageError
+from surefoot.core.errors import InputError, StorageError, hint_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,7 +63,7 @@ def memory(
             out.write_text(json_.dumps(row, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(
-                f"{out} cannot be written: {error.strerror}", hint="free some space, or give another --out"
+                f"{out} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another --out")
             ) from None
     if json:
         options.print_json(row)

@@ -213,6 +213,8 @@ def _print_command(found: CommandVerdict, command: str) -> None:
     print_table(("test", "how", "outcome"), rows)
     if found.by_digest:
         print(f"\ncompared by SHA-256 alone: {', '.join(found.by_digest)}")
+    if found.unfollowed:
+        print(f"links out of the folder, compared by the name of their target alone: {', '.join(found.unfollowed)}")
     if found.left_out:
         print(f"left out, since they hold times: {', '.join(found.left_out)}; and the random states of saved streams")
     print(f"kill seed {found.seed}")

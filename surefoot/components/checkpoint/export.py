@@ -18,7 +18,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from surefoot.contract.manifest import STEP_FOLDER
-from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, needing
+from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, hint_unwritten, needing
 
 TOLERANCE = 1e-5
 Format = Literal["safetensors", "torch-export", "onnx"]
@@ -83,7 +83,9 @@ def export_weights(
         other = build().eval()
         load_model(other, str(draft))
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="free some space, or give another --to") from error
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another --to")
+        ) from error
     return _settle(draft, path, "safetensors", max_error(forward(model), forward(other)), None)
 
 

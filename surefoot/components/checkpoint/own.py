@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components.checkpoint.load import MODEL, PART, Commit, check_fit, newest_loadable, read_weights
+from surefoot.components.checkpoint.modules import check_buffers, check_shaped, held_by, put_back_buffers, put_back_extra
 from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
 from surefoot.components.checkpoint.tensors import DTYPES, check_storable, fill
@@ -33,6 +34,7 @@ from surefoot.core.errors import RunFolderError, TaskError
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")
 STATE = "state.safetensors"
+NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,33 @@ def _gather(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], Any
     objects = {name: value for name, value in state.items() if name not in modules}
     kinds = {name: type(value).__name__ for name, value in objects.items() if _has_state(value)}
     values = {name: value.state_dict() if name in kinds else value for name, value in objects.items()}
-    skeleton, tensors = split({"values": values, "random": random_states(), "kinds": kinds})
+    held = {name: held_by(module) for name, module in modules.items()}
+    skeleton, tensors = split({
+        "values": values, "random": random_states(), "kinds": kinds, "moved": _moved(state),
+        "modules": {name: {"extra": each.extra, "buffers": each.buffers} for name, each in held.items() if each.extra or each.buffers},
+    })  # fmt: skip
     for name, tensor in tensors.items():
         check_storable(name, tensor)
-    return {**{f"{name}.safetensors": _stored(module) for name, module in modules.items()}, STATE: tensors}, skeleton
+    return {**{f"{name}.safetensors": _stored(each.tensors) for name, each in held.items()}, STATE: tensors}, skeleton
+
+
+def _moved(state: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Of each optimiser the parameters that its state is of, in its order: it tells them by their numbers alone."""
+    for name, optimizer in state.items():
+        for each in _params_of(optimizer) if isinstance(optimizer, Optimizer) else ():
+            check_shaped(f"a parameter of {name!r}", each)
+    names = {id(each): f"{of}.{name}" for of, module in _modules(state).items() for name, each in module.named_parameters()}
+    return {
+        name: [
+            {"name": names.get(id(each)), "shape": list(each.shape), "dtype": DTYPES.get(each.dtype)}
+            for each in _params_of(optimizer)
+        ]
+        for name, optimizer in state.items() if isinstance(optimizer, Optimizer)
+    }  # fmt: skip
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -131,11 +156,11 @@ def _has_state(value: Any) -> bool:
     return all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict"))
 
 
-def _stored(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict, one that stands under several names once."""
+def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that a module holds, one that stands under several names once."""
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     found = {}
-    for name, tensor in _tensors(module).items():
+    for name, tensor in _of_masters(held).items():
         check_storable(name, tensor)
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         if key in seen and tensor.numel():
@@ -145,10 +170,13 @@ def _stored(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _of_masters(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a weight that has a master that one, which holds all its bits."""
+    return {name: master_of(tensor) for name, tensor in held.items()}
+
+
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict; of a weight that has a master that one, which holds all its bits."""
-    state = module.state_dict(keep_vars=True)
-    return {name: master_of(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return _of_masters(held_by(module).tensors)
 
 
 # ---- and put back
@@ -173,6 +201,10 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
     with taken_from(one.folder):
         tree = join(one.json("state.json"), one.read(STATE), one.folder)
         values, random, kinds = dict(tree["values"]), tree["random"], dict(tree.get("kinds", {}))
+        beside = {name: dict(tree.get("modules", {}).get(name, NOTHING)) for name in modules}
+        for name, module in modules.items():
+            check_buffers(module, beside[name]["buffers"])
+        _check_moved(one.folder, tree.get("moved", {}), _moved(state))
     objects = {name: value for name, value in state.items() if name not in modules}
     for name, value in objects.items():
         if name not in values:
@@ -182,11 +214,14 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in objects.items():  # first what only the object itself can refuse
         if _has_state(value):
             with taken_from(f"{name!r} of {one.folder}"):
-                value.load_state_dict(values.pop(name))
+                _load_object(value, values.pop(name))
         elif isinstance(value, Tensor):
             fill(name, value, values[name])
     for name, module in modules.items():
         _read_into(module, one, f"{name}.safetensors")
+        with taken_from(f"{name!r} of {one.folder}"):
+            put_back_buffers(module, beside[name]["buffers"])
+            put_back_extra(module, beside[name]["extra"])
     with taken_from(one.folder):
         restore_random(random)
     return values
@@ -208,6 +243,44 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
             raise RunFolderError(
                 f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, and it has {sizes}", hint=hint
             )
+
+
+def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise RunFolderError where an optimiser moves other parameters, or the same in another order; commits of old do not tell."""
+    for name, mine in now.items():
+        for number, (then, each) in enumerate(zip(saved.get(name, ()), mine, strict=False)):
+            is_same_name = None in (then["name"], each["name"]) or then["name"] == each["name"]
+            if not is_same_name or (then["shape"], then["dtype"]) != (each["shape"], each["dtype"]):
+                was, is_now = (f"{of['name'] or 'one'} of {of['dtype']} {of['shape']}" for of in (then, each))
+                raise RunFolderError(
+                    f"{place} holds the state of {name!r}, whose parameter {number} was {was}: it is {is_now} now",
+                    hint="give the optimiser the parameters that it had, in the same order",
+                )
+
+
+def _load_object(value: Any, saved: Any) -> None:
+    if not (isinstance(value, Optimizer) and type(value).load_state_dict is Optimizer.load_state_dict):
+        value.load_state_dict(saved)
+        return
+    tensors = {number: {key: each for key, each in held.items() if isinstance(each, Tensor)} if isinstance(number, int) else held
+               for number, held in saved["state"].items()}  # fmt: skip
+    value.load_state_dict({**saved, "state": tensors})
+    params = _params_of(value)
+    for number, held in saved["state"].items():
+        if isinstance(number, int):
+            loaded = value.state[params[number]]
+            loaded.update({key: _uncast(each, loaded.get(key, params[number])) for key, each in held.items()})
+
+
+def _uncast(saved: Any, near: Tensor) -> Any:
+    """What was saved, where `near` is: torch casts each tensor to the dtype of its parameter, and takes text and arrays apart."""
+    if isinstance(saved, Tensor):
+        return saved.to(near.device)
+    if isinstance(saved, dict):
+        return {key: _uncast(each, near) for key, each in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_uncast(each, near) for each in saved)
+    return saved
 
 
 def _describe(value: Any) -> str:

@@ -22,7 +22,7 @@ from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
-from surefoot.core.errors import NumbersError, RunFolderError, StorageError, TaskError
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError, TaskError, hint_unwritten
 
 FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
 
@@ -59,6 +59,7 @@ def commit(
     """
     if not 0 <= content.step < manifests.MAX_STEP:
         raise TaskError(f"step {content.step} cannot be committed", hint=f"use a step from 0 to {manifests.MAX_STEP - 1:,}")
+    _check_score(stamp)
     final = manifests.step_folder(run, content.step)
     draft = final.with_name(f"{commits.DRAFT}{final.name}")
     try:
@@ -81,12 +82,23 @@ def commit(
     except OSError as error:
         discard(draft)
         raise StorageError(
-            f"step {content.step} could not be saved in {run}: {error.strerror}", hint="free some space"
+            f"step {content.step} could not be saved in {run}: {error.strerror}", hint=hint_unwritten(error)
         ) from error
     except BaseException:
         discard(draft)
         raise
     return made
+
+
+def _check_score(stamp: Stamp) -> None:
+    """Raise TaskError for a score that no reader takes; one that is not finite is written as none."""
+    try:
+        if stamp.score is not None:
+            manifests.check_score({key: None if manifests.is_no_number(value) else value for key, value in stamp.score.items()})
+    except RunFolderError as error:
+        raise TaskError(
+            f"a commit cannot have this score: {error.message}", hint='as {"name": "accuracy", "value": 0.5, "better": "higher"}'
+        ) from None
 
 
 def _make_folders(run: Path, draft: Path) -> None:

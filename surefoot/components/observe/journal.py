@@ -12,7 +12,7 @@ from pathlib import Path
 
 from surefoot.contract import events
 from surefoot.contract.commits import sync_folder
-from surefoot.core.errors import StorageError
+from surefoot.core.errors import StorageError, hint_unwritten
 
 BLOCK_BYTES = 1 << 16
 MAX_HELD_BYTES = 1 << 20  # hours of a run that records once a second
@@ -36,7 +36,7 @@ class Journal:
             raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._path} cannot be written: {error.strerror}", hint="free some space")
+        return StorageError(f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error))
 
     def _take_back_torn_line(self) -> None:
         """A killed attempt may have left half a line: the next record starts on its own."""

@@ -16,7 +16,7 @@ from surefoot.components.profiler.tracing import Window
 from surefoot.contract import events, runlock
 from surefoot.contract.events import Started
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import InputError, RunFolderError
+from surefoot.core.errors import InputError, RunFolderError, hint_unwritten
 from surefoot.core.units import Duration
 from surefoot.train.record.profiling import ANSWER_FILE, FOLDER, REQUEST_FILE
 from surefoot.train.resume.start import Start, newest_sound, spec_of
@@ -106,7 +106,7 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
         draft.write_text(json.dumps({"version": 1, "id": name, "active": window.active, "levels": list(levels)}))
         draft.replace(request)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}", hint="free some space") from None
+        raise InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from None
     tell(f"{run} is running: asked it for {window.active} steps, which begin with its next ones")
     try:
         while True:

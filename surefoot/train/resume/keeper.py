@@ -26,7 +26,7 @@ class Keeper:
     def __init__(self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None) -> None:
         self._folder, self._lock, self._assembly, self.parent = folder, lock, assembly, parent
         self._table = table = assembly.spec.checkpoint
-        every = None if table.every is None else Duration.parse(table.every)
+        every = None if table.every == "never" else Duration.parse(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
         self._rhythm = None if every is None or self._every_s is not None else assembly.course.rhythm(str(table.every))
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)

@@ -68,7 +68,8 @@ def begin(start: Start, assembly: Assembly) -> Begun:
         raise SpecError(
             f"checkpoint.store = {table.store!r} is that of {start.run}", hint="--set checkpoint.store=URL: another one"
         )
-    saved = LiveState(assembly).restore(commit, lambda tree: _adapt(tree, found))
+    is_other_task = any(change.key.startswith("task.") for change in found)
+    saved = LiveState(assembly).restore(commit, lambda tree: _adapt(tree, found), keep_buffers=is_other_task)
     if total is None:
         _check_time_left(commit, saved, assembly)
     return Begun(start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved)
@@ -194,8 +195,7 @@ def check_can_begin_anew(chosen: Chosen) -> None:
 def _load_weights(commit: Commit, assembly: Assembly) -> str:
     """Read what fits by name and shape; gives what was loaded and what was not, in words."""
     stored = commit.pieces(checkpoint.MODEL)
-    live = assembly.model.state_dict(keep_vars=True)
-    own = {name: master_of(each) for name, each in live.items() if isinstance(each, Tensor)}
+    own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model).tensors.items()}
     fits = {name for name, piece in stored.items() if name in own and tuple(own[name].shape) == piece.whole == piece.shape}
     reshaped = [f"{n} {list(p.whole)}, now {list(own[n].shape)}" for n, p in stored.items() if n in own and n not in fits]
     unexpected = [name for name in stored if name not in own]

@@ -45,7 +45,7 @@ class LiveState:
 
     def num_bytes(self) -> int:
         """About how large a commit is: weights, buffers and average; the optimiser as two numbers a trained one, until it has state."""
-        held = {id(tensor): tensor for tensor in self._model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
+        held = {id(tensor): tensor for tensor in checkpoint.held_by(self._model).tensors.values()}
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
         trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
         return weights + trained * (2 if self._assembly.engine.average is None else 3)
@@ -74,9 +74,8 @@ class LiveState:
 
     def check(self) -> None:
         """Raise TaskError for what a commit cannot hold, before there is any."""
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor):
-                checkpoint.check_storable(name, tensor)
+        for name, tensor in checkpoint.held_by(self._model).tensors.items():
+            checkpoint.check_storable(name, tensor)
         self._split({})
 
     def _split(self, more: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -92,9 +91,7 @@ class LiveState:
         averages = self._averages()
         trained, frozen = self._file_names()
         seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, Tensor):
-                continue
+        for name, tensor in checkpoint.held_by(self._model).tensors.items():
             checkpoint.check_storable(name, tensor)
             key = (tensor.data_ptr(), tensor.shape, tensor.stride())
             if key in seen and tensor.numel():
@@ -138,15 +135,15 @@ class LiveState:
 
     def _tree(self) -> dict[str, Any]:
         average = self._assembly.engine.average
-        state = self._model.state_dict(keep_vars=True)
+        held = checkpoint.held_by(self._model)
         return {
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.course.schedule.state(),
             "microbatch": self._assembly.feed.microbatch,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "extra": {name: copy.deepcopy(value) for name, value in state.items() if not isinstance(value, Tensor)},
-            "buffers": {name: held for name, held in self._model.named_buffers() if name not in state},
+            "extra": {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in held.extra.items()},
+            "buffers": held.buffers,
             "task": {name: _of_task(name, value) for name, value in self._task_state().items()},
             "random": checkpoint.random_states(),
         }
@@ -177,15 +174,19 @@ class LiveState:
 
     # ---- putting back
 
-    def restore(self, commit: Commit, adapt: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+    def restore(
+        self, commit: Commit, adapt: Callable[[dict[str, Any]], None] | None = None, *, keep_buffers: bool = False
+    ) -> dict[str, Any]:
         """Read a commit into the objects; gives what was saved beside. Raises RunFolderError, before anything moves, for a misfit.
 
         `adapt` may change the tree of what is neither weight nor tensor of the optimiser: a fork takes some of it from its own spec.
+        With `keep_buffers` those of another shape that no state dict holds stay the model's own: its task is another.
         """
-        state = self._model.state_dict(keep_vars=True)
-        own = {name: master_of(tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        own = {name: master_of(tensor) for name, tensor in checkpoint.held_by(self._model).tensors.items()}
         skeleton = commit.json("state.json")
         self._check_fit(commit, skeleton)
+        with checkpoint.taken_from(commit.folder):
+            checkpoint.check_buffers(self._model, skeleton["buffers"])
         averages = self._averages()
         served = {name: averages.get(id(tensor), tensor) for name, tensor in own.items()}
         checkpoint.read_weights(commit, served, checkpoint.MODEL)
@@ -202,6 +203,7 @@ class LiveState:
             if adapt is not None:
                 adapt(tree)
             self._put_back(tree)
+            checkpoint.put_back_buffers(self._model, tree["buffers"], keep_others=keep_buffers)
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
         self._put_back_of_task(extra, task)
         with checkpoint.taken_from(commit.folder):
@@ -248,11 +250,6 @@ class LiveState:
         self._take_microbatch(tree.get("microbatch"))
         if self._scaler is not None and tree.get("scaler") is not None:  # a fork, or a commit before there were any, has none
             self._scaler.load_state_dict(tree["scaler"])
-        buffers = dict(self._model.named_buffers())
-        with torch.no_grad():
-            for name, value in tree["buffers"].items():
-                if name in buffers and buffers[name].shape == value.shape:
-                    checkpoint.fill(name, buffers[name], value)
 
     def _take_microbatch(self, saved: int | None) -> None:
         """Steps that ran out of memory may have halved it: those that follow are the same ones, wherever they are done."""
@@ -263,8 +260,7 @@ class LiveState:
 
     def _put_back_of_task(self, extra: Any, task: Mapping[str, Any]) -> None:
         """What the user's own code takes back."""
-        if extra:
-            self._model.load_state_dict(extra, strict=False)
+        checkpoint.put_back_extra(self._model, extra)
         state = self._task_state()
         if missing := [name for name in state if name not in task]:
             raise RunFolderError(f"the task's state() names {missing[0]!r}, of which the commit holds nothing")

@@ -13,7 +13,7 @@ from surefoot.components.profiler.tracing.flame import draw as draw_flame
 from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
 from surefoot.components.profiler.tracing.memory_plot import draw_memory
 from surefoot.components.profiler.tracing.operators import Operator, find_operators
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, hint_unwritten
 
 TRACE_FILE, FACTS_FILE, OPERATORS_FILE, MEMORY_FILE = "trace.json.gz", "facts.json", "operators.json", "memory.json"
 STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = "flame_stack.svg", "flame_module.svg", "flame_device.svg", "memory.svg"
@@ -105,5 +105,5 @@ def draw(found: Found, folder: Path) -> list[Path]:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"the profile cannot be written into {folder}: {error.strerror}", hint="free some space") from error
+        raise InputError(f"the profile cannot be written into {folder}: {error.strerror}", hint=hint_unwritten(error)) from error
     return [folder / name for name in texts]

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from surefoot.components.profiler.tracing import trace
 from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMISER, PARAMETERS, Known
 from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, hint_unwritten
 
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
@@ -221,7 +221,7 @@ class Profiler:
         except OSError as error:
             raise InputError(
                 f"the profile cannot be written into {self.folder}: {error.strerror}",
-                hint="free some space, or record fewer steps",
+                hint=hint_unwritten(error, "record fewer steps"),
             ) from error
 
     def _paces(self) -> dict[str, float | None]:

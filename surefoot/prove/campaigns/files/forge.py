@@ -252,6 +252,7 @@ def _header_twice(header: bytes) -> bytes:
     return header.rstrip().replace(b"{", b"{" + json.dumps({name: {**piece, "shape": [1]}})[1:-1].encode() + b",", 1)
 
 
+SCORE = {"name": "a", "value": 0.5, "better": "higher"}
 HOSTILE: Mapping[str, Callable[[Commit], None]] = {
     # names and links that lead out of the folder
     "a file outside": _reach_out, "a file by its path": _reach_by_path, "a link outside": _reach_by_link,
@@ -273,6 +274,9 @@ HOSTILE: Mapping[str, Callable[[Commit], None]] = {
     "a huge step": _of_all("step", 10**4000), "a huge generation": _of_all("generation", 10**4000), "no format": _of_all("format", -1),
     "a huge score": _of_all("score", {"name": "a", "value": 10**400, "better": "higher"}),
     "a score of objects": _of_all("score", {"name": [], "value": {}, "better": 3}),
+    **{f"a score of {value}": _of_all("score", {**SCORE, "value": value}) for value in (True, float("nan"), float("-inf"))},
+    "a score where up is better": _of_all("score", {**SCORE, "better": "up"}),
+    "two ranks": _of_all("layout", {"world_size": 2}), "no ranks": _of_all("layout", {}),
     "deep parents": _of_all("parent", {"a": json.loads("[" * 900 + "]" * 900)}),
     "a key twice": _raw(_twice), "deep nesting": _raw(lambda one: b"[" * 10**6), "no text": _raw(lambda one: bytes(range(128, 256))),
     "many entries": _raw(lambda one: b'{"files": [' + b"{}," * MANY + b"{}]}"),
