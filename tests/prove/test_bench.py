@@ -113,7 +113,7 @@ def test_sigterm_leaves_no_folder_of_a_process_that_was_measured(verb: tuple[str
     try:
         while not any(scratch.rglob("stderr")):  # the process that is measured has begun
             assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.4)
+            time.sleep(0.05)
     finally:
         process.terminate()
         said = process.communicate(timeout=60)[1]
