@@ -89,6 +89,8 @@ def _assert_same(model: nn.Module, opened: nn.Module) -> None:
     held = opened.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(held[name], tensor), name
+    for parameter in opened.parameters():  # where a tensor lies decides the last bits of a product on some processors
+        parameter.data = parameter.data.clone()
     ids = torch.arange(6)[None]
     model.eval()
     assert torch.equal(model(input_ids=ids).logits, opened(input_ids=ids).logits)
