@@ -22,7 +22,7 @@ WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's momen
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
 SAVES, FEW_SAVES = 11, 4  # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
 REST_S = 20.0  # a machine that has computed on both cores for three minutes may be slowed to half its speed, until it has rested
-EVERY, OFTEN = 32, 12  # steps between saves; the longer where a writer that yields to two threads lives through 17 of them
+EVERY, OFTEN = 64, 12  # steps between saves; the longer where a writer that yields to two threads lives through 17 to 40 of them
 
 
 class Wide:
