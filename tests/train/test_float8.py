@@ -65,6 +65,33 @@ def test_every_linear_layer_is_told_with_what_was_done_and_why_not() -> None:
     assert all(before[name] is after[name] for name in before)
 
 
+def test_a_converted_layer_keeps_its_hooks_its_attributes_and_its_other_places() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"first": shared, "again": nn.ModuleDict({"same": shared}), "head": nn.Linear(32, 3)})
+    seen: list[str] = []
+    handle = shared.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    shared.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    shared.initial_scale = 0.5  # type: ignore[assignment]
+    x = torch.randn(16, 32)
+    rounded = F.linear(x + 1, shared.weight, shared.bias)
+    assert to_float8(model, emulate=True).layers == ("first",)
+    assert model["first"] is model["again"]["same"] is shared
+    assert shared.initial_scale == 0.5
+    torch.testing.assert_close(model["again"]["same"](x), rounded, atol=0.3, rtol=0.1)
+    assert seen == ["Float8Linear"]
+    handle.remove()
+    model["first"](x)
+    assert seen == ["Float8Linear"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_layer_whose_weight_something_computes_is_left_alone() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32), nn.Linear(32, 3))
+    done = to_float8(model, emulate=True)
+    assert done.layers == ("1",)
+    assert done.skipped["0"] == "its weight is no parameter: something computes it"
+
+
 def test_products_are_those_of_rounded_numbers_forward_and_backward() -> None:
     def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         scale = (torch.finfo(dtype).max / tensor.abs().max().double()).float()

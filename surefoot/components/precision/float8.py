@@ -54,6 +54,8 @@ def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
         return "precision.keep"
     if type(module).__name__ not in ("Linear", "Float8Linear"):
         return f"a {type(module).__name__} may be computed elsewhere"
+    if "weight" not in module._parameters:
+        return "its weight is no parameter: something computes it"
     for key in ("in_features", "out_features"):
         if getattr(module, key) % MULTIPLE:
             return f"{key} {getattr(module, key)} is not a multiple of {MULTIPLE}"
@@ -63,7 +65,8 @@ def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
 def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False) -> Converted:
     """Let the linear layers of `model` multiply in float8; emulated, as on any CPU, they are rounded to it and multiplied in fp32.
 
-    Hooks of these layers are lost. Raises MissingExtra without torchao, SpecError where there is no layer to convert.
+    Each stays the object that it is, with its hooks and wherever else it stands. Raises MissingExtra without torchao, SpecError
+    where there is no layer to convert.
     """
     found = find_linear(model, kept)
     if not found.layers:
@@ -75,8 +78,18 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     emulates = emulate or next(model.parameters()).device.type == "cpu"
     config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)  # rows of a batch are padded to a multiple, too
+    given = {name: model.get_submodule(name) for name in found.layers}
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in found.layers, config=config)
+    for name, layer in given.items():
+        _become(layer, model.get_submodule(name))
+        model.set_submodule(name, layer)
     return found
+
+
+def _become(layer: nn.Module, converted: nn.Module) -> None:
+    """Let a layer multiply as the one that was made of it, and be to all others what it was."""
+    vars(layer).update({name: value for name, value in vars(converted).items() if name not in vars(layer)})
+    layer.__class__ = type(converted)
 
 
 def convert(model: nn.Module, table: PrecisionTable, kept: Collection[nn.Module] = ()) -> list[str]:
