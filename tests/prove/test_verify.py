@@ -188,13 +188,20 @@ for step in range(first, 40):
 """
 
 
+def verify_script(
+    text: str, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any], str]:
+    """What `verify --command` says of a script that keeps all it has in out/."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    return verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", str(kills))
+
+
 @pytest.mark.parametrize("good", [True, False])
 def test_any_script_is_told_whether_it_goes_on_exactly(
     good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT.replace("GOOD", str(good)))
-    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", "1")
+    code, row, said = verify_script(SCRIPT.replace("GOOD", str(good)), 1, tmp_path, monkeypatch, capsys)
     assert (code, row["holds"]) == (0 if good else 1, good), (said, row)
     assert row["kills"]
     if not good:
@@ -230,9 +237,7 @@ for step in range(int(file.read_text()) if file.exists() else 0, 30):
 def test_a_script_that_talks_much_and_whose_folders_come_and_go_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "plain.py").write_text(PLAIN)
-    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} plain.py", "--state", "out", "--kills", "2")
+    code, row, said = verify_script(PLAIN, 2, tmp_path, monkeypatch, capsys)
     assert (code, row["holds"]) == (0, True), (said, row)
 
 
@@ -251,9 +256,7 @@ other = Path(f"elsewhere{again}"); other.mkdir(exist_ok=True); (other / "w").wri
 def test_where_a_link_leads_is_compared_and_what_is_not_looked_at_is_said(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "links.py").write_text(LINKS.replace("SAME", str(same)))
-    code, row, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} links.py", "--state", "out", "--kills", "1")
+    code, row, said = verify_script(LINKS.replace("SAME", str(same)), 1, tmp_path, monkeypatch, capsys)
     assert (code, row["holds"], row["unfollowed"]) == (0 if same else 1, same, ["data"]), (said, row)
     assert row["resume"] == (
         None if same else f"data is a link to {tmp_path}/elsewhereFalse, and is a link to {tmp_path}/elsewhereTrue"

@@ -284,11 +284,10 @@ class Stepper:
         if scale is None:
             return 1.0
         (count,) = counts
-        if isinstance(count, Tensor):
-            return 1.0 / (
-                scale * (count if count.device.type == "mps" else count.double())
-            )  # a model in float64 would show 32 bits
-        return 1.0 / (scale * float(count))
+        if not isinstance(count, Tensor):
+            return 1.0 / (scale * float(count))
+        exact = count if count.device.type == "mps" else count.double()  # a model in float64 would show 32 bits
+        return 1.0 / (scale * exact)
 
     def _factor(self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
         """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""
