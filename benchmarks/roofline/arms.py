@@ -27,12 +27,18 @@ Call = Callable[[], object]
 
 
 def torch_calls(dtype: torch.dtype, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:
-    """mm into a buffer, mm with one side transposed, linear with its bias."""
+    """mm into a buffer, mm with one side transposed, linear with its bias; the products of oneDNN, as a linear layer and a convolution."""
     one, other = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
     turned, bias, out = other.T.contiguous(), torch.ones(columns, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
     yield "mm", lambda: torch.mm(one, other, out=out)
     yield "mm, transposed", lambda: torch.mm(one, turned.T, out=out)
     yield "linear", lambda: F.linear(one, turned, bias)
+    if dtype is not torch.float64:  # oneDNN has none
+        packed, weight = one.to_mkldnn(), turned.to_mkldnn()
+        yield "oneDNN linear", lambda: F.linear(packed, weight)
+        pixels = one.reshape(1, rows, 1, inner).permute(0, 3, 1, 2)  # channels last, as it is stored
+        kernel = turned.reshape(columns, inner, 1, 1)
+        yield "oneDNN convolution", lambda: torch.mkldnn_convolution(pixels, kernel, None, [0, 0], [1, 1], [1, 1], 1)
 
 
 def numpy_calls(dtype: torch.dtype, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:

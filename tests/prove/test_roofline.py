@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,24 @@ def test_the_peaks_of_a_cpu_are_those_of_the_dtypes_it_has_and_the_threads_are_p
     assert found.bytes_per_s is not None
     assert found.bytes_per_s > 1e7
     assert (found.threads, torch.get_num_threads()) == (1, before)
+
+
+def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"_plain": 1.0, "_turned": 1.0, "_onednn": 0.01}  # seconds of a product, whatever its shape
+    taken = []
+
+    def timed(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+        name = call.__qualname__.partition(".")[0]
+        taken.append(name)
+        return slow[name]
+
+    monkeypatch.setattr(peaks, "_fastest_s", timed)
+    products = peaks._Products(torch.device("cpu"), torch.float32)
+    products.take()
+    assert products.best == 2 * 4096 * 1024 * 1024 / slow["_onednn"]
+    assert {name: taken.count(name) for name in slow} == {"_plain": 1, "_turned": 1, "_onednn": len(peaks.SHAPES["cpu"])}
+    products.take()
+    assert len(taken) == 2 + len(peaks.SHAPES["cpu"]) + peaks.KEPT
 
 
 def test_a_product_that_is_known_to_be_large_comes_near_the_peak_it_is_held_against() -> None:

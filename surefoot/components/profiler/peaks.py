@@ -13,42 +13,40 @@ from typing import Any
 
 import psutil
 import torch
+import torch.nn.functional as F
 
 from surefoot.components.profiler.formulas import DTYPES
 from surefoot.core.hardware import Peaks, find_machine
 from surefoot.core.shape import product_flops
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
+Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]
 SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest differs with dtype and cores: thin ones stay in the caches
-    "cpu": ((512, 512, 512), (4096, 1024, 1024), (8192, 256, 256)),
+    "cpu": ((512, 512, 512), (768, 768, 768), (1536, 1536, 1536), (4096, 1024, 1024), (8192, 256, 256)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # past the last cache; of the memory at most a sixteenth
 CACHED_BYTES = 256 << 10  # the second cache of a core holds both sides
-LEAST_SAMPLES, LONGEST_S = 2, 0.5  # of one product; what would take longer is left out
-# each shape and copy so many times for so long: a machine that others use too is slow for seconds at a time
-PASSES, BUDGET_S = 6, 0.04
+LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one product; what would take longer is left out
+# a machine that others use too is slow for seconds at a time: the KEPT fastest products of each dtype, and the copies, are taken again
+PASSES, KEPT, BUDGET_S, COPIES_S = 8, 4, 0.03, 0.1
 
 
 def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: Sequence[str] | None = None) -> Peaks:
     """Measure the device; of a CPU with `threads`, those that torch uses now by default. A dtype that it has no product for is left out."""
     with _threads(threads if device.type == "cpu" else None):
-        wanted = {name: dtype for dtype, name in DTYPES.items() if dtypes is None or name in dtypes}
+        wanted = {name: _Products(device, dtype) for dtype, name in DTYPES.items() if dtypes is None or name in dtypes}
         size = min(COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"]), psutil.virtual_memory().total // 16)
-        products: dict[str, float] = {}
         copied, cached = 0.0, 0.0
         for _ in range(PASSES):
-            for name, dtype in list(wanted.items()):
-                found = _product_flops_per_s(device, dtype, products.get(name))
-                if found is None:
-                    del wanted[name]
-                else:
-                    products[name] = found
-            copied = max(copied, _copied_bytes_per_s(device, size))
-            cached = max(cached, _copied_bytes_per_s(device, CACHED_BYTES))
+            for products in wanted.values():
+                products.take()
+            copied = max(copied, _copied_bytes_per_s(device, size, COPIES_S))
+            cached = max(cached, _copied_bytes_per_s(device, CACHED_BYTES, BUDGET_S))
         return Peaks(
             device=device_name(device), threads=torch.get_num_threads() if device.type == "cpu" else None,
-            flops_per_s=products, bytes_per_s=copied, cache_bytes_per_s=cached, source="measured here",
+            flops_per_s={name: products.best for name, products in wanted.items() if products.best},
+            bytes_per_s=copied, cache_bytes_per_s=cached, source="measured here",
         )  # fmt: skip
 
 
@@ -70,23 +68,59 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _product_flops_per_s(device: torch.device, dtype: torch.dtype, best: float | None) -> float | None:
-    """The best of all shapes and `best`; a shape is left out where it would take too long, as with a dtype that is emulated."""
-    for rows, inner, columns in SHAPES.get(device.type, SHAPES["cpu"]):
-        flops = product_flops(rows * columns, inner)
-        if best is not None and flops / best > LONGEST_S:
-            continue
+def _plain(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
+    one, other = torch.ones(rows, inner, **like), torch.ones(inner, columns, **like)
+    out = torch.empty(rows, columns, **like)
+    return lambda: torch.mm(one, other, out=out)
+
+
+def _turned(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
+    """As a linear layer holds its weight."""
+    one, other = torch.ones(rows, inner, **like), torch.ones(columns, inner, **like).T
+    out = torch.empty(rows, columns, **like)
+    return lambda: torch.mm(one, other, out=out)
+
+
+def _onednn(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
+    """The other library of a CPU, which convolutions use: on some processors its instructions are twice as wide as those of `mm`."""
+    one, other = torch.ones(rows, inner, **like).to_mkldnn(), torch.ones(columns, inner, **like).to_mkldnn()
+    return lambda: F.linear(one, other)
+
+
+CALLS: dict[str, tuple[Make, ...]] = {"cpu": (_plain, _turned, _onednn), "cuda": (_plain,)}
+
+
+class _Products:
+    """The products of one dtype: all calls and shapes once, from then on the fastest of them."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._like = device, {"device": device, "dtype": dtype}
+        shapes, calls = SHAPES.get(device.type, SHAPES["cpu"]), CALLS.get(device.type, CALLS["cpu"])
+        self._left: list[tuple[Make, Shape]] = [(make, shape) for shape in shapes for make in calls]
+        self._best_of = dict.fromkeys(calls, 0.0)
+
+    @property
+    def best(self) -> float:
+        return max(self._best_of.values())
+
+    def take(self) -> None:
+        """Measure what is left. What this device has no product for, or what takes too long (a dtype that is emulated), leaves."""
+        rates = {(make, shape): self._flops_per_s(make, shape) for make, shape in self._left}
+        self._left = sorted((each for each in rates if rates[each]), key=lambda each: -rates[each])[:KEPT]
+
+    def _flops_per_s(self, make: Make, shape: Shape) -> float:
+        flops, best = product_flops(shape[0] * shape[2], shape[1]), self._best_of[make]
+        if best and flops / best > LONGEST_S:
+            return 0.0
         try:
-            one, other = (torch.ones(*size, device=device, dtype=dtype) for size in ((rows, inner), (inner, columns)))
-            out = torch.empty(rows, columns, device=device, dtype=dtype)
-            fastest_s = _fastest_s(lambda: torch.mm(one, other, out=out), device)  # noqa: B023 - called here
+            found = flops / _fastest_s(make(*shape, self._like), self._device, BUDGET_S)
         except (RuntimeError, TypeError):  # no such product on this device
-            return best
-        best = max(best or 0.0, flops / fastest_s)
-    return best
+            return 0.0
+        self._best_of[make] = max(best, found)
+        return found
 
 
-def _copied_bytes_per_s(device: torch.device, size: int) -> float:
+def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> float:
     """Bytes read and written; what a processor reads of a line before it writes it is not counted."""
     source, target = (torch.ones(size // 4, device=device) for _ in range(2))  # written once, so that all pages are there
     repeats = max(1, (1 << 22) // size)  # a copy inside a cache is shorter than a clock's tick
@@ -95,12 +129,12 @@ def _copied_bytes_per_s(device: torch.device, size: int) -> float:
         for _ in range(repeats):
             target.copy_(source)
 
-    return 2 * source.numel() * source.element_size() * repeats / _fastest_s(copy, device)
+    return 2 * source.numel() * source.element_size() * repeats / _fastest_s(copy, device, budget_s)
 
 
-def _fastest_s(call: Callable[[], Any], device: torch.device) -> float:
+def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
     """The shortest of the calls that fit into the budget, two at least: the first one is cold."""
-    until_s, samples = time.perf_counter() + BUDGET_S, 0
+    until_s, samples = time.perf_counter() + budget_s, 0
     best_s = float("inf")
     while samples < LEAST_SAMPLES or time.perf_counter() < until_s:
         best_s = min(best_s, _once_s(call, device))
