@@ -1,6 +1,6 @@
 """The peaks of this CPU as surefoot measures them, and the best that a search through library calls finds.
 
-python -m benchmarks.roofline.arms surefoot|torch|numpy THREADS REPORT
+python -m benchmarks.roofline.arms surefoot|torch|numpy THREADS REPORT [--no-rest]
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def surefoot(threads: int) -> dict[str, float]:
 def main() -> None:
     arm, threads, report = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
-    time.sleep(REST_S)
+    if "--no-rest" not in sys.argv:
+        time.sleep(REST_S)
     if arm == "surefoot":
         write_report(report, surefoot(threads))
     else:

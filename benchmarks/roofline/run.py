@@ -1,11 +1,12 @@
 """The peaks of a CPU: do they repeat, and does any library call do better?
 
-python benchmarks/roofline/run.py [--rounds 5]
+python benchmarks/roofline/run.py [--rounds 5] [--part repeats|search]
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
@@ -17,6 +18,7 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "roofline.json"
+REPEATS = FOLDER / "results" / "repeats.json"  # surefoot's alone, one after the other
 ROUNDS = 5
 WIDEST, LEAST_SHARE = 0.05, 0.85
 MEASURES = ("fp32_flops_per_s", "bf16_flops_per_s", "fp64_flops_per_s", "copied_bytes_per_s")
@@ -24,37 +26,59 @@ MEASURES = ("fp32_flops_per_s", "bf16_flops_per_s", "fp64_flops_per_s", "copied_
 
 def make_arms() -> list[Arm]:
     """One core and all of them; the libraries search through all calls and shapes of benchmarks/roofline/arms.py."""
-    words = (sys.executable, "-m", "benchmarks.roofline.arms")
     return [
-        Arm(name=f"{kind} {threads}", command=(*words, kind, str(threads), "{report}"), folder=ROOT, threads=threads, timeout_s=1200,
+        Arm(name=f"{kind} {threads}", command=_command(kind, threads), folder=ROOT, threads=threads, timeout_s=1200,
             variables={"OPENBLAS_NUM_THREADS": str(threads)})
         for threads in sorted({1, find_machine().cores}) for kind in ("surefoot", "torch", "numpy")
     ]  # fmt: skip
 
 
-def render(trial: Trial) -> str:
-    """How far the repeats lie apart, and the median against the best that was found."""
-    spreads, shares = [], []
-    for threads in sorted({arm.rpartition(" ")[2] for arm in trial.arms}, key=int):
+def repeat_arms() -> list[Arm]:
+    """Surefoot's alone, without a rest: two minutes for all of their repeats."""
+    return [
+        replace(arm, command=(*arm.command, "--no-rest")) for arm in make_arms() if arm.name.startswith("surefoot")
+    ]  # fmt: skip
+
+
+def _command(kind: str, threads: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", "benchmarks.roofline.arms", kind, str(threads), "{report}")
+
+
+def render_spreads(trial: Trial) -> str:
+    """How far the repeats lie apart."""
+    spreads = []
+    for threads in _threads_of(trial):
+        for name in MEASURES:
+            if mine := list(trial.by_round(f"surefoot {threads}", name).values()):
+                spread = (max(mine) - min(mine)) / median(mine)
+                spreads.append(
+                    (threads, name, giga(median(mine)), str(len(mine)), format_percent(spread), _word(spread <= WIDEST))
+                )
+    return markdown(("threads", "measure", "median, 10^9", "n", f"spread, <= {WIDEST:.0%}", "verdict"), spreads)
+
+
+def render_shares(trial: Trial) -> str:
+    """The median against the best that was found."""
+    shares = []
+    for threads in _threads_of(trial):
         for name in MEASURES:
             mine = list(trial.by_round(f"surefoot {threads}", name).values())
-            if not mine:
-                continue
-            spread = (max(mine) - min(mine)) / median(mine)
-            spreads.append((threads, name, giga(median(mine)), str(len(mine)), format_percent(spread), _word(spread <= WIDEST)))
             found = [
                 (value, arm, each)
                 for arm in ("torch", "numpy")
                 for each, value in trial.by_round(f"{arm} {threads}", name).items()
             ]
-            if found:
+            if mine and found:
                 best, arm, number = max(found)
                 share = median(mine) / best
                 shares.append((threads, name, giga(median(mine)), giga(best), f"{arm}: {_call(trial, f'{arm} {threads}', number, name)}",
                                format_percent(share), _word(share >= LEAST_SHARE)))  # fmt: skip
-    head = ("threads", "measure", "median, 10^9", "n", f"spread, <= {WIDEST:.0%}", "verdict")
-    other = ("threads", "measure", "surefoot, 10^9", "best found, 10^9", "by", f"share, >= {LEAST_SHARE:.0%}", "verdict")
-    return f"{markdown(head, spreads)}\n{markdown(other, shares)}"
+    head = ("threads", "measure", "surefoot, 10^9", "best found, 10^9", "by", f"share, >= {LEAST_SHARE:.0%}", "verdict")
+    return markdown(head, shares)
+
+
+def _threads_of(trial: Trial) -> list[str]:
+    return sorted({arm.rpartition(" ")[2] for arm in trial.arms}, key=int)
 
 
 def _word(holds: bool) -> str:
@@ -70,13 +94,20 @@ def _call(trial: Trial, arm: str, number: int, measure: str) -> str:
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=ROUNDS)
+    parser.add_argument("--part", choices=("repeats", "search"), help="this alone; the other stays as it was measured before")
     asked = parser.parse_args()
-    if not asked.show:
-        measure(
-            "roofline", make_arms(), rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=asked.out, warmup_rounds=0
-        )
-    trial = read_trial(asked.out)
-    parts = {"conditions": render_conditions(trial), "results": render(trial)}
+    repeats = REPEATS if asked.out == RESULTS else asked.out.with_name(f"{asked.out.stem}_{REPEATS.name}")
+    if not asked.show and asked.part != "search":
+        measure("repeats", repeat_arms(), rounds=asked.rounds, packages=("torch", "surefoot"), out=repeats, warmup_rounds=0)
+    if not asked.show and asked.part != "repeats":
+        packages = ("torch", "numpy", "surefoot")
+        measure("roofline", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out, warmup_rounds=0)
+    parts = {}
+    if repeats.exists():
+        parts |= {"repeats": render_spreads(read_trial(repeats)), "repeats conditions": render_conditions(read_trial(repeats))}
+    if asked.out.exists():
+        trial = read_trial(asked.out)
+        parts |= {"spreads": render_spreads(trial), "shares": render_shares(trial), "conditions": render_conditions(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

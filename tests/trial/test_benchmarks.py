@@ -29,7 +29,8 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     input_run.RESULTS: (input_run.render, measured.render_conditions),
     large_batch_run.RESULTS: (large_batch_run.render_step, measured.render_conditions),
     large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
-    roofline_run.RESULTS: (roofline_run.render, measured.render_conditions),
+    roofline_run.RESULTS: (roofline_run.render_spreads, roofline_run.render_shares, measured.render_conditions),
+    roofline_run.REPEATS: (roofline_run.render_spreads, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
     components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
     components_run.SCORES: (components_run.render_score, measured.render_conditions),
@@ -84,10 +85,11 @@ def peaks_of(mine: list[float], best: float) -> Trial:
 
 
 def test_peaks_are_judged_by_their_spread_and_against_the_best_call_found() -> None:
-    good = roofline_run.render(peaks_of([100e9, 101e9, 104e9], best=110e9))
-    assert "| 1 | fp32_flops_per_s | 101 | 3 | 3.96 % | holds |" in good
-    assert "| 1 | fp32_flops_per_s | 101 | 110 | torch: mm, 8 x 8 x 8 | 91.82 % | holds |" in good
-    assert roofline_run.render(peaks_of([100e9, 101e9, 107e9], best=130e9)).count("| fails |") == 2
+    good, bad = peaks_of([100e9, 101e9, 104e9], best=110e9), peaks_of([100e9, 101e9, 107e9], best=130e9)
+    assert "| 1 | fp32_flops_per_s | 101 | 3 | 3.96 % | holds |" in roofline_run.render_spreads(good)
+    assert "| 1 | fp32_flops_per_s | 101 | 110 | torch: mm, 8 x 8 x 8 | 91.82 % | holds |" in roofline_run.render_shares(good)
+    assert "| fails |" in roofline_run.render_spreads(bad)
+    assert "| fails |" in roofline_run.render_shares(bad)
 
 
 def test_scores_at_a_large_batch_are_held_against_those_of_the_same_seeds() -> None:
