@@ -15,7 +15,7 @@ A slice is what belongs to one output of a layer. Over all batches its part alon
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -255,6 +255,13 @@ class Scores:
     name: str
     better: str
     unit: str
+
+
+def join(some: Scores | None, more: Scores | None) -> Scores | None:
+    """The scores of both; None where neither has one."""
+    if some is None or more is None:
+        return some or more
+    return replace(some, values={**some.values, **more.values})
 
 
 def compare_scores(start: Scores | None, rung: Scores | None) -> Score | None:

@@ -31,7 +31,7 @@ WARMUP_STEPS, LEAST_STEPS = 8, 8  # the whole step is compiled after five: suref
 WARMUP_S = 0.3  # turns of a tenth of a second begin within the warm-up, and each arm has some of them there
 TARGET_S = 1.5  # how long the measured steps of the start take, where nobody says how many samples
 ROOM = 1.25  # an arm may need so much more than the start
-CHECKED_STEPS, CHECKED_SEEDS, SCORED_SEEDS = 8, 4, 3
+CHECKED_STEPS, CHECKED_SEEDS = 8, 4
 STATES, STATE_STEPS = 3, 4  # so many states, each so many steps further than the one before
 Measure = Literal["time", "wall", "memory", "startup"]
 Tell = Callable[[str], None]
@@ -167,12 +167,12 @@ class Workbench:
     def tensors(self, name: str, spec: RunSpec, *, unit: float | None = None) -> Arrays:
         """Gradients and weights of a few steps; with `unit` under simulated rounding. Raises TaskError where they cannot be had."""
         words = () if unit is None else ("--unit", repr(unit))
-        return self._arrays(self._child("tensors", name, spec, steps=CHECKED_STEPS, num_seeds=CHECKED_SEEDS, words=words))
+        return self._arrays(self._child("tensors", name, spec, steps=CHECKED_STEPS, seeds=range(CHECKED_SEEDS), words=words))
 
     def states(self, name: str, spec: RunSpec, *, units: Sequence[float] = ()) -> Arrays:
         """What two steps make of a few states, and under rounding by `units`. Raises TaskError where it cannot be had."""
         words = [word for unit in units for word in ("--unit", repr(unit))]
-        return self._arrays(self._child("states", name, spec, steps=STATE_STEPS, num_seeds=STATES, words=words))
+        return self._arrays(self._child("states", name, spec, steps=STATE_STEPS, seeds=range(STATES), words=words))
 
     def _arrays(self, arm: Arm) -> Arrays:
         with _work() as work:
@@ -185,27 +185,27 @@ class Workbench:
             except BadRecordError as error:
                 raise TaskError(f"gave no tensors: {error.message}") from error
 
-    def scores(self, name: str, spec: RunSpec) -> Scores | None:
-        """The scores after as many samples as are measured, for a few seeds; None where there are none."""
+    def scores(self, name: str, spec: RunSpec, seeds: range) -> Scores | None:
+        """The scores after as many samples as are measured, for these numbers of seeds; None where there are none."""
         steps = self._steps_of(spec, self._steps + self.warmup_steps)
         with _work() as work:
-            outcome = run_arm(self._child("scores", name, spec, steps=steps, num_seeds=SCORED_SEEDS), work)
+            outcome = run_arm(self._child("scores", name, spec, steps=steps, seeds=seeds), work)
         self._keep(outcome)
-        found = {number: outcome.measures.get(f"score_{number}") for number in range(SCORED_SEEDS)}
+        found = {number: outcome.measures.get(f"score_{place}") for place, number in enumerate(seeds)}
         known = {number: value for number, value in found.items() if value is not None}
         facts = outcome.facts
         return Scores(known, facts["score"], facts["better"], facts["unit"]) if known else None
 
-    def _child(self, what: str, name: str, spec: RunSpec, *, steps: int, num_seeds: int, words: Sequence[str] = ()) -> Arm:
-        seeds = [word for number in range(num_seeds) for word in ("--seed", str(self._seed + number))]
+    def _child(self, what: str, name: str, spec: RunSpec, *, steps: int, seeds: range, words: Sequence[str] = ()) -> Arm:
+        seeded = [word for number in seeds for word in ("--seed", str(self._seed + number))]
         whole = _quiet(spec)
         command = (
             sys.executable, "-m", "surefoot.prove.ladder.child", what, f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
-            "--steps", str(steps), *seeds, *words,
+            "--steps", str(steps), *seeded, *words,
         )  # fmt: skip
         return Arm(
             name=name, command=command, files={"spec.toml": spec_file.write(whole.replace(**absolute(whole, Path())))},
-            threads=spec.train.threads or 1, timeout_s=self.settings.timeout_s * num_seeds,
+            threads=spec.train.threads or 1, timeout_s=self.settings.timeout_s * len(seeds),
         )  # fmt: skip
 
     def _keep(self, outcome: Outcome) -> None:
