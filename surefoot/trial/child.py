@@ -39,6 +39,8 @@ def main(words: Sequence[str] | None = None) -> None:
     with short_of_memory(), told_apart(), Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
+        if run.assembly.course.total_steps is not None:
+            measures["total_steps"] = float(run.assembly.course.total_steps)
         steps, clock, settle = run.steps(), Clock(), partial(wait_for, device)
         alike, waited_s = first_alike(spec), 0.0
         for report in islice(steps, asked.warmup):

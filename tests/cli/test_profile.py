@@ -17,7 +17,7 @@ from surefoot.components.profiler.tracing import Window, trace
 from surefoot.contract import events, runlock
 from surefoot.contract.events import Ended, Step
 from surefoot.contract.spec import RunSpec
-from surefoot.train.record import profiling
+from surefoot.train.record import profiling, windows
 from surefoot.train.run import Run
 from tests.cli.conftest import Command
 from tests.train.small import TEXT
@@ -192,6 +192,19 @@ def test_a_run_that_goes_on_is_asked_and_goes_on(surefoot: Command, live: Path) 
         "flame_module.svg",
     }
     assert runlock.is_held(live)
+
+
+def test_two_who_ask_one_run_are_told_apart(surefoot: Command, live: Path) -> None:
+    words = [sys.executable, "-m", "surefoot", "profile", "live", "--steps", "100", "--with", "", "--json"]
+    with subprocess.Popen(words, cwd=live.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
+        while not runlock.is_held(live / "profile" / windows.ASKING):
+            assert first.poll() is None
+            time.sleep(0.01)
+        second = surefoot("profile", "live", "--steps", "2", "--with", "")
+        assert (second.code, second.err.splitlines()[0]) == (2, "error: another surefoot profile waits for a window of live")
+        assert json.loads(first.communicate()[0])["num_steps"] == 100
+    assert surefoot("profile", "live", "--steps", "2", "--with", "", "--json").row["num_steps"] == 2
+    assert not (live / "profile" / windows.ASKING).exists()
 
 
 def small_run(tmp_path: Path, name: str) -> Run:

@@ -6,6 +6,7 @@ import gzip
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 from torch.profiler import ProfilerActivity, profile
 
-from surefoot.components.profiler.tracing import Profiler, Window, analyse, draw, flame, fold, memory, trace
+from surefoot.components.profiler.tracing import Profiler, Window, analyse, draw, flame, fold, memory, trace, window
 from surefoot.components.profiler.tracing.operators import find_operators
 from surefoot.core.errors import InputError
 
@@ -48,6 +49,17 @@ def record(folder: Path, levels: tuple[str, ...] = ("shapes", "stacks", "memory"
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("profile"))
+
+
+def test_a_window_that_the_memory_cannot_hold_ends_early_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter(range(0, 10 << 20, 1 << 20))  # a MiB more at each look
+    resident = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=next(taken)))
+    monkeypatch.setattr(window.psutil, "Process", lambda: resident)
+    monkeypatch.setattr(window.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * window.CLOSING * 2.5 * (1 << 20)))
+    path = record(tmp_path, levels=(), active=90)
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["num_steps"], facts["short_of_memory"]) == (60, True)  # three looks: 3 MiB are more than the 2.5 that may be
+    assert len(trace.read(path).steps) == 60
 
 
 # ---- flame graphs

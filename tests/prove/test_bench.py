@@ -16,7 +16,7 @@ import pytest
 
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, SpecError
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.step import vary
 from tests.cli.conftest import Command, surefoot
@@ -40,6 +40,11 @@ def bench(surefoot: Command, *words: str) -> list[dict[str, object]]:
     assert answer.code == 0, answer.err
     rows: list[dict[str, object]] = answer.row["rows"]
     return rows
+
+
+def test_a_key_that_is_varied_twice_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"--vary train\.batch is given twice"):
+        vary(lambda chosen: RunSpec(), ["train.batch=16", "train.batch=32"])
 
 
 def test_a_start_that_is_slow_is_in_the_mean_without_warm_up_and_not_in_the_one_with_it(spec: Path, surefoot: Command) -> None:

@@ -10,15 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import InputError, SpecError
+from surefoot.core.errors import InputError, SpecError, TaskError
 from surefoot.core.statistics import looks, sequential_ratio
 from surefoot.prove.ladder import PLAIN, Rung, Settings, as_markdown, as_row, as_svg, as_toml, find_rungs, gate, parse_rung, rungs
 from surefoot.prove.ladder.climb import MEASURES, Climb, Ladder, Result, find_skipped_work, is_settled
-from surefoot.prove.ladder.gate import Verdict
+from surefoot.prove.ladder.gate import Scores, Verdict
 from surefoot.prove.ladder.workbench import Workbench
 from surefoot.trial import Outcome, Trial
 from tests.train.small import call
@@ -335,6 +336,45 @@ def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algo
         assert found.verdict == verdict, found.words
     climb._keep(smaller, smaller.on(start))
     assert (climb._ground, climb._ground_words, climb._tensors) == (climb.below, "the rung half", None)
+
+
+def test_a_run_shorter_than_the_warm_up_is_measured_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    stated = spec_file.read(str(start_spec(tmp_path))).spec
+    for length, fits in (("30 steps", True), ("15 steps", False)):
+        start = rungs.plain(stated.replace(train={"length": length}))
+        bench = Workbench(start, Settings(), tmp_path / length)
+        if not fits:
+            with pytest.raises(TaskError, match="over before its last measured step"):
+                bench.begin()
+            continue
+        bench.begin()
+        bench.warm_up_what_is_compiled()
+        assert bench.num_samples == 64 * (30 - bench.warmup_steps)
+        trial = bench.measure_all("short", {"start": start, "again": start}, 1)
+        assert bench.ratio(trial, "again", "start", "time") is not None
+
+
+def test_a_rung_is_worse_where_the_further_seeds_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = rungs.plain(spec_file.read(str(start_spec(tmp_path))).spec)
+    rung = parse_rung("half (algorithm): train.batch=32")
+    draw, asked = np.random.default_rng(1), list[range]()
+
+    monkeypatch.setattr(Workbench, "num_samples", 64, raising=False)
+
+    def scores(bench: Workbench, name: str, spec: RunSpec, seeds: range) -> Scores:
+        asked.append(seeds)
+        lower = worse if name == rung.name else 0.0
+        return Scores({seed: draw.normal(0.9 - lower, 0.01) for seed in seeds}, "accuracy", "higher", "%")
+
+    monkeypatch.setattr(Workbench, "scores", scores)
+    found = {}
+    for worse in (0.0, 0.03):
+        climbs = [Climb(start, Workbench(start, Settings(), tmp_path / "out"), lambda text: None) for _ in range(500)]
+        found[worse] = sum(score is not None and score.is_worse for score in (each._score(rung, start) for each in climbs)) / 500
+    assert found[0.0] <= 0.02
+    assert found[0.03] >= 0.8
+    assert set(asked) == {range(3), range(3, 9)}
 
 
 @pytest.mark.slow

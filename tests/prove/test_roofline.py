@@ -110,8 +110,15 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "run/taken/x.json")
     assert (answer.code, answer.err.splitlines()[0]) == (2, "error: there is no folder run/taken for x.json")
     (run / "profile").write_text("")
-    answer = surefoot("roofline", "run", "--steps", "1", "--quiet")
-    assert (answer.code, answer.err.startswith("error: run/profile/roofline.json cannot be written")) == (5, True)
+    answer = surefoot("roofline", "run", "--steps", "1")
+    assert (answer.code, answer.err) == (
+        5,
+        "error: run/profile cannot be written: Not a directory\nhint: name another file with --out\n",
+    )
+    answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "beside.json")
+    assert (answer.code, answer.err.startswith("warning: run/profile/roofline.json cannot be written")) == (0, True)
+    assert "MFU" in answer.out
+    assert json.loads(Path("beside.json").read_text())["num_steps"] == 1
 
 
 def test_the_peaks_of_a_cpu_are_those_of_the_dtypes_it_has_and_the_threads_are_put_back() -> None:

@@ -166,6 +166,8 @@ def _pairs(found: Found, operators_s: float) -> list[tuple[str, str]]:
     if steps:
         text += f" for {steps} steps" + (f", from step {first:,} on" if isinstance(first, int) else "")
     pairs = [("time", text), ("operators", f"{format_percent(operators_s / found.window_s if found.window_s else None)} of it")]
+    if found.facts.get("short_of_memory"):
+        pairs.append(("ended early", f"after {steps} steps: to end a longer window would take more memory than there is"))
     if found.facts.get("num_kept"):
         pairs.append(("left out", f"all but the first {found.facts['num_kept']} steps: the trace of all would be over 50 MB"))
     if found.slowdown is not None:

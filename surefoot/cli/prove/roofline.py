@@ -52,15 +52,25 @@ def roofline(
         options.check_as_it_is({"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline")
     if out:
         options.check_new_file(out, "--out", "roofline.json")
+    elif run:
+        _check_folder((run / FILE).parent)
     spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
     found = place(spec, steps=steps, tell=tell)
-    for path in [*([run / FILE] if run else []), *([out] if out else [])]:
-        _write(path, found.as_row())
-        tell(f"written to {path}")
+    unwritten = dict[Path, StorageError]()
+    for path in [*([out] if out else []), *([run / FILE] if run else [])]:
+        try:
+            _write(path, found.as_row())
+            tell(f"written to {path}")
+        except StorageError as error:  # what was measured is shown all the same
+            unwritten[path] = error
     if json:
         options.print_json(found.as_row())
     else:
         _print(found)
+    for path, why in unwritten.items():
+        if path == out or not out:
+            raise why
+        print(f"warning: {why.message}; {out} has it", file=sys.stderr)
 
 
 def _peaks_alone(*, json: bool, tell: Any) -> None:
@@ -79,6 +89,17 @@ def _peaks_alone(*, json: bool, tell: Any) -> None:
         )  # fmt: skip
     else:
         _print_peaks(peaks, one_core, published)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise StorageError where a file could not be written there: before a minute is spent on what it would hold."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent):
+            pass
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror}", hint="name another file with --out") from None
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:

@@ -69,6 +69,10 @@ class Bench:
 
 def vary(make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Sequence[str]) -> list[Variant]:
     """Every combination of `key=value,value` lists; `make` gives the spec with such overrides. Raises SpecError for a list that is none."""
+    keys = [text.partition("=")[0].strip() for text in lists]
+    twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+    if twice is not None:
+        raise SpecError(f"--vary {twice} is given twice", hint=f"give all its values in one: --vary {twice}=A,B")
     many = [
         Variant(values={key: str(value) for key, value, _ in chosen}, spec=make(chosen))
         for chosen in itertools.product(*map(_split, lists))

@@ -72,9 +72,10 @@ class Workbench:
         with _work() as work:
             arm = spec_arm(START, _quiet(self._start), steps=LEAST_STEPS, warmup=WARMUP_STEPS, whole_length=True)
             outcome = run_arm(arm, work)
-        if outcome.ended != "done" or "num_samples" not in outcome.measures:
+        total_steps = outcome.measures.get("total_steps", math.inf)  # a run may be a time
+        if outcome.ended != "done" or "num_samples" not in outcome.measures or total_steps < WARMUP_STEPS + LEAST_STEPS:
             raise TaskError(
-                f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its first measured step')}",
+                f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its last measured step')}",
                 hint=f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: surefoot train SPEC",
             )
         self._keep(outcome)
@@ -82,16 +83,21 @@ class Workbench:
         per_step = outcome.measures["num_samples"] / LEAST_STEPS
         step_s = outcome.measures["wall_s_per_step"]
         wanted = TARGET_S / step_s if self.settings.samples is None else self.settings.samples / per_step
-        self._steps = max(LEAST_STEPS, math.ceil(wanted))
-        self.warmup_steps = max(WARMUP_STEPS, math.ceil(WARMUP_S / step_s))
+        self._total_steps = total_steps
+        self._steps = int(min(max(LEAST_STEPS, math.ceil(wanted)), self._total_steps - WARMUP_STEPS))
+        self.warmup_steps = self._warmup(math.ceil(WARMUP_S / step_s))
         self._epoch_steps = math.ceil(outcome.measures["samples_per_epoch"] / per_step)
         self.num_samples = round(self._steps * per_step)
         return step_s
 
+    def _warmup(self, wanted: int) -> int:
+        """So many steps of warm-up, or what the run leaves beside those that are measured."""
+        return int(min(max(WARMUP_STEPS, wanted), self._total_steps - self._steps))
+
     def warm_up_what_is_compiled(self) -> None:
         """Let no arm compile while it is measured: where an epoch is short, its last batch, of another size, comes before."""
         if self._epoch_steps < self.warmup_steps + self._steps:
-            self.warmup_steps = max(self.warmup_steps, self._epoch_steps + WARMUP_STEPS)
+            self.warmup_steps = max(self.warmup_steps, self._warmup(self._epoch_steps + WARMUP_STEPS))
 
     def key(self, measure: Measure) -> str:
         """The name that arms report a measure by. On a CPU time is that of all its cores, which other processes do not lengthen."""

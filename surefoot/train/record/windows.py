@@ -24,6 +24,7 @@ from surefoot.train.run import Run
 
 POLL_S = 0.1
 REPEATED = ".repeated-"  # folders in which a run is repeated
+ASKING = ".asking"  # the folder whose lock is held by who waits for a window of a run that goes on
 Tell = Callable[[str], None]
 
 
@@ -97,12 +98,34 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
 
 
 def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
-    """Ask the process that writes `run` for a window, and wait for it. Raises InputError where none came."""
+    """Ask the process that writes `run` for a window, and wait for it.
+
+    Raises InputError where none came, or another process waits for one.
+    """
+    folder = run / FOLDER
+    asking = folder / ASKING
+    try:
+        asking.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from None
+    if runlock.is_held(asking):
+        raise InputError(f"another surefoot profile waits for a window of {run}", hint="ask again when it has it")
+    with runlock.RunLock(asking):
+        try:
+            found = _wait_for(run, window, levels, tell)
+        finally:
+            shutil.rmtree(asking, ignore_errors=True)
+    if found.get("outcome") != "done":
+        raise InputError(f"{run} could not record it: {found.get('words')}", hint="with fewer levels: --with ''")
+    return folder
+
+
+def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> dict[str, object]:
+    """Leave the request, and give the answer to it."""
     name, folder = uuid.uuid4().hex, run / FOLDER
     request, answer = folder / REQUEST_FILE, folder / ANSWER_FILE
     draft = folder / f".{REQUEST_FILE}.{name}"
     try:
-        folder.mkdir(exist_ok=True)
         draft.write_text(json.dumps({"version": 1, "id": name, "active": window.active, "levels": list(levels)}))
         draft.replace(request)
     except OSError as error:
@@ -120,10 +143,8 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
     finally:
         if _read(request).get("id") == name:
             request.unlink(missing_ok=True)
-    if found.get("outcome") != "done":
-        raise InputError(f"{run} could not record it: {found.get('words')}", hint="with fewer levels: --with ''")
     answer.unlink(missing_ok=True)
-    return folder
+    return found
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -13,6 +13,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Self, final
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +27,8 @@ from surefoot.core.errors import InputError, hint_unwritten
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
 MOST_TRACE_BYTES = 50_000_000
+LOOK_EVERY = 20  # recorded steps, after which the memory is looked at
+CLOSING = 60  # to end a window torch takes 20 to 56 times the memory that recording it took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,8 @@ class Profiler:
 
     `levels` are of shapes, stacks and memory; each costs more. `optimizers` and `more_state` tell their memory from the rest. With
     `nvtx` nothing is written: ranges and the window are marked for nsys and ncu, which record. It is done once `is_done`; a loop that
-    ends first leaves what was recorded so far. Raises InputError for an unknown level, for `nvtx` without a GPU, and at the end of a
-    context whose loop ended before the window.
+    ends first leaves what was recorded so far, and so does a window that more memory would be needed for than there is. Raises
+    InputError for an unknown level, for `nvtx` without a GPU, and at the end of a context whose loop ended before the window.
 
         with Profiler(model, "profile") as profiler:
             for batch in loader:
@@ -92,7 +95,8 @@ class Profiler:
         self._before: dict[str, dict[int, int]] = {}
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
-        self.is_done = False
+        self.is_done = self._is_short = False
+        self._resident: list[int] = []  # bytes of this process, after so many recorded steps each
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
 
@@ -104,7 +108,7 @@ class Profiler:
         self._marks_s.append(time.perf_counter())
         if self.ranges is not None:
             self.ranges.end("step")
-        if self._num_done == self.window.num_steps:
+        if self._num_done == self.window.num_steps or self._would_take_too_much():
             self.close()
             return
         if self._running is not None:
@@ -130,6 +134,20 @@ class Profiler:
             if epoch is not None:
                 self.ranges.begin("epoch", f"epoch {epoch}")
             self.ranges.begin("step", f"{trace.OUR_STEP}{self._first_step + self._num_done}")
+
+    def _would_take_too_much(self) -> bool:
+        """Whether ending the window, with what was recorded so far, takes half of the memory that is left. The first look is the base:
+        by then a loop has taken what it needs itself.
+        """
+        if self._running is None or self._num_recorded == 0 or self._num_recorded % LOOK_EVERY:
+            return False
+        self._resident.append(psutil.Process().memory_info().rss)
+        looks = len(self._resident)
+        if looks < 2:
+            return False
+        recorded = (self._resident[-1] - self._resident[0]) / (looks - 1) * looks
+        self._is_short = recorded * CLOSING > psutil.virtual_memory().available / 2
+        return self._is_short
 
     def _begin_capture(self) -> None:
         """Let nsys or ncu begin, and see every range and operator as an NVTX range, until the window closes."""
@@ -214,8 +232,8 @@ class Profiler:
             known = Known(before=self._before, after=after, gradients=self._gradients, device=_number(self._device))
             facts = {
                 "version": 1, "first_step": self._first_step + self._num_done - self._num_recorded, "num_steps": self._num_recorded,
-                "num_kept": num_kept, "levels": list(self.levels), "step_s": self._paces(), "device": str(self._device),
-                "memory": known.as_row() if self._before else None,
+                "num_kept": num_kept, "short_of_memory": self._is_short, "levels": list(self.levels), "step_s": self._paces(),
+                "device": str(self._device), "memory": known.as_row() if self._before else None,
             }  # fmt: skip
             (self.folder / FACTS_FILE).write_text(json.dumps(facts))
         except OSError as error:
