@@ -350,6 +350,7 @@ def test_a_run_shorter_than_the_warm_up_is_measured_with_what_it_has(tmp_path: P
             continue
         bench.begin()
         bench.warm_up_what_is_compiled()
+        assert 8 <= bench.warmup_steps <= 22
         assert bench.num_samples == 64 * (30 - bench.warmup_steps)
         trial = bench.measure_all("short", {"start": start, "again": start}, 1)
         assert bench.ratio(trial, "again", "start", "time") is not None
