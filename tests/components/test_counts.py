@@ -310,6 +310,29 @@ def test_an_operator_without_a_formula_is_named_and_not_guessed() -> None:
     assert one(counter, "sort").flops == 0
 
 
+def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_nothing_is_not() -> None:
+    numbers, reals = torch.randn(B, B, dtype=torch.complex64), torch.randn(B, B)
+    with Counter(nn.Identity()) as counter:
+        _ = (numbers @ numbers + reals) * 2
+        _ = numbers.abs().max()
+        _ = numbers.clone() == numbers
+        _ = torch.view_as_real(numbers).view(-1)
+        _ = reals @ reals
+    assert counter.unknown == {"mm (complex64)", "add (complex64)", "mul (complex64)", "abs (complex64)"}
+    found = {(row.operator, row.dtype): row for row in counter.of()}
+    assert found["mm", "complex64"].flops == found["mm", "complex64"].model_flops == 0
+    assert found["mm", "complex64"].num_bytes == 8 * 2 * B * B  # the two factors are one tensor
+    assert found["mm", "fp32"].flops == 2 * B**3
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_gradients_of_a_transposed_convolution_count_each_input_with_its_window(groups: int) -> None:
+    counter = counted(nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups), torch.randn(B, 4, 9, 9, requires_grad=True))
+    products = 2 * 2 * B * 4 * 81 * 6 // groups * 9
+    assert one(counter, "convolution_backward").model_flops == products
+    assert one(counter, "convolution_backward").flops == products + B * 6 * 19 * 19  # and the sum of the bias
+
+
 POSITIONS = {
     **{each: ("is_causal", at) for table in (formulas.ATTENTION, formulas.ATTENTION_BACKWARD) for each, at in table.items()}
 }

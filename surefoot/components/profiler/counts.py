@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from surefoot.components.profiler.formulas import count
+from surefoot.components.profiler.formulas import COMPLEX, count
 from surefoot.components.profiler.whereabouts import Whereabouts
 from surefoot.core.roofline import Work
 
@@ -86,7 +86,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = count(func, args, kwargs, out)
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
-            self.unknown.add(name)
+            self.unknown.add(
+                f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name
+            )  # of reals it may have a formula
         around = self._whereabouts.around()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation

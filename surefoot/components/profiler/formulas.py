@@ -2,7 +2,8 @@
 
 FLOPs are those of core/shape; a pointwise operator counts one for each floating-point element of its result, whatever the function.
 Bytes: each tensor that goes in is read once and each that comes out is written once, as with a perfect cache; a broadcast tensor has
-the bytes that it has in memory, a look-up reads only the rows that it takes, a view moves nothing.
+the bytes that it has in memory, a look-up reads only the rows that it takes, a view moves nothing. Arithmetic on complex numbers has no
+formula: a product takes four times the multiplications of one of reals, a sum twice the additions, a function has no agreed count.
 """
 
 # what is indexed below: (input, weight, ...) as each operator's schema lists its arguments
@@ -26,6 +27,7 @@ Formula = Callable[[Args, Mapping[str, Any], Any], Flops]
 
 NO_FLOAT = "none"  # of an operator on integers: whatever it does is no floating-point operation
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+COMPLEX = {torch.complex32: "complex32", torch.complex64: "complex64", torch.complex128: "complex128"}
 FIRST_FACTOR = {
     aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten._scaled_mm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1,
     aten._addmm_activation: 1,
@@ -100,14 +102,21 @@ def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
     """Count a call of the overload `func` with its result."""
     packet = func.overloadpacket
     read, written = list(_tensors((args, kwargs))), list(_tensors(out))
-    dtype = _dtype(written) or _dtype(read) or NO_FLOAT
+    dtype = _complex_dtype((*written, *read)) or _dtype(written) or _dtype(read) or NO_FLOAT
     if func.is_view or packet in ALLOCATED or not (read or written):
         return Call("view", dtype, 0, 0, 0)
     flops, group = _flops(func, packet, args, kwargs, out, read, written)
+    if dtype in COMPLEX.values() and not _is_free(group, written):
+        flops = None
     every, asked = flops if isinstance(flops, tuple) else (flops or 0, 0)
     if dtype == NO_FLOAT:
         every = asked = 0
     return Call(group, dtype, every, asked, _bytes(packet, args, kwargs, read, written), flops is not None)
+
+
+def _is_free(group: str, written: Sequence[Tensor]) -> bool:
+    """Whether it counts nothing on whatever numbers: a copy, a look-up, a comparison."""
+    return group in ("move", "look-up") or (bool(written) and all(each.dtype == torch.bool for each in written))
 
 
 def _flops(
@@ -263,6 +272,11 @@ def _dtype(tensors: Iterable[Tensor]) -> str | None:
     return next(
         (DTYPES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in tensors if each.is_floating_point()), None
     )
+
+
+def _complex_dtype(tensors: Iterable[Tensor]) -> str | None:
+    """One complex number among reals makes the arithmetic complex."""
+    return next((COMPLEX[each.dtype] for each in tensors if each.is_complex()), None)
 
 
 def _size(tensor: Tensor) -> int:
