@@ -121,6 +121,7 @@ def test_a_short_run_is_recorded_with_a_shorter_window_and_that_is_said(surefoot
         (("empty",), "holds no commit that a run could begin with"),
         (("cut.json.gz",), "truncated or damaged"),
         (("other.json",), "no list of traceEvents"),
+        (("huge.json",), "was given a tensor of a negative size or of 2^63 elements or more"),
         (("nowhere.json.gz",), "cannot be read"),
     ],
 )
@@ -136,6 +137,9 @@ def test_what_cannot_be_profiled_is_told_in_words(
         (tmp_path / "empty" / name).write_text((tmp_path / file).read_text())
     (tmp_path / "cut.json.gz").write_bytes(b"\x1f\x8b\x08\x00 and no more")
     (tmp_path / "other.json").write_text('{"a": 1}')
+    huge = {"Input Dims": [[10**300, 10**300], [10**300, 4]], "Input type": ["float", "float"]}
+    product = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "args": huge}
+    (tmp_path / "huge.json").write_text(json.dumps({"traceEvents": [product]}))
     answer = surefoot("profile", *words)
     assert answer.code == 2
     assert said in answer.err

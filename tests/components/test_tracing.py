@@ -354,6 +354,36 @@ def test_a_trace_that_is_none_is_refused_in_words(tmp_path: Path, recorded: Path
 ODD = ([], {}, [[1]], "x", None, True, -1, 10**400, 1e308, float("nan"))
 
 
+def product_of(*shapes: Any, **details: Any) -> dict[str, Any]:
+    args = {"Input Dims": shapes, "Input type": ["float"] * len(shapes), **details}
+    row = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    return {"traceEvents": [row | {"args": args}]}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ([10**300, 10**300], [10**300, 4]), ([2, -3], [3, 4]), ([2**63], [1]), ([2**40, 2**40], [2**40, 4]), ([0] + [2**62] * 40, [1]),
+        ([[2, 3], [10**300]], [3, 4]),
+    ],
+)  # fmt: skip
+def test_a_trace_with_sizes_that_no_tensor_has_is_refused_in_words(shapes: tuple[Any, ...], tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"is damaged: 'aten::mm' was given a tensor of a negative size or of 2\^63 elements"
+    ) as told:
+        analyse(write(tmp_path / "trace.json", product_of(*shapes)))
+    assert told.value.hint
+
+
+@pytest.mark.parametrize("num_bytes", [10**400, -(10**400), 2**63])
+def test_a_trace_with_memory_that_no_machine_has_is_refused_in_words(num_bytes: int, tmp_path: Path) -> None:
+    document = product_of([2, 3], [3, 4])
+    change = {"ph": "i", "name": "[memory]", "ts": 2, "args": {"Addr": 1, "Bytes": num_bytes, "Device Id": -1}}
+    document["traceEvents"].append(change)
+    with pytest.raises(InputError, match=r"is damaged: 2\^63 bytes or more were allocated at once"):
+        analyse(write(tmp_path / "trace.json", document))
+
+
 def test_details_of_other_types_are_left_aside_and_odd_facts_are_damage(tmp_path: Path, recorded: Path) -> None:
     document = json.loads(gzip.decompress(recorded.read_bytes()))
     rows = [each for each in document["traceEvents"] if each.get("cat") == "cpu_op"]

@@ -19,6 +19,7 @@ from surefoot.core.errors import InputError
 
 MAX_TEXT_BYTES = 4 << 30  # unpacked: what claims to be longer is no trace of a window
 LARGEST = 1e18  # as microseconds 30,000 years
+MOST_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
 OUR_STEP = "step "  # before its number; the step that leads in has none
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
@@ -129,8 +130,20 @@ def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
     known = sorted((each for each in slices if each is not None), key=lambda each: (each.start_ns, -each.end_ns))
     if not any(each.category == OPERATOR for each in known):
         raise InputError(f"the trace {path} holds no operator: it is not of torch.profiler, or its window was empty", hint=_HINT)
+    memory = sorted(each for each in changes if each is not None)
+    damage = _find_damage(known, memory)
+    if damage is not None:
+        raise InputError(f"the trace {path} is damaged: {damage}", hint="record it again")
     base = header.get("baseTimeNanoseconds", 0)
-    return Trace(known, sorted(each for each in changes if each is not None), base if isinstance(base, int) else 0, most_steps)
+    return Trace(known, memory, base if isinstance(base, int) else 0, most_steps)
+
+
+def _find_damage(slices: Sequence[Slice], changes: Sequence[Change]) -> str | None:
+    """What no tensor and no allocator can have, in words."""
+    odd = next((each for each in slices if each.category == OPERATOR and has_odd_sizes(each.details.get("Input Dims"))), None)
+    if odd is not None:
+        return f"{odd.name[:60]!a} was given a tensor of a negative size or of 2^63 elements or more"
+    return "2^63 bytes or more were allocated at once" if any(abs(each.num_bytes) >= MOST_ELEMENTS for each in changes) else None
 
 
 def _slice(event: Mapping[str, Any]) -> Slice | None:
@@ -160,6 +173,35 @@ def _nanoseconds(microseconds: Any) -> int | None:
 def is_finite(value: Any) -> bool:
     """Whether it is a number that times and paces can be calculated with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_shape(sizes: Any) -> bool:
+    """Whether it is the sizes of a tensor that torch can hold.
+
+    >>> is_shape([4, 0]), is_shape([4, -1]), is_shape([2**40, 2**40]), is_shape([[4]])
+    (True, False, False, False)
+    """
+    if not isinstance(sizes, list):
+        return False
+    elements = 1
+    for size in sizes:
+        if type(size) is not int or size < 0 or elements * size >= MOST_ELEMENTS:
+            return False
+        elements *= max(size, 1)
+    return True
+
+
+def has_odd_sizes(shapes: Any) -> bool:
+    """Whether a list of whole numbers in it is no shape; lists of tensors stand one level down, and all else is no matter of sizes.
+
+    >>> has_odd_sizes([[2, 3], [], [[4], [5]]]), has_odd_sizes([[2, -3]]), has_odd_sizes([[[2**63]]]), has_odd_sizes([[True], "x"])
+    (False, True, True, False)
+    """
+    if not isinstance(shapes, list):
+        return False
+    inside = [each for each in shapes if each and isinstance(each, list)]
+    tensors = inside + [sizes for each in inside for sizes in each if isinstance(sizes, list)]
+    return any(all(type(size) is int for size in sizes) and not is_shape(sizes) for sizes in tensors)
 
 
 def shrink(path: Path, limit_bytes: int) -> int | None:
