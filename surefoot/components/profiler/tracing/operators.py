@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, Change, Slice, Trace
+from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, Change, Slice, Trace, is_shape
 from surefoot.core import shape
 
 ITEM_BYTES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short int": 2, "short": 2,
-    "bool": 1, "unsigned char": 1, "signed char": 1, "c10::complex<float>": 8, "c10::complex<double>": 16,
+    "bool": 1, "unsigned char": 1, "signed char": 1, "c10::complex<float>": 8, "c10::complex<double>": 16, "c10::complex<c10::Half>": 4,
+    "short unsigned int": 2, "unsigned int": 4, "long unsigned int": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+    "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1, "c10::Float8_e8m0fnu": 1,
+}  # fmt: skip
+NO_TENSORS = ("", "Scalar", "ScalarList")  # what torch writes for None, for a number, for numbers
+INDEXED = {  # a list of tensors, some of them None, that torch writes as if it were None
+    "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put",
 }  # fmt: skip
 CONVOLUTIONS = {  # where stride and padding stand among the arguments
     "aten::conv1d": (3, 4), "aten::conv2d": (3, 4), "aten::conv3d": (3, 4), "aten::mkldnn_convolution": (4, 3),
     "aten::cudnn_convolution": (3, 2),
+}  # fmt: skip
+EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}  # whether it is transposed stands at 6
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+TRANSPOSED = {
+    "aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::slow_conv_transpose2d",
+    "aten::slow_conv_transpose3d", "aten::cudnn_convolution_transpose",
 }  # fmt: skip
 
 
@@ -26,7 +39,7 @@ class Operator:
     """All calls of an operator in the window. `self_` is without the operators that it called; unknown is None.
 
     `self_bytes` is what it allocated less what it freed itself; `flops` counts products and sums of the operators whose shapes tell
-    (matrix products and convolutions), `bytes` the tensors that it was given.
+    (matrix products and convolutions), `bytes` the tensors that it was given. Both are those of all calls, or unknown.
     """
 
     name: str
@@ -44,8 +57,9 @@ class Operator:
 
 class _Sum:
     def __init__(self) -> None:
-        self.calls = self.self_ns = self.total_ns = self.self_bytes = self.flops = self.bytes = self.device_ns = 0
-        self.has_flops = self.has_bytes = False
+        self.calls = self.self_ns = self.total_ns = self.self_bytes = self.device_ns = 0
+        self.flops: int | None = 0
+        self.bytes: int | None = 0
 
 
 def find_operators(trace: Trace) -> list[Operator]:
@@ -101,22 +115,30 @@ def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iter
 
 
 def _add_shapes(found: _Sum, each: Slice) -> None:
-    shapes, types = each.details.get("Input Dims"), each.details.get("Input type")
+    """Add what a call was given and computes; what is unknown of one call is unknown of all."""
+    shapes, types, values = (each.details.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs"))
     if not isinstance(shapes, list) or not isinstance(types, list):
+        found.bytes = found.flops = None
         return
-    given = sum(
-        ITEM_BYTES[kind] * math.prod(sizes)
-        for sizes, kind in zip(shapes, types, strict=False)
-        if isinstance(kind, str) and kind in ITEM_BYTES and _is_shape(sizes)
-    )
-    found.bytes, found.has_bytes = found.bytes + given, True
-    flops = count_flops(each.name, shapes, each.details.get("Concrete Inputs") or [])
-    if flops is not None:
-        found.flops, found.has_flops = found.flops + flops, True
+    found.bytes = _plus(found.bytes, None if each.name in INDEXED else _given_bytes(shapes, types))
+    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)  # has no convention, and counts nothing
+    values = values if isinstance(values, list) else []
+    found.flops = _plus(found.flops, None if is_complex else count_flops(each.name, shapes, values))
 
 
-def _is_shape(sizes: Any) -> bool:
-    return isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+def _plus(total: int | None, more: int | None) -> int | None:
+    return None if total is None or more is None else total + more
+
+
+def _given_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
+    """Bytes of a call's tensors; None where it was given a list of them, whose types torch does not write, or something odd."""
+    if len(shapes) != len(types):
+        return None
+    given = [(sizes, kind) for sizes, kind in zip(shapes, types, strict=True) if kind not in NO_TENSORS]
+    if not all(isinstance(kind, str) and kind in ITEM_BYTES and is_shape(sizes) for sizes, kind in given):
+        return None
+    found: int = sum(ITEM_BYTES[kind] * math.prod(sizes) for sizes, kind in given)
+    return found
 
 
 def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
@@ -127,24 +149,26 @@ def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int 
     """
     places = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1), "aten::baddbmm": (1, 2)}
     if name in places:
-        factors = [shapes[place] for place in places[name] if place < len(shapes) and _is_shape(shapes[place])]
+        factors = [shapes[place] for place in places[name] if place < len(shapes) and is_shape(shapes[place])]
         if len(factors) < 2 or min(map(len, factors)) < 2:
             return None
         first, second = factors
         return shape.product_flops(math.prod(first[:-1]) * second[-1], second[-2])
-    if name in CONVOLUTIONS and len(shapes) > 1:
-        return _count_convolution(shapes, values, CONVOLUTIONS[name])
-    if name == "aten::convolution_backward" and len(shapes) > 2 and _is_shape(shapes[0]) and _is_shape(shapes[2]):
-        num_wanted = str(values[10]).strip("[]").split(",")[:2] if len(values) > 10 else []  # of the input, of the weights
-        return sum("True" in each for each in num_wanted) * shape.convolution_flops(shapes[2], math.prod(shapes[0]))
-    return None
+    if len(shapes) < 2 or not (is_shape(shapes[0]) and is_shape(shapes[1])):
+        return None
+    transposed = str(values[6]) if name in EITHER_WAY and len(values) > 6 else ""
+    if name in TRANSPOSED or transposed == "True":
+        return shape.convolution_flops(shapes[1], math.prod(shapes[0]))
+    if name in CONVOLUTIONS or transposed == "False":
+        return _count_convolution(shapes, values, {**CONVOLUTIONS, **EITHER_WAY}[name])
+    return _count_backward(shapes, values) if name == "aten::convolution_backward" else None
 
 
 def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tuple[int, int]) -> int | None:
     """2 x outputs x (input channels of a group x kernel); `places` are those of stride and padding in `values`, dilation follows them."""
-    if not (_is_shape(shapes[0]) and _is_shape(shapes[1]) and len(shapes[0]) == len(shapes[1])):
-        return None
     sizes, weight = shapes[0][2:], shapes[1]
+    if not sizes or len(shapes[0]) != len(weight):
+        return None
     stride, padding, dilation = (_numbers(values, place, len(sizes)) for place in (*places, max(places) + 1))
     if stride is None or padding is None or dilation is None or min(stride) < 1:
         return None
@@ -152,14 +176,22 @@ def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tup
         (size + 2 * pad - dilate * (kernel - 1) - 1) // step + 1
         for size, pad, dilate, kernel, step in zip(sizes, padding, dilation, weight[2:], stride, strict=True)
     ]
-    return shape.convolution_flops(weight, shapes[0][0] * weight[0] * math.prod(outputs))
+    return shape.convolution_flops(weight, shapes[0][0] * weight[0] * math.prod(outputs)) if is_shape(outputs) else None
+
+
+def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
+    """Once for each of the two gradients that are asked for, that of the input and that of the weights."""
+    if len(shapes) < 3 or not is_shape(shapes[2]) or len(values) < 11 or str(values[7]) not in ("True", "False"):
+        return None
+    num_wanted = sum("True" in each for each in str(values[10]).strip("[]").split(",")[:2])
+    return num_wanted * shape.convolution_flops(shapes[2], math.prod(shapes[1 if str(values[7]) == "True" else 0]))
 
 
 def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
     """A list of whole numbers as the trace writes it: "[1, 1]"."""
     text = str(values[place]) if place < len(values) else ""
     parts = [part.strip() for part in text.strip("[]").split(",")]
-    if not all(part.lstrip("-").isdigit() for part in parts):
+    if not all(_WHOLE.fullmatch(part) for part in parts):
         return None
     found = [int(part) for part in parts]
     found = found * count if len(found) == 1 else found
@@ -183,5 +215,5 @@ def _as_operator(name: str, found: _Sum, has_memory: bool, has_device: bool) -> 
     return Operator(
         name=name, calls=found.calls, self_s=found.self_ns / 1e9, total_s=found.total_ns / 1e9,
         self_device_s=found.device_ns / 1e9 if has_device else None, self_bytes=found.self_bytes if has_memory else None,
-        flops=found.flops if found.has_flops else None, bytes=found.bytes if found.has_bytes else None,
+        flops=found.flops, bytes=found.bytes,
     )  # fmt: skip
