@@ -114,8 +114,10 @@ def test_the_phases_add_up_to_the_wall_time(kind: str, tmp_path: Path, wall: Bra
 
 
 def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_and_by_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
+    gc.disable()  # on a busy machine Python's own collections make other steps slow
+    request.addfinalizer(gc.enable)
     with Run(spec(60, evaluate={"every": "1000 steps"}), Small(), folder=tmp_path, quiet=True) as run:
         for report in run.steps():
             if report.step == 20:

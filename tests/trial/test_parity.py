@@ -155,7 +155,7 @@ def test_a_spec_arms_process_reports_what_the_steps_after_the_warm_up_cost(tmp_p
     report = read_report(tmp_path / "report.json")
     costs = {f"{clock}_s_per_{unit}" for clock in ("cpu", "wall") for unit in ("step", "sample")} | {"startup_s"}
     did = {"num_steps", "num_samples", "items_per_sample", "applied_share", "loss"}
-    assert report.measures.keys() == costs | did | {"peak_bytes", "imported_bytes", "samples_per_epoch"}
+    assert report.measures.keys() == costs | did | {"peak_bytes", "imported_bytes", "samples_per_epoch", "total_steps"}
     assert (report.measures["num_steps"], report.measures["num_samples"]) == (20, 20 * 16)
     assert 0 < report.measures["startup_s"] < 60
     assert report.facts["outcome"] == "finished"
