@@ -12,11 +12,10 @@ from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import InputError, SpecError, TaskError
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
-from surefoot.prove.ladder.gate import Score, Scores, compare_scores
+from surefoot.prove.ladder.gate import LEAST_SEEDS, Score, Scores, decide_by_scores
 from surefoot.trial import Arm, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
-LEAST_SEEDS = 3
 WIDE, NARROW = "fp32", "bf16"  # what is compared with what, where the spec itself is fp32
 Tell = Callable[[str], None]
 
@@ -24,6 +23,7 @@ Tell = Callable[[str], None]
 def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tuple[str, Score]:
     """The scores of `spec` after `steps` against those of the same in fp32; gives its precision and the comparison.
 
+    Where `seeds` pairs call it worse, twice as many more are run, and all of them decide.
     Raises InputError for too few seeds, SpecError for a task without a name, TaskError where a run fails or has no score.
     """
     if seeds < LEAST_SEEDS:
@@ -35,14 +35,18 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
     wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
     narrow = spec if spec.precision.compute != WIDE else rungs.change(wide, {"precision.compute": NARROW})
     name = narrow.precision.compute
-    found: dict[str, dict[int, float]] = {WIDE: {}, name: {}}
-    facts: dict[str, str] = {}
-    for seed in range(spec.train.seed, spec.train.seed + seeds):
-        for kind, each in ((WIDE, wide), (name, narrow)):
-            tell(f"seed {seed} in {kind}")
-            found[kind][seed], facts = _score(kind, each, seed, steps)
-    both = [Scores(found[kind], facts["score"], facts["better"], facts["unit"]) for kind in (WIDE, name)]
-    score = compare_scores(*both)
+
+    def take(chosen: range) -> tuple[Scores, Scores]:
+        found: dict[str, dict[int, float]] = {WIDE: {}, name: {}}
+        facts: dict[str, str] = {}
+        for seed in chosen:
+            for kind, each in ((WIDE, wide), (name, narrow)):
+                tell(f"seed {seed} in {kind}")
+                found[kind][seed], facts = _score(kind, each, seed, steps)
+        one, other = (Scores(found[kind], facts["score"], facts["better"], facts["unit"]) for kind in (WIDE, name))
+        return one, other
+
+    score = decide_by_scores(range(spec.train.seed, spec.train.seed + seeds), take)
     assert score is not None  # both have every seed
     return name, score
 

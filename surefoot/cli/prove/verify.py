@@ -34,7 +34,7 @@ def verify(
     resume: Annotated[bool, typer.Option("--resume", help="kill -9 and go on against an unbroken run (what is tested by default)")] = True,
     precision: Annotated[bool, typer.Option("--precision", help="the spec's precision against fp32 instead, by scores")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="the compiled step against eager mode instead, by every tensor")] = False,
-    seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs; 3")] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs; 3 (thrice if worse)")] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="how long each run is; 24")] = None,
     kills: Annotated[int | None, typer.Option("--kills", metavar="K", help="how often it is killed; 3")] = None,
     kill_seed: Annotated[int | None, typer.Option("--kill-seed", metavar="N", help="when; the same number replays it; 0")] = None,
@@ -104,7 +104,9 @@ def _verify_precision(spec: str, stated: Any, *, steps: int, seeds: int, json: b
     else:
         rows = [(name, format_number(score.value), str(score.difference)), (WIDE, format_number(score.start), "")]
         print_table(["precision", f"mean {score.name}", "difference, paired by seed"], rows, right=[f"mean {score.name}"])
-        print(f"\nthe runs in {WIDE} scatter by {format_number(score.spread)}; {steps} steps each")
+        print(
+            f"\n{score.difference.count} pairs of runs, {steps} steps each; those in {WIDE} scatter by {format_number(score.spread)}"
+        )
         print(f"verdict: {spec} {'learns less' if score.is_worse else 'learns the same'} in {name}")
     return EXIT_VERDICT_FAILS if score.is_worse else EXIT_OK
 

@@ -25,9 +25,6 @@ from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tel
 from surefoot.trial import Trial, find_conditions
 from surefoot.trial.arm import REFUSED
 
-# of three seeds a rung that changes nothing is called worse 3 to 8 times of a hundred, the more the less its runs follow the start's;
-# where all nine have to say so, once at most
-SCORED_SEEDS = (range(3), range(3, 9))
 SAME_WORK = (
     0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
 )
@@ -180,19 +177,15 @@ class Climb:
         return (f"its {score.words}" if score.is_worse else None), score
 
     def _score(self, rung: Rung, spec: RunSpec) -> Score | None:
-        """The score of a few seeds against the start's, and where they call it worse, of further ones too: few are wrong by chance."""
-        theirs: Scores | None = None
-        mine: Scores | None = None
-        for seeds in SCORED_SEEDS:
+        """The scores of a few seeds against the start's."""
+
+        def take(seeds: range) -> tuple[Scores | None, Scores | None]:
             self._tell(f"{rung.name}: its score after {self._bench.num_samples:,} samples, {len(seeds)} seeds")
             if seeds not in self._scores:
                 self._scores[seeds] = self._bench.scores(START, self.start, seeds)
-            theirs = gate.join(theirs, self._scores[seeds])
-            mine = gate.join(mine, self._bench.scores(rung.name, spec, seeds))
-            score = gate.compare_scores(theirs, mine)
-            if score is None or not score.is_worse:
-                break
-        return score
+            return self._scores[seeds], self._bench.scores(rung.name, spec, seeds)
+
+        return gate.decide_by_scores(range(gate.LEAST_SEEDS), take)
 
     def _other_numbers(self, parity: Verdict) -> str:
         return f"its numbers are not those of {self._ground_words}: {parity.words}"
