@@ -1,19 +1,10 @@
-"""RunSpec: a whole run as one frozen, checked value. Tables and their keys are the field's standard terms.
-
-It builds nothing and reads nothing; `spec_file` reads it from TOML with bases and overrides and knows where each value came from.
-"""
+"""The tables of a spec. Their names and keys are the field's standard terms."""
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,18 +13,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 
 from surefoot.core.errors import SpecError
 from surefoot.core.recompute import WORDS, How
-from surefoot.core.schedule_plan import ScheduleSettings
 from surefoot.core.units import Duration, parse_bytes
 
-FORMAT = 1
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -314,24 +300,6 @@ class ObserveTable(Table):
     noise: bool = Field(False, description="the gradient noise scale, from the first microbatch of each step and the whole of it")
 
 
-def _read_schedule(given: Any) -> Any:
-    """A [schedule] table as its settings; through JSON, where strict checks know arrays and nested tables."""
-    if not isinstance(given, Mapping):
-        return given
-    try:
-        return _SCHEDULE.validate_json(json.dumps(given))
-    except ValidationError as error:
-        raise explain(error, prefix=("schedule",)) from None
-    except TypeError:
-        raise SpecError(
-            "schedule holds a value that TOML has no business with here", hint='durations are texts, as in "5 epochs"'
-        ) from None
-
-
-_SCHEDULE = TypeAdapter(ScheduleSettings)
-ScheduleTable = Annotated[ScheduleSettings, BeforeValidator(_read_schedule)]
-
-
 class FaultTable(Table):
     """What is done wrong on purpose: for a lab, never for a run that is to be believed."""
 
@@ -342,158 +310,3 @@ class FaultTable(Table):
 
 class LaterTable(Table):
     """A table whose name is taken and whose room is not built yet: it has no keys."""
-
-
-class RunSpec(Table):
-    """The whole run as a value. `RunSpec(task={"use": "digits"}, train={"batch": 64})`; raises SpecError."""
-
-    task: TaskTable = TaskTable()
-    data: DataTable = DataTable()
-    optim: OptimTable = OptimTable()
-    schedule: ScheduleTable = ScheduleSettings()
-    train: TrainTable = TrainTable()
-    evaluate: EvaluateTable = EvaluateTable()
-    precision: PrecisionTable = PrecisionTable()
-    compile: CompileTable = CompileTable()
-    memory: MemoryTable = MemoryTable()
-    layout: LaterTable = LaterTable()
-    checkpoint: CheckpointTable = CheckpointTable()
-    stability: StabilityTable = StabilityTable()
-    observe: ObserveTable = ObserveTable()
-    ablate: LaterTable = LaterTable()
-    fault: FaultTable = FaultTable()
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _in_words(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(with_tuples(given))
-        except ValidationError as error:
-            raise explain(error) from None
-
-    @model_validator(mode="after")
-    def _together(self) -> Self:
-        if self.memory.update_in_backward:
-            _check_update_in_backward(self)
-        return self
-
-    def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
-        """The same run with some keys changed: `spec.replace(optim={"lr": 0.1})`. Raises SpecError."""
-        merged = self.as_tables()
-        for name, table in tables.items():
-            merged[name] = {**merged.get(name, {}), **table}
-        return RunSpec(**merged)
-
-    def as_tables(self) -> dict[str, Any]:
-        """Plain dicts of what was stated: a stated default stays, since it may overrule a part of the task."""
-        tables = self.model_dump(exclude_defaults=True, mode="python")
-        for name in (name for name in RunSpec.model_fields if name in self.model_fields_set):
-            table = getattr(self, name)
-            stated = table.model_dump(exclude_unset=True, exclude_none=True) if isinstance(table, Table) else {"name": table.name}
-            tables[name] = {**stated, **tables.get(name, {})}
-        return {name: table for name, table in tables.items() if table}
-
-    @property
-    def id(self) -> str:
-        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, what is observed, saved or held."""
-        tables = self.model_dump(exclude_defaults=True, mode="python")
-        if self.task.use is not None:
-            file, colon, name = self.task.use.partition(":")
-            tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint", "memory", "compile"):
-            tables.pop(table, None)
-        tables.get("data", {}).pop("folder", None)
-        for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark"):
-            tables.get("train", {}).pop(key, None)
-        tables = {table: keys for table, keys in tables.items() if keys}
-        text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _check_update_in_backward(spec: RunSpec) -> None:
-    """Raise SpecError for what needs all gradients at once."""
-    train, optim = spec.train, spec.optim
-    reasons = (
-        (train.microbatch not in (None, train.batch), "several microbatches are summed first", "leave train.microbatch out"),
-        (spec.memory.on_oom == "halve", "half a batch would be a microbatch", "leave memory.on_oom out"),
-        (bool(train.ramp), "a batch that grows is cut into microbatches", "leave train.ramp out"),
-        (bool(optim.clip), f"optim.clip = {optim.clip:g} needs the norm of all gradients", "set optim.clip = 0"),
-        (optim.clip_value is not None, "optim.clip_value clips all gradients at once", "leave optim.clip_value out"),
-        (optim.name not in ("sgd", "adam", "adamw"), f"optim.name = {optim.name!r} updates all at once", 'set optim.name = "adamw"'),
-        (
-            spec.precision.weights == "bf16" and spec.precision.master == "fp32",
-            "masters gather the gradients of the weights first", 'set precision.weights = "fp32"',
-        ),
-        (not optim.fused, "the update of one parameter is that of a fused kernel", "leave optim.fused out"),
-        (spec.stability.nonfinite == "skip", "a step that is partly applied cannot be skipped", 'set stability.nonfinite = "stop"'),
-    )  # fmt: skip
-    for applies, reason, hint in reasons:
-        if applies:
-            raise SpecError(
-                f"memory.update_in_backward does not go with this spec: {reason}", hint=hint, key=("memory", "update_in_backward")
-            )
-
-
-def with_tuples(value: Any) -> Any:
-    """TOML's arrays as tuples, all the way down: the spec is frozen, and strict checks tell lists from tuples."""
-    if isinstance(value, Mapping):
-        return {key: with_tuples(part) for key, part in value.items()}
-    return tuple(with_tuples(part) for part in value) if isinstance(value, list | tuple) else value
-
-
-def key_names(table: str | None) -> list[str]:
-    """The keys that `table` may hold, or the tables themselves."""
-    if table is None:
-        return list(RunSpec.model_fields)
-    field = RunSpec.model_fields.get(table)
-    kind = field.annotation if field else None
-    if kind is ScheduleSettings:
-        return [each.name for each in fields(ScheduleSettings)]
-    return list(kind.model_fields) if isinstance(kind, type) and issubclass(kind, BaseModel) else []
-
-
-def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
-    """One SpecError out of pydantic's: the first fault in words, with the nearest right name; `key` says where it stands."""
-    fault = error.errors()[0]
-    path = (*prefix, *(str(part) for part in fault["loc"] if not str(part).startswith("function-")))
-    given, kind = fault.get("input"), fault["type"]
-    dotted = ".".join(path)
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown_key(path)
-    if kind == "missing":
-        return SpecError(f"{dotted} is not given", hint='a spec needs at least [task] use = "digits"', key=path)
-    if kind == "value_error":
-        text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")
-        if len(path) == 1:
-            named = next((word for word in text.split() if word in key_names(dotted)), None)
-            return SpecError(f"[{dotted}] {text}", hint=hint or None, key=path if named is None else (dotted, named))
-        return SpecError(f"{dotted}: {text}", hint=hint or None, key=path)
-    allowed = str(fault["msg"]).removeprefix("Input should be ")
-    options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(given), options, n=1)
-    return SpecError(
-        f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path
-    )
-
-
-def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:
-    """Where `key` was given: its own place, or that of the table around it."""
-    for length in range(len(key), 0, -1):
-        dotted = ".".join(key[:length])
-        if dotted in places:
-            return places[dotted]
-        inside = [place for name, place in places.items() if name.startswith(f"{dotted}.")]
-        if inside:
-            return inside[0].rpartition(":")[0] or inside[0]
-    return None
-
-
-def _unknown_key(path: tuple[str, ...]) -> SpecError:
-    table, key = (None, path[0]) if len(path) == 1 else (path[0], path[-1])
-    names = key_names(table)
-    kind = "table" if table is None else f"key in [{table}]"
-    if not names:
-        return SpecError(f"[{table}] has no keys in this version, {key!r} was given", hint=f"leave [{table}] out", key=path)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return SpecError(f"{key!r} is no {kind}", hint=f"{hint}allowed: {', '.join(names)}", key=path)

@@ -1,0 +1,17 @@
+"""The spec: a whole run as one value, table by table."""
+
+from surefoot.contract.spec.run_spec import RunSpec, explain, find_place, key_names
+from surefoot.contract.spec.tables import (
+    CheckpointTable,
+    CompileTable,
+    LaterTable,
+    OptimTable,
+    PrecisionTable,
+    StabilityTable,
+    Table,
+)
+
+__all__ = [
+    "CheckpointTable", "CompileTable", "LaterTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable", "Table", "explain",
+    "find_place", "key_names",
+]  # fmt: skip
