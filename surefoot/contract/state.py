@@ -23,6 +23,16 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return parameter
 
 
+def laid_as(kept: Tensor, moved: Tensor) -> Tensor:
+    """What an optimiser keeps of each number of `moved`, laid out in memory as that is: fused kernels go through both side by side.
+
+    A file holds every tensor row by row, and the filters of a model may stand channels last.
+    """
+    if kept.shape != moved.shape or kept.stride() == moved.stride() or not kept.is_floating_point():
+        return kept
+    return moved.detach().to(device=kept.device, dtype=kept.dtype, copy=True).copy_(kept)
+
+
 @dataclass(frozen=True)
 class Scaling:
     """The loss scale after a step, and whether its gradients overflowed; read when they are asked for."""

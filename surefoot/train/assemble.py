@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from surefoot.components import optim, precision
-from surefoot.components.compiler import Compiled
+from surefoot.components.compiler import Compiled, lay_channels_last
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Offloaded, Recomputed, recompute
@@ -284,8 +284,7 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
     optim.check_shaped(model)
-    model.train()
-    return model.to(device) if device.type != "cpu" else model
+    return model.train().to(device) if device.type != "cpu" else model.train()
 
 
 def _blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:
@@ -295,12 +294,13 @@ def _blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | n
 
 def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -> list[str]:
     """Store weights, and keep modules in fp32, as [precision] says; gives notes. Raises SpecError for a pattern that matches nothing."""
+    notes = lay_channels_last(model) if spec.train.memory_format == "channels_last" else []
     kept = precision.keep_in_fp32(model, spec.precision.keep)
     if spec.precision.weights == "bf16":
         optim.store_narrow(model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32")
     if with_masters and spec.memory.offload == "optimizer":
         optim.keep_on_host(model)
-    notes = [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
+    notes += [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
     return notes + precision.convert(model, spec.precision, kept.values())
 
 

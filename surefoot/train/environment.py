@@ -27,11 +27,12 @@ from surefoot.core.hardware import find_machine
 _DETERMINISM: Any = torch.utils.deterministic
 # M_MMAP_THRESHOLD: smaller blocks come from the heap; M_TRIM_THRESHOLD: so much may lie free at its end (malloc.h)
 MALLOC_LIMITS = {-3: 32 << 20, -1: 256 << 20}
+FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")  # the kernels beside "math", on every device
 RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
 def apply(spec: RunSpec) -> Callable[[], None]:
-    """Set threads, deterministic kernels, tf32 and cuDNN's search as the spec says; gives the function that puts them back."""
+    """Set threads, deterministic kernels, tf32, attention and cuDNN's search as the spec says; gives what puts them back."""
     threads = torch.get_num_threads()
     fill = _DETERMINISM.fill_uninitialized_memory
     cudnn: Any = torch.backends.cudnn
@@ -48,6 +49,7 @@ def apply(spec: RunSpec) -> Callable[[], None]:
         unloaded.set_deterministic(spec.train.deterministic),
         unloaded.leave_unloaded(),
         set_products(spec.precision.compute),
+        _without_fused_attention() if spec.train.attention == "math" else lambda: None,
     )
 
     def put_back() -> None:
@@ -57,6 +59,20 @@ def apply(spec: RunSpec) -> Callable[[], None]:
         _DETERMINISM.fill_uninitialized_memory = fill
         cudnn.benchmark = was_timed
 
+    return put_back
+
+
+def _without_fused_attention() -> Callable[[], None]:
+    """Let scaled_dot_product_attention take its steps one by one; gives what puts back what was. The switches hold on a CPU, too."""
+    switches: Any = torch.backends.cuda
+    were = {name: getattr(switches, f"{name}_sdp_enabled")() for name in FUSED_ATTENTION}
+
+    def put_back() -> None:
+        for name, was in were.items():
+            getattr(switches, f"enable_{name}_sdp")(was)
+
+    for name in FUSED_ATTENTION:
+        getattr(switches, f"enable_{name}_sdp")(False)
     return put_back
 
 

@@ -17,7 +17,20 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError
 from surefoot.core.statistics import looks, sequential_ratio
-from surefoot.prove.ladder import PLAIN, Rung, Settings, as_markdown, as_row, as_svg, as_toml, find_rungs, gate, parse_rung, rungs
+from surefoot.prove.ladder import (
+    PLAIN,
+    Rung,
+    Settings,
+    as_markdown,
+    as_row,
+    as_svg,
+    as_toml,
+    child,
+    find_rungs,
+    gate,
+    parse_rung,
+    rungs,
+)
 from surefoot.prove.ladder.climb import MEASURES, Climb, Ladder, Result, find_skipped_work, is_settled
 from surefoot.prove.ladder.gate import Scores, Verdict
 from surefoot.prove.ladder.workbench import Workbench
@@ -230,7 +243,7 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--rungs", "fusd"), "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, fused, kernels"),
+        (("--rungs", "fusd"), "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, fused, channels last"),
         (("--rung", "a: train.bacth=3"), "'bacth' is no key in [train]"),
         (("--rung", "a: train.batch=64"), "the rung 'a' changes nothing"),
         (("--rung", "a: task.wast=3"), "wast"),
@@ -401,3 +414,25 @@ def test_of_planted_rungs_the_honest_gain_alone_is_kept_and_its_spec_repeats_it(
     assert settings.can_decide
     best = spec_file.read(str(tmp_path / "out" / "best.toml")).spec
     assert best.task.parameters["waste"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("channels last", "no tensor of four or five dimensions"), ("attention", "step 1 called no fused kernel")]
+)
+def test_a_rung_that_this_model_has_no_use_for_is_refused_with_the_reason(name: str, why: str, tmp_path: Path) -> None:
+    """By the process that checks it, so that it is skipped and not rejected."""
+    start = rungs.plain(spec_file.read(str(start_spec(tmp_path))).spec)
+    (rung,) = (each for each in find_rungs(start, device="cpu", cores=1) if each.name == name)
+    (tmp_path / "rung.toml").write_text(spec_file.write(rung.on(start)))
+    words = [
+        "tensors",
+        str(tmp_path / "rung.toml"),
+        "--report",
+        str(tmp_path / "report"),
+        "--run",
+        str(tmp_path / "run"),
+        "--steps",
+        "2",
+    ]
+    with pytest.raises(InputError, match=f"it is refused here: .*{why}"):
+        child.main([*words, "--seed", "0"])

@@ -147,3 +147,12 @@ def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refuse
         assemble(tables("?.0"), Nested())
     assert 'compile.blocks = ["1"]' in str(raised.value.hint)
     assert assemble(tables("[12]"), Nested()).engine.compiled is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [("torchscript", "TorchScript is retired"), ("jit", "TorchScript"), ("TensorRT", "trains none")]
+)
+def test_torchscript_and_tensorrt_are_answered_with_what_to_use(asked: str, words: str) -> None:
+    with pytest.raises(SpecError, match=rf"compile\.what: .*{words}") as found:
+        RunSpec(compile={"what": asked})
+    assert found.value.hint == 'use "model", and torch.export for serving'

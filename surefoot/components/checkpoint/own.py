@@ -28,7 +28,7 @@ from surefoot.components.checkpoint.tensors import DTYPES, check_storable, fill
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract import commits
 from surefoot.contract.manifest import NAME, Manifest
-from surefoot.contract.state import master_of
+from surefoot.contract.state import laid_as, master_of
 from surefoot.core.errors import RunFolderError, TaskError
 
 NO_STAMP = Stamp()
@@ -268,18 +268,18 @@ def _load_object(value: Any, saved: Any) -> None:
     params = _params_of(value)
     for number, held in saved["state"].items():
         if isinstance(number, int):
-            loaded = value.state[params[number]]
-            loaded.update({key: _uncast(each, loaded.get(key, params[number])) for key, each in held.items()})
+            loaded, moved = value.state[params[number]], params[number]
+            loaded.update({key: _uncast(each, loaded.get(key, moved), moved) for key, each in held.items()})
 
 
-def _uncast(saved: Any, near: Tensor) -> Any:
-    """What was saved, where `near` is: torch casts each tensor to the dtype of its parameter, and takes text and arrays apart."""
+def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
+    """What was saved of the parameter `moved`, where `near` is: torch casts each tensor to its dtype, and takes text and arrays apart."""
     if isinstance(saved, Tensor):
-        return saved.to(near.device)
+        return laid_as(saved.to(near.device), moved)
     if isinstance(saved, dict):
-        return {key: _uncast(each, near) for key, each in saved.items()}
+        return {key: _uncast(each, near, moved) for key, each in saved.items()}
     if isinstance(saved, list | tuple):
-        return type(saved)(_uncast(each, near) for each in saved)
+        return type(saved)(_uncast(each, near, moved) for each in saved)
     return saved
 
 

@@ -1,6 +1,7 @@
 """The compiler: what is compiled, what that cost, and why again."""
 
+from surefoot.components.compiler.layout import lay_channels_last
 from surefoot.components.compiler.regions import Compiled, CompiledFunction, compile_function, compile_regions
 from surefoot.components.compiler.steward import Steward
 
-__all__ = ["Compiled", "CompiledFunction", "Steward", "compile_function", "compile_regions"]
+__all__ = ["Compiled", "CompiledFunction", "Steward", "compile_function", "compile_regions", "lay_channels_last"]

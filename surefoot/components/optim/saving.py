@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from surefoot.contract.state import laid_as
 from surefoot.core.errors import RunFolderError, TaskError
 
 MOST_SAID = 300  # letters
@@ -101,7 +102,7 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) ->
         held = state.get(key)
         if isinstance(value, Tensor) and value is not held:
             where = held.device if isinstance(held, Tensor) else parameter.device if value.ndim else value.device
-            value = value.to(where)
+            value = laid_as(value.to(where), parameter)
         state[key] = value
 
 

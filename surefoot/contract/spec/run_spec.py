@@ -115,7 +115,7 @@ class RunSpec(Table):
         for table in ("observe", "checkpoint", "memory", "compile"):
             tables.pop(table, None)
         tables.get("data", {}).pop("folder", None)
-        for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark"):
+        for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):
             tables.get("train", {}).pop(key, None)
         tables = {table: keys for table, keys in tables.items() if keys}
         text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)

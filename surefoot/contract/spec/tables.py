@@ -143,6 +143,13 @@ class TrainTable(Table):
         None, description="threads of one operator on a CPU; none: torch's own choice"
     )
     keep_freed_memory: bool = Field(True, description="freed host memory stays with the process: no page faults")
+    memory_format: Literal["contiguous", "channels_last"] = Field(
+        "contiguous", description="how weights of convolutions lie: channels_last is what most of their kernels work in"
+    )
+    attention: Literal["auto", "fused", "math"] = Field(
+        "auto",
+        description="kernels of scaled_dot_product_attention: torch's choice; fused: so, and none in step 1 ends the run; math: none fused",
+    )
     cudnn_benchmark: bool = Field(False, description="cuDNN times its algorithms for each convolution and takes the fastest")
 
     @model_validator(mode="after")
@@ -253,8 +260,18 @@ class MemoryTable(Table):
         return self
 
 
+def _pointed(given: Any) -> Any:
+    """What people ask for in place of torch.compile, answered with what it is for."""
+    name = str(given).lower()
+    if name in ("torchscript", "jit"):
+        raise ValueError('TorchScript is retired, and made no training faster; use "model", and torch.export for serving')
+    if name in ("tensorrt", "trt"):
+        raise ValueError('TensorRT serves models and trains none; use "model", and torch.export for serving')
+    return given
+
+
 class CompileTable(Table):
-    what: Literal["none", "blocks", "model", "step"] = Field(
+    what: Annotated[Literal["none", "blocks", "model", "step"], BeforeValidator(_pointed)] = Field(
         "none",
         description="what torch.compile compiles: the blocks of the model, of which equal ones share it, all of it, or the whole step",
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from surefoot.components.precision import ParameterDtypes, check_contract, group
 from surefoot.contract import events
+from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
 
@@ -15,7 +16,8 @@ NUM_NAMED = 4  # of the parameters that are alike
 
 
 def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
-    """Record what was observed in `step`. Raises NumbersError for a parameter that the contract does not allow."""
+    """Record what was observed in `step`. Raises NumbersError for a parameter that the contract does not allow,
+    SpecError where no attention was fused and it should be."""
     record = assembly.engine.stepper.record
     if record is None:
         return
@@ -26,6 +28,15 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
         )
     )  # fmt: skip
     check_contract(assembly.spec.precision.contract, record.parameters)
+    if assembly.spec.train.attention == "fused" and not any(map(_is_fused_attention, record.operators)):
+        raise SpecError(
+            'train.attention is "fused", and step 1 called no fused kernel of scaled_dot_product_attention',
+            hint='the model may not call it, or with a dropout, mask or dtype that has none here: use "auto", or leave it out',
+        )
+
+
+def _is_fused_attention(operator: str) -> bool:
+    return operator.startswith("_scaled_dot_product_") and "math" not in operator
 
 
 def in_short(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:

@@ -1,0 +1,39 @@
+"""How weights lie in memory. Most kernels of convolutions work with the channels last, and reorder what lies otherwise in every step.
+
+What a convolution gives lies as its weights do, so the weights are all that has to be laid out; batches need not be. See "Channels Last
+Memory Format in PyTorch", https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from surefoot.core.errors import SpecError
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+NUM_NAMED = 4
+
+
+def lay_channels_last(model: nn.Module) -> list[str]:
+    """Lay every parameter and buffer of four or five dimensions channels last, in place; notes say how many, and what has no such layout.
+
+    Raises SpecError where there is none.
+    """
+    count = 0
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if tensor.ndim in FORMATS:
+            tensor.data = tensor.data.contiguous(memory_format=FORMATS[tensor.ndim])
+            count += 1
+    if not count:
+        raise SpecError(
+            'train.memory_format is "channels_last", and the model has no tensor of four or five dimensions', hint="leave it out"
+        )
+    left = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
+    notes = [f"{count} tensors of the model lie channels last (train.memory_format)"]
+    if left:
+        listed = ", ".join(left if len(left) <= NUM_NAMED else (*left[:NUM_NAMED], "..."))
+        notes.append(f"{len(left)} convolutions in one dimension have no such layout, and keep theirs: {listed}")
+    return notes

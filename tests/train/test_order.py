@@ -1,0 +1,60 @@
+"""What is switched on together: recomputation, then compilation block by block, with accumulation, formats and the average beside them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from surefoot.components.compiler import compile_regions
+from surefoot.train.record import compiling
+from surefoot.train.run import Run
+from tests.train.small import Small, spec
+
+CHOICES: dict[str, tuple[dict[str, dict[str, Any]], ...]] = {
+    "recompute": ({}, {"memory": {"recompute": "full"}}),
+    "compile": ({}, {"compile": {"what": "blocks", "on_failure": "stop"}}),
+    "accumulate": ({}, {"train": {"microbatch": 2}}),
+    "update": ({}, {"optim": {"ema": 0.9, "clip": 0.01}}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are captured, differentiated and cut as always, and run by torch's own kernels: making code takes tens of seconds."""
+    monkeypatch.setattr(compiling, "compile_regions", functools.partial(compile_regions, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Blocks(Small):
+    def model(self) -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(3)]
+        return nn.Sequential(nn.Linear(4, 16), *blocks, nn.Linear(16, 3))
+
+
+def losses(folder: Path, parts: tuple[dict[str, dict[str, Any]], ...]) -> list[float]:
+    tables: dict[str, dict[str, Any]] = {"optim": {"name": "sgd", "lr": 0.1}}
+    for part in parts:
+        for table, keys in part.items():
+            tables[table] = {**tables.get(table, {}), **keys}
+    with Run(spec(4, **tables), Blocks(), folder=folder, quiet=True) as run:
+        return [float(report.loss or 0.0) for report in run.steps()]
+
+
+def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Path) -> None:
+    """Of four things, each of which leaves the numbers alone, all sixteen combinations; clipping and the average move them alike."""
+    found = {}
+    for numbers in itertools.product((0, 1), repeat=len(CHOICES)):
+        parts = tuple(CHOICES[name][number] for name, number in zip(CHOICES, numbers, strict=True))
+        found[numbers] = losses(tmp_path / "".join(map(str, numbers)), parts)
+    for numbers, mine in found.items():
+        assert mine == pytest.approx(found[0, 0, 0, numbers[3]], rel=1e-5), numbers
+    assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)  # what is compared is no constant
