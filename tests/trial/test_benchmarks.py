@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measured
+from benchmarks.by_hand import arm as by_hand_arm
+from benchmarks.by_hand import hand as by_hand
+from benchmarks.by_hand import run as by_hand_run
+from benchmarks.by_hand.components import COMPONENTS, MODELS
 from benchmarks.checkpoint.arms import WAYS, measure_way
 from benchmarks.input import run as input_run
 from benchmarks.large_batch import run as large_batch_run
@@ -20,6 +25,7 @@ from benchmarks.roofline import run as roofline_run
 from benchmarks.startup import run as startup_run
 from benchmarks.step_cost import run as step_cost_run
 from benchmarks.step_cost import tables
+from benchmarks.step_cost.watch import Watch
 from surefoot.trial import Outcome, Trial, read_report, read_trial
 
 RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
@@ -31,6 +37,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
     roofline_run.RESULTS: (roofline_run.render_spreads, roofline_run.render_shares, measured.render_conditions),
     roofline_run.REPEATS: (roofline_run.render_spreads, measured.render_conditions),
+    by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
     components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
     components_run.SCORES: (components_run.render_score, measured.render_conditions),
@@ -125,6 +132,19 @@ def test_the_reference_case_holds_less_where_blocks_are_computed_again(monkeypat
         peaks[name] = read_report(tmp_path / name).measures["peak_bytes"]
     assert peaks["reference full"] < 0.5 * peaks["reference none"]
     assert peaks["reference full"] < peaks["reference operators"] < peaks["reference none"]
+
+
+@pytest.mark.parametrize("component", ["fp32", "bf16", "accumulate", "channels last", "update in backward", "recompute"])
+def test_a_component_by_hand_is_the_training_that_surefoot_does(component: str, tmp_path: Path) -> None:
+    (name, *_) = COMPONENTS[component].models
+    workload = replace(MODELS[name], warmup=0, steps=3)
+    losses = {}
+    for how, train in (("hand", by_hand.train), ("surefoot", functools.partial(by_hand_arm.train, folder=str(tmp_path)))):
+        watch = Watch(workload, losses=[1, 3])
+        train(component, workload, watch)
+        losses[how] = [float(watch.arrays[f"{name}/loss/{step}"]) for step in (1, 3)]
+    assert losses["surefoot"] == pytest.approx(losses["hand"], rel=1e-2 if component == "bf16" else 1e-4)
+    assert losses["hand"][0] != pytest.approx(losses["hand"][1], rel=1e-2)  # the third step has two updates behind it
 
 
 def test_a_benchmarks_table_stands_between_its_marks() -> None:
