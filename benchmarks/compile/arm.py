@@ -35,7 +35,7 @@ MODELS = {
     "mlp": replace(WORKLOADS["mlp"], warmup=500, steps=8000),  # a graph takes 800 steps in less than a tenth of a second
     "convnet": replace(WORKLOADS["convnet"], warmup=8),
     "gpt": replace(WORKLOADS["gpt"], warmup=8),
-    "deep": replace(WORKLOADS["gpt"], name="deep", make=functools.partial(GPT, layers=12), warmup=8),
+    "deep": replace(WORKLOADS["gpt"], name="deep", make=functools.partial(GPT, layers=12), warmup=8, steps=40),
 }
 KINDS = ("idiomatic", "eager", "blocks", "model", "step", "graph")
 FIRST = {

@@ -1,6 +1,7 @@
 """What compiling brings and costs: a plain loop, surefoot in eager mode, and with its blocks, model or whole step compiled.
 
 python benchmarks/compile/run.py                                          15 rounds; hours, since each process compiles anew
+python benchmarks/compile/run.py --models deep --rounds 9
 python benchmarks/compile/run.py --models mlp --rounds 1 --steps 20 --out smoke.json
 """
 
@@ -18,31 +19,39 @@ from surefoot.trial import Arm, Bar, Effect, Trial, find_effect, markdown, read_
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "compile.json"
 CPU, FIRST_S = "cpu_s_per_step", "first_s"
+DEEP = "deep"  # in processes and results of its own: its blocks are those of the GPT, and would be compiled already
+SMALL = tuple(name for name in MODELS if name != DEEP)
+WITHOUT_BLOCKS = ("mlp", "convnet")
 BARS = (
     Bar(arm="graph", baseline="idiomatic", measure=f"mlp/{CPU}", most=0.25),
     Bar(arm="step", baseline="idiomatic", measure=f"mlp/{CPU}", most=0.25),
-    Bar(arm="blocks", baseline="model", measure=f"deep/{FIRST_S}", most=0.5),
-    Bar(arm="blocks", baseline="model", measure=f"deep/{CPU}", most=1.05),
+    Bar(arm="blocks", baseline="model", measure=f"{DEEP}/{FIRST_S}", most=0.5),
+    Bar(arm="blocks", baseline="model", measure=f"{DEEP}/{CPU}", most=1.05),
 )
-WITHOUT_BLOCKS = ("mlp", "convnet")
 
 
-def make_arm(kind: str, models: list[str], steps: int | None) -> Arm:
-    """An arm for all models that go with it: only the GPTs have blocks, and the deep one is there for blocks against the model."""
-    mine = [name for name in models if not (kind == "blocks" and name in WITHOUT_BLOCKS)]
-    mine = [name for name in mine if name != "deep" or kind in ("eager", "blocks", "model")]
-    words = (sys.executable, "-m", "benchmarks.compile.arm", "--kind", kind, "--models", ",".join(mine))
+def make_arms(models: tuple[str, ...], steps: int | None) -> list[Arm]:
+    """An arm of each kind for the models that go with it: only the GPTs have blocks, and the deep one is there for those."""
     more = () if steps is None else ("--steps", str(steps))
-    return Arm(
-        name=kind, command=(*words, *more, "--report", "{report}", "--folder", "{work}/runs"), folder=ROOT, timeout_s=3600.0
-    )
+    arms = []
+    for kind in ("eager", "blocks", "model") if models == (DEEP,) else KINDS:
+        mine = [name for name in models if not (kind == "blocks" and name in WITHOUT_BLOCKS)]
+        words = (sys.executable, "-m", "benchmarks.compile.arm", "--kind", kind, "--models", ",".join(mine), *more)
+        if mine:
+            arms.append(
+                Arm(name=kind, command=(*words, "--report", "{report}", "--folder", "{work}/runs"), folder=ROOT, timeout_s=3600.0)
+            )
+    return arms
 
 
 def render_bars(trial: Trial) -> str:
+    """The bars of the models that were measured."""
     rows = []
     for bar in BARS:
-        effect = find_effect(trial, bar.arm, bar.baseline, bar.measure)
         model, _, measure = bar.measure.partition("/")
+        if not trial.by_round(bar.arm, bar.measure):
+            continue
+        effect = find_effect(trial, bar.arm, bar.baseline, bar.measure)
         rows.append((model, measure, f"{bar.arm} against {bar.baseline}", _ratio(effect), f"<= {bar.most}", bar.standing(effect)))
     return markdown(("model", "measure", "what", "median (95 %)", "bar", "verdict"), rows)
 
@@ -51,7 +60,7 @@ def render_arms(trial: Trial) -> str:
     """Of each model and arm the CPU time of a step, that to the plain loop's, and how long it takes until steps run as later ones do."""
     rows = []
     for model in MODELS:
-        base = "eager" if model == "deep" else "idiomatic"
+        base = "eager" if model == DEEP else "idiomatic"
         for arm in trial.arms:
             times, firsts = (list(trial.by_round(arm, f"{model}/{measure}").values()) for measure in (CPU, FIRST_S))
             if not times:
@@ -71,18 +80,19 @@ def _ratio(effect: Effect) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}; {DEEP} is measured by itself")
     parser.add_argument("--steps", type=int, help="measured, instead of each model's own: to see that it works")
     asked = parser.parse_args()
-    if not asked.show:
-        models = asked.models.split(",")
-        kinds = [kind for kind in KINDS if kind != "blocks" or any(name not in WITHOUT_BLOCKS for name in models)]
-        arms = [make_arm(kind, models, asked.steps) for kind in kinds]
-        measure("compile", arms, rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=asked.out, warmup_rounds=0)
-    trial = read_trial(asked.out)
-    parts = {"arms": render_arms(trial), "conditions": render_conditions(trial)}
-    if asked.models == ",".join(MODELS):
-        parts = {"bars": render_bars(trial), **parts}
+    parts = {}
+    for models, prefix, out in ((SMALL, "", asked.out), ((DEEP,), f"{DEEP} ", asked.out.with_name(f"{DEEP}.json"))):
+        chosen = tuple(name for name in models if name in asked.models.split(","))
+        if chosen and not asked.show:
+            arms = make_arms(chosen, asked.steps)
+            measure("compile", arms, rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=out, warmup_rounds=0)
+        if out.is_file():
+            trial = read_trial(out)
+            parts |= {f"{prefix}bars": render_bars(trial), f"{prefix}arms": render_arms(trial)}
+            parts[f"{prefix}conditions"] = render_conditions(trial)
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 
