@@ -21,6 +21,7 @@ from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
 from benchmarks.memory_components import arms as components_arms
 from benchmarks.memory_components import run as components_run
+from benchmarks.precision import run as precision_run
 from benchmarks.roofline import run as roofline_run
 from benchmarks.startup import run as startup_run
 from benchmarks.step_cost import run as step_cost_run
@@ -37,6 +38,8 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
     roofline_run.RESULTS: (roofline_run.render_spreads, roofline_run.render_shares, measured.render_conditions),
     roofline_run.REPEATS: (roofline_run.render_spreads, measured.render_conditions),
+    precision_run.RESULTS: (precision_run.render_cost, measured.render_conditions),
+    precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
     components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
