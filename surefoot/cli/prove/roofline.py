@@ -56,15 +56,15 @@ def roofline(
         _check_folder((run / FILE).parent)
     spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
     found = place(spec, steps=steps, tell=tell)
-    unwritten = dict[Path, StorageError]()
+    row, unwritten = found.as_row(), dict[Path, StorageError]()
     for path in [*([out] if out else []), *([run / FILE] if run else [])]:
         try:
-            _write(path, found.as_row())
+            _write(path, row)
             tell(f"written to {path}")
         except StorageError as error:  # what was measured is shown all the same
             unwritten[path] = error
     if json:
-        options.print_json(found.as_row())
+        options.print_json(row)
     else:
         _print(found)
     for path, why in unwritten.items():

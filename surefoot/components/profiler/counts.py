@@ -86,9 +86,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = count(func, args, kwargs, out)
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
-            self.unknown.add(
-                f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name
-            )  # of reals it may have a formula
+            # complex numbers by their dtype: of reals the operator may have a formula
+            self.unknown.add(f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name)
         around = self._whereabouts.around()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation

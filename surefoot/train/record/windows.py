@@ -107,7 +107,7 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
     try:
         asking.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from None
+        raise _unwritten(folder, error) from None
     if runlock.is_held(asking):
         raise InputError(f"another surefoot profile waits for a window of {run}", hint="ask again when it has it")
     with runlock.RunLock(asking):
@@ -129,7 +129,7 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
         draft.write_text(json.dumps({"version": 1, "id": name, "active": window.active, "levels": list(levels)}))
         draft.replace(request)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from None
+        raise _unwritten(folder, error) from None
     tell(f"{run} is running: asked it for {window.active} steps, which begin with its next ones")
     try:
         while True:
@@ -145,6 +145,10 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
             request.unlink(missing_ok=True)
     answer.unlink(missing_ok=True)
     return found
+
+
+def _unwritten(folder: Path, error: OSError) -> InputError:
+    return InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error))
 
 
 def _read(path: Path) -> dict[str, object]:
