@@ -274,7 +274,7 @@ def measured(model: nn.Module, x: Tensor) -> list[Any]:
     model(x)
     assert done.budget is not None
     assert done.names == ()
-    return done.budget._in_order()
+    return done.budget.costs
 
 
 def test_a_budget_that_cannot_be_met_is_told_in_the_first_batch_with_one_that_can() -> None:
@@ -402,14 +402,14 @@ def test_a_budget_is_chosen_by_what_training_keeps_and_by_the_largest_batch(tmp_
         with Run(how, Repeats(), folder=tmp_path / name, quiet=True) as run:
             budget = run.assembly.engine.recomputed.budget
             assert budget is not None
-            return sum(each.whole_bytes for each in budget._in_order())
+            return sum(each.whole_bytes for each in budget.costs)
 
     four, eight = cost("four", batch=4), cost("eight", batch=8)
     model = Repeats().model().train()
     asked = recompute(model, "64 KiB")
     model(torch.randn(4, 4)).sum().backward()
     assert asked.budget is not None
-    assert four == sum(each.whole_bytes for each in asked.budget._in_order())
+    assert four == sum(each.whole_bytes for each in asked.budget.costs)
     assert cost("ramp", batch=8, ramp=[[0, 4], [16, 8]]) == eight > four
 
 

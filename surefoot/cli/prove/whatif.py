@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from surefoot.prove.whatif.compiled import Way, Ways
     from surefoot.prove.whatif.fit import Fitted
     from surefoot.prove.whatif.noise import NoiseLab
+    from surefoot.prove.whatif.recompute import Recomputing
 
 COLUMNS = (
     "batch", "microbatch", "num_microbatches", "peak_bytes", "samples_per_s", "items_per_s", "updates_per_epoch",
@@ -34,13 +35,14 @@ def whatif(
     ] = None,
     updates: Annotated[int, typer.Option("--updates", metavar="N", help="so many are measured in a round")] = 10,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="N", help="fresh processes of each row", show_default="3; for --compile 7")
+        int | None, typer.Option("--rounds", metavar="N", help="fresh processes of each row", show_default="3; --compile, --recompute: 7")
     ] = None,
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="eager mode beside every way to compile that is here")] = False,
     save_kernels: Annotated[
         Path | None, typer.Option("--save-kernels", metavar="DIR", help="the code that compiling makes, and what it fuses")
     ] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="each way to recompute beside none, and what each block is worth")] = False,
     fit: Annotated[
         str | None, typer.Option("--fit", metavar="SIZE", help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's")
     ] = None,
@@ -57,11 +59,19 @@ def whatif(
     --batch: peak memory, throughput, updates and communications of an epoch, for each batch and microbatch, in fresh processes.
     --compile: compile time, step, memory and break-even of each way to compile, beside eager mode, in fresh processes.
     --save-kernels: the source of every kernel, what was fused in it, and the bytes that no longer travel.
+    --recompute: bytes and time of each block, then memory and step of each way to compute blocks again, in fresh processes.
     --fit: the largest microbatch whose peak stays a tenth below so much memory, tried in fresh processes, and in a run of 50 steps.
     --noise: how far the gradients of batches lie apart at the same weights, and what that says of the batch.
     """
     _check_question(
-        {"--batch": batch, "--compile": compiled, "--save-kernels": save_kernels, "--fit": fit, "--noise": noise},
+        {
+            "--batch": batch,
+            "--compile": compiled,
+            "--save-kernels": save_kernels,
+            "--recompute": recompute,
+            "--fit": fit,
+            "--noise": noise,
+        },
         {("--microbatch", "--batch"): microbatch, ("--csv", "--batch"): csv, ("--size", "--noise"): size},
     )
     from surefoot.contract import spec_file
@@ -85,6 +95,8 @@ def whatif(
         _save_kernels(given, spec, save_kernels, json=json)
     elif fit is not None:
         _find_largest(given, spec, fit, tell, json=json)
+    elif recompute:
+        _compare_recomputing(given, spec, rounds, tell, json=json)
     elif compiled:
         _compare_compiled(given, spec, rounds, tell, json=json)
     else:
@@ -106,7 +118,7 @@ def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, 
     if len(asked) != 1:
         raise InputError(
             f"{' and '.join(asked)} are questions of their own" if asked else "what is asked?",
-            hint="one of --batch 128,256, --compile, --save-kernels DIR, --fit 2GiB and --noise",
+            hint="one of --batch 128,256, --compile, --save-kernels DIR, --recompute, --fit 2GiB and --noise",
         )
     for (flag, owner), value in belonging.items():
         if value is not None and owner not in asked:
@@ -151,6 +163,21 @@ def _compare_compiled(given: str, spec: RunSpec, rounds: int | None, tell: Calla
         _print_ways(found)
     if all(each.failure is not None for each in found.ways[1:]):
         raise UserCodeError(f"nothing could be compiled: {_error_of(found.ways[1])}", hint="does surefoot train run it?")
+
+
+def _compare_recomputing(given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool) -> None:
+    from surefoot.core.signals import ending_by_signal
+    from surefoot.prove.whatif.recompute import ROUNDS, measure_recomputing
+
+    with ending_by_signal():
+        found = measure_recomputing(spec, rounds=ROUNDS if rounds is None else rounds, tell=tell)
+    if json:
+        options.print_json({
+            "given": given, "conditions": found.conditions, "rounds": found.rounds, "blocks": [each.as_row() for each in found.blocks],
+            "rows": [each.as_row() for each in found.ways],
+        })  # fmt: skip
+    else:
+        _print_recomputing(found)
 
 
 def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], None], *, json: bool) -> None:
@@ -264,6 +291,36 @@ def _break_even(way: Way) -> str:
         after, least, most = way.pays_after
         return f"{after:,} steps ({least:,} to {most:,})"
     return "never" if way.ratio is not None and way.ratio.verdict == "higher" else ""
+
+
+def _print_recomputing(found: Recomputing) -> None:
+    from surefoot.cli.table import print_table, print_text
+    from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
+
+    headers = ("block", "keeps", "its inputs", "to compute again", "saved per ms")
+    blocks = [
+        [
+            each.name, format_bytes(each.inner_bytes), format_bytes(each.input_bytes), format_seconds(each.again_s),
+            UNKNOWN if each.bytes_per_s is None else format_bytes(each.bytes_per_s / 1000),
+        ]
+        for each in found.blocks
+    ]  # fmt: skip
+    print_table(headers, blocks, right=headers[1:])
+    print()
+    headers = ("memory.recompute", "blocks hold", "peak memory", "step", "of none")
+    ways = [
+        [
+            each.how, format_bytes(each.held_bytes), format_bytes(each.peak_bytes), format_seconds(each.step_s),
+            "" if each.ratio is None else str(each.ratio),
+        ]
+        for each in found.ways
+    ]  # fmt: skip
+    print_table(headers, ways, right=headers[1:])
+    print()
+    for each in found.ways:
+        if each.failure is not None:
+            print_text(f"{each.how}: {each.failure}")
+    print_text(f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}")
 
 
 def _print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:

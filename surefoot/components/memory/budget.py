@@ -50,7 +50,7 @@ class Budget:
     def words(self) -> str:
         if self.chosen is None:
             return f"what is computed again, so that the blocks hold at most {format_bytes(self._bytes)}, is chosen at the first batch"
-        costs = self._in_order()
+        costs = self.costs
         again_s = sum(cost.again_s for number, cost in enumerate(costs) if number in self.chosen)
         most = format_bytes(peak_bytes(costs, self.chosen))
         return f"the blocks hold at most {most} of {format_bytes(self._bytes)}, for {format_seconds(again_s)} more a pass"
@@ -102,12 +102,14 @@ class Budget:
         if len(self._costs) == len(self._names):
             self._decide()
 
-    def _in_order(self) -> list[Cost]:
+    @property
+    def costs(self) -> list[Cost]:
+        """What was measured of each block, in their order."""
         nothing = Cost("", 0, 0, 0.0)  # was not called
         return [self._costs.get(number, nothing) for number in range(len(self._names))]
 
     def _decide(self) -> None:
-        self.chosen = choose(self._in_order(), self._bytes)
+        self.chosen = choose(self.costs, self._bytes)
         for number, fate in enumerate(self.fates):
             fate.again = number in self.chosen
 

@@ -1,0 +1,156 @@
+"""What is worth computing again? Each block's bytes beside the time that they cost, and every way to recompute measured beside none."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, SpecError
+from surefoot.core.recompute import Cost, How, peak_bytes, smallest_budget
+from surefoot.core.statistics import FIRST_LOOK, Interval, median
+from surefoot.prove.attempts import last_words
+from surefoot.prove.bench.rehearsal import Rehearsal
+from surefoot.prove.ladder import rungs
+from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.prove.memory.measured import compare
+from surefoot.prove.whatif.compiled import LONG
+from surefoot.trial import Trial, find_conditions
+
+NONE = "none"
+ROUNDS = FIRST_LOOK
+SPARSEST = 4  # every 4th block is the least that is tried
+EVERYTHING = "1000 TiB"  # a budget that keeps all: the blocks are measured for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One block: what it keeps for its backward pass beside its inputs, what those take, and the time to compute it again."""
+
+    name: str
+    inner_bytes: int
+    input_bytes: int
+    again_s: float
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.inner_bytes / self.again_s if self.again_s else None
+
+    def as_row(self) -> dict[str, Any]:
+        return {**asdict(self), "bytes_per_s": self.bytes_per_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One value of `memory.recompute`; a number that was not measured is None, and `failure` says why.
+
+    `held_bytes` is the most that the blocks hold, by what each was measured to keep; None for "operators", which keeps parts of each.
+    `peak_bytes` is the most that a step holds: all that is allocated on the device, on a CPU all tensors. `ratio` is the time of a step
+    to that of keeping all.
+    """
+
+    how: str
+    held_bytes: int | None = None
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    ratio: Interval | None = None
+    failure: str | None = None
+
+    def as_row(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": None if self.ratio is None else self.ratio.verdict}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputing:
+    """The blocks in their order, the ways, from keeping all to computing all again, and under which conditions they were measured."""
+
+    blocks: tuple[Block, ...]
+    ways: tuple[Way, ...]
+    rounds: int
+    conditions: Mapping[str, str]
+
+
+def find_costs(spec: RunSpec) -> list[Cost]:
+    """What each block of the model costs, measured on a microbatch. Raises InputError where there are no blocks."""
+    with Rehearsal(rungs.change(spec, {"memory.recompute": EVERYTHING}), steps=1) as rehearsal:
+        rehearsal.take("forward")
+        budget = rehearsal.assembly.engine.recomputed.budget
+        assert budget is not None  # that is what the spec says
+        return budget.costs
+
+
+def find_ways(costs: list[Cost]) -> dict[str, int | None]:
+    """Every way that differs from the others, and what the blocks hold with it.
+
+    As many bytes as every second block leaves are also a budget: which of uneven blocks it chooses takes less time.
+
+    >>> find_ways([Cost("a", 1024, 9216, 3.0), Cost("b", 1024, 9216, 1.0), Cost("c", 1024, 4096, 1.0)])
+    {'none': 25600, 'every 2': 16384, '16 KiB': 16384, 'operators': None, 'full': 11264}
+    """
+    sparse = [f"every {number}" for number in range(SPARSEST, 1, -1) if number < len(costs)]
+    held: dict[str, int | None] = {how: _held(costs, how) for how in (NONE, *sparse)}
+    if sparse:
+        budget = -(-(held[sparse[-1]] or 0) // 1024)
+        if budget * 1024 >= smallest_budget(costs):
+            held[f"{budget} KiB"] = budget * 1024
+    return {**held, "operators": None, "full": _held(costs, "full")}
+
+
+def _held(costs: list[Cost], how: str) -> int:
+    parsed = How.parse(how)
+    step = {"none": len(costs) + 1, "full": 1, "every": parsed.number}[parsed.kind]
+    return peak_bytes(costs, range(0, len(costs), step) if parsed.kind != "none" else ())
+
+
+def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Recomputing:
+    """Measure the blocks, then train every way for the same steps, `rounds` times, interleaved.
+
+    Raises InputError where there are no blocks, TaskError where the spec does not run.
+    """
+    if rounds < 1:
+        raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show what it costs")
+    if spec.compile.what == "step":
+        raise SpecError('compile.what = "step" goes with no recomputation', hint='use compile.what = "model", or leave it out')
+    costs = find_costs(spec)
+    held = find_ways(costs)
+    steady = {"train.length": LONG, "evaluate.every": LONG, "checkpoint.every": LONG, "checkpoint.keep_every": None}
+    made = rungs.change(spec, steady)
+    none = rungs.change(made, {"memory.recompute": None, "memory.blocks": None})
+    with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
+        bench = Workbench(none, Settings(pairs=rounds), Path(work))
+        tell("the spec without recomputation, to see how long a step takes")
+        bench.begin()
+        specs = {how: none if how == NONE else rungs.change(made, {"memory.recompute": how}) for how in held}
+        tell(f"{len(specs)} ways in {rounds} rounds")
+        trial = bench.measure_all("recomputing", specs, rounds, tell=tell)
+        peaks = {how: _peak(bench, trial, how, each) for how, each in specs.items()}
+    conditions = {**find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1), "device": bench.device}
+    blocks = tuple(
+        Block(name=each.name, inner_bytes=each.inner_bytes, input_bytes=each.input_bytes, again_s=each.again_s) for each in costs
+    )
+    ways = tuple(_way(bench, trial, how, held_bytes, peaks[how]) for how, held_bytes in held.items())
+    return Recomputing(blocks=blocks, ways=ways, rounds=rounds, conditions=conditions)
+
+
+def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | None:
+    """On a CPU of one step in this process: what a process holds at its start hides the few bytes of a small model's blocks."""
+    if trial.failure(how) is not None:
+        return None
+    return float(compare(spec, None).measured_bytes) if bench.device == "cpu" else _median(trial, how, bench.key("memory"))
+
+
+def _way(bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None) -> Way:
+    failure = trial.failure(how)
+    return Way(
+        how=how, held_bytes=held_bytes, peak_bytes=peak, step_s=_median(trial, how, "wall_s_per_step"),
+        ratio=None if how == NONE else bench.ratio(trial, how, NONE, "time"),
+        failure=None if failure is None else last_words(failure).splitlines()[0],
+    )  # fmt: skip
+
+
+def _median(trial: Trial, how: str, measure: str) -> float | None:
+    found = list(trial.by_round(how, measure).values())
+    return median(found) if found else None
