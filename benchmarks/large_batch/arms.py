@@ -8,31 +8,49 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.step_cost.models import WORKLOADS
 from surefoot.components import optim
+from surefoot.components.compiler import compile_function
 from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment
 from surefoot.train.run import Run, drive
+from surefoot.train.step.arithmetic import Rule, move
 from surefoot.trial import Clock, write_report
 
-WARMUP, UPDATES = 20, 200
+WARMUP, UPDATES = 50, 2000
+CLIP = 1.0
 
 
 def make_update(name: str, model: nn.Module) -> Callable[[], object]:
-    """The guarded update of surefoot, or with `compiled` in the name the optimiser's own step as one graph."""
+    """The guarded update of surefoot: norm, guard, clipping and update, or with `compiled` in the name all that as one graph."""
     kind, _, compiled = name.partition(" ")
-    table = OptimTable.model_validate({"name": kind, "lr": 1e-4, "fused": not compiled})
-    built = optim.build(table, optim.find_trained(model))
-    if compiled:
-        (optimizer,) = built.optimizers
-        step: Callable[[], object] = torch.compile(optimizer.step)
-        return step
-    return optim.GuardedUpdate(built.optimizers, clip=1.0).step_if_finite
+    built = optim.build(OptimTable.model_validate({"name": kind, "lr": 1e-4}), optim.find_trained(model))
+    guarded = optim.GuardedUpdate(built.optimizers, clip=CLIP)
+    return _compile(kind, guarded) if compiled else guarded.step_if_finite
+
+
+def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
+    """The end of a step that is one graph, by itself: in a run it is a part of the graph of the whole step."""
+    rules = [Rule.of(kind, group) for group in guarded.groups]
+    loss = torch.zeros(())
+
+    def whole(held: Any, grads: Any, rates: Any) -> Any:
+        with torch.no_grad():
+            return move(rules, held, grads, rates, [loss], CLIP, None)
+
+    _, compiled = compile_function("the update", whole, on_failure="stop", on_cpu=True)
+
+    def update() -> object:
+        norm, applied, _ = compiled(guarded.held(), [parameter.grad for parameter in guarded.parameters], guarded.begin_traced())
+        return guarded.end_traced(norm, applied)
+
+    return update
 
 
 def measure_step(name: str, models: str, report: str) -> None:

@@ -15,6 +15,7 @@ from typing import Self
 from surefoot.core.errors import InputError
 
 # what a run records of its environment: the variables that can change numbers or speed
+PROFILER_LOG = "KINETO_LOG_LEVEL"
 RECORDED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
     "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
@@ -74,6 +75,11 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
             os.environ[name] = before
 
     return put_back
+
+
+def quiet_profiler() -> Callable[[], None]:
+    """Let torch's profiler keep notes of its own stages to itself, unless the environment says what it may tell; gives what ends that."""
+    return (lambda: None) if PROFILER_LOG in os.environ else set_variable(PROFILER_LOG, "99")
 
 
 def has_chosen_allocator() -> bool:

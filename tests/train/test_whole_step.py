@@ -29,7 +29,7 @@ class Left(SurefootError):
     """How a loop of the tests is left."""
 
 
-TRACEABLE = ("adamw", "adam", "sgd", "plain sgd")
+TRACEABLE = ("adamw", "adam", "sgd", "plain sgd", "lars", "lamb")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ class Spare(Small):
         return output
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "lamb"])
 def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
     told, expected, _ = train(stated("none", optim=OPTIMIZERS[name]), Spare(), tmp_path / "told")
     losses, state, _ = train(stated("step", optim=OPTIMIZERS[name]), Spare(), tmp_path / "whole")

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from surefoot.core import place
+
 MEMORY = "[memory]"  # what the profiler calls an allocation or a release
 
 
@@ -21,6 +23,7 @@ class Rise:
     def start(self) -> None:
         """Begin, unless it began already."""
         if self._recorder is None:
+            self._put_back = place.quiet_profiler()
             self._recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
             self._recorder.start()
 
@@ -28,6 +31,7 @@ class Rise:
         if self._recorder is None:
             return 0
         self._recorder.stop()
+        self._put_back()
         inner = self._recorder.profiler
         results: Any = inner.kineto_results if inner is not None else None
         events = results.events() if results is not None else ()

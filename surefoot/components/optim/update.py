@@ -172,9 +172,9 @@ class GuardedUpdate:
     def check_traceable(self) -> None:
         """Raise SpecError where the update is no arithmetic that a graph can hold."""
         key = 'compile.what = "step"'
-        if not all(isinstance(each, fused.FusedGroup) for groups in self._fused for each in groups or (None,)):
+        if any(groups is None or any(each.tensors is None for each in groups) for groups in self._fused):
             raise SpecError(
-                f"{key} compiles the updates of sgd, adam and adamw, and an optimiser is {type(self.optimizers[0]).__name__}",
+                f"{key} compiles the updates of sgd, adam, adamw, lars and lamb, and an optimiser is {type(self.optimizers[0]).__name__}",
                 hint='use one of them with optim.fused = true, or compile.what = "model"',
             )
         if self._momentum_curve is not None:
@@ -187,7 +187,7 @@ class GuardedUpdate:
 
     def held(self) -> list[tuple[list[Tensor], ...]]:
         """All that an update moves, by group."""
-        return [each.tensors for groups in self._fused for each in groups or () if isinstance(each, fused.FusedGroup)]
+        return [tensors for groups in self._fused for each in groups or () if (tensors := each.tensors) is not None]
 
     def begin_traced(self) -> list[Tensor]:
         """The rate of each group for the next update."""
@@ -204,7 +204,7 @@ class GuardedUpdate:
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
         """Count an update that was applied, of the parameters that have a gradient; gives what `step_if_finite` does."""
-        for each in (each for groups in self._fused for each in groups or () if isinstance(each, fused.FusedGroup)):
+        for each in (each for groups in self._fused for each in groups or ()):
             each.count_traced(applied)
         if self.on_device:
             self._applied += applied

@@ -1,11 +1,14 @@
-"""The end of a step as arithmetic that a compiler sees into: norm, guard, clip, and the rules of Adam, AdamW and SGD, without a branch.
+"""The end of a step as arithmetic that a compiler sees into: norm, guard, clip, and the rules of Adam, AdamW, SGD, LARS and LAMB, without
+a branch.
 
-The formulas are those of torch's fused kernels (`components/optim/fused`), so both give the same numbers but for rounding. Where the
+The formulas are those of torch's fused kernels (`components/optim/fused`) and of `components/optim/kinds/layerwise`, so both give the
+same numbers but for rounding. Where the
 norm or a loss is not finite every tensor keeps its value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +30,16 @@ class Rule:
     eps: float = 0.0
     momentum: float = 0.0
     nesterov: bool = False
+    trust: float = 0.0
+    adapt: bool = False
 
     @classmethod
     def of(cls, name: str, group: dict[str, Any]) -> Rule:
         if name == "sgd":
             return cls(name, group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
-        return cls(name, group["weight_decay"], betas=tuple(group["betas"]), eps=group["eps"])
+        if name == "lars":
+            return cls(name, group["weight_decay"], momentum=group["momentum"], trust=group["trust"], adapt=group["adapt"])
+        return cls(name, group["weight_decay"], betas=tuple(group["betas"]), eps=group["eps"], adapt=group.get("adapt", False))
 
 
 def move(
@@ -81,25 +88,64 @@ def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[Tensor
     for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
         if grad is None:
             continue
-        if rule.name == "sgd":
-            grad = grad + rule.decay * param
-            if rule.momentum:
-                moved = rule.momentum * momentum[number] + grad
-                grad = grad + rule.momentum * moved if rule.nesterov else moved
-                _put(momentum[number], moved, finite)
-            _put(param, param - rate * grad, finite)
-            continue
-        beta1, beta2 = rule.betas
-        count, wide = counted[number].double(), torch.promote_types(param.dtype, torch.float32)
-        step = (rate / (1.0 - beta1**count)).to(wide)
-        root = (1.0 - beta2**count).sqrt().to(wide)
-        start = param if rule.name == "adam" else param * (1.0 - rate * rule.decay).to(wide)
-        grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad
-        mean = torch.lerp(first[number], grad, 1.0 - beta1)
-        square = beta2 * second[number] + (1.0 - beta2) * grad * grad
-        _put(first[number], mean, finite)
-        _put(second[number], square, finite)
-        _put(param, start - step * mean / (square.sqrt() / root + rule.eps), finite)
+        if momentum or rule.name == "sgd":
+            _move_by_momentum(rule, param, grad, momentum[number] if momentum else None, rate, finite)
+        else:
+            _move_by_moments(rule, param, grad, (counted[number], first[number], second[number]), rate, finite)
+
+
+def _move_by_momentum(rule: Rule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor) -> None:
+    """SGD, whose rate stands outside of the momentum, and LARS, whose rate of each layer stands inside."""
+    outside: float | Tensor = rate
+    if rule.name == "lars":
+        inside, outside = (rate * _trust(rule, param, grad)).to(grad), 1.0
+        grad = inside * (grad + rule.decay * param)
+    else:
+        grad = grad + rule.decay * param
+    if rule.momentum and kept is not None:
+        moved = rule.momentum * kept + grad
+        grad = grad + rule.momentum * moved if rule.nesterov else moved
+        _put(kept, moved, finite)
+    _put(param, param - outside * grad, finite)
+
+
+def _trust(rule: Rule, param: Tensor, grad: Tensor) -> float | Tensor:
+    """What LARS multiplies the rate of a layer by."""
+    if not rule.adapt:
+        return 1.0
+    weights, slopes = torch.linalg.vector_norm(param), torch.linalg.vector_norm(grad)
+    return torch.where((weights > 0) & (slopes > 0), rule.trust * weights / (slopes + rule.decay * weights), 1.0)
+
+
+def _move_by_moments(
+    rule: Rule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor, Tensor], rate: Tensor, finite: Tensor
+) -> None:
+    """Adam, AdamW and LAMB."""
+    counted, first, second = kept
+    beta1, beta2 = rule.betas
+    count, wide = counted.double(), torch.promote_types(param.dtype, torch.float32)
+    root = (1.0 - _power(beta2, count)).sqrt().to(wide)
+    grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad
+    mean = torch.lerp(first, grad, 1.0 - beta1)
+    square = beta2 * second + (1.0 - beta2) * grad * grad
+    _put(first, mean, finite)
+    _put(second, square, finite)
+    if rule.name == "lamb":
+        way = mean / (1.0 - _power(beta1, count)).to(wide) / (square.sqrt() / root + rule.eps) + rule.decay * param
+        if rule.adapt:
+            weights, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(way)
+            rate = rate * torch.where((weights > 0) & (length > 0), weights / length, 1.0)
+        _put(param, param - rate.to(wide) * way, finite)
+        return
+    start = param if rule.name == "adam" else param * (1.0 - rate * rule.decay).to(wide)
+    step = (rate / (1.0 - _power(beta1, count))).to(wide)
+    _put(param, start - step * mean / (square.sqrt() / root + rule.eps), finite)
+
+
+def _power(beta: float, count: Tensor) -> Tensor:
+    """beta**count, so that a compiler computes it once: of an exponential that is used again it keeps the value, a power it would
+    compute anew for every element of a tensor (`should_realize_on_reuse` in torch._inductor.ir)."""
+    return torch.exp(count * math.log(beta)) if beta else torch.zeros_like(count)
 
 
 def _put(into: Tensor, value: Tensor, finite: Tensor) -> None:

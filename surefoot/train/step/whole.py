@@ -25,7 +25,14 @@ from surefoot.train.step.stepper import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
-SETTINGS = ("weight_decay", "eps", "momentum", "nesterov")  # of a group, beside its betas: all that a Rule reads of it
+SETTINGS = (
+    "weight_decay",
+    "eps",
+    "momentum",
+    "nesterov",
+    "trust",
+    "adapt",
+)  # of a group, beside its betas: all that a Rule reads of it
 Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
@@ -74,7 +81,7 @@ def compile_step(
     """A step as one graph for a loop of one's own: called with a batch, it gives the terms of the loss, the norm of the gradient, and
     whether the update was applied.
 
-    `loss(model, batch)` gives a `Loss`; `update` holds fused SGD, Adam or AdamW. Compiled at the first call, which takes seconds, and
+    `loss(model, batch)` gives a `Loss`; `update` holds fused SGD, Adam, AdamW, LARS or LAMB. Compiled at the first call, in seconds, and
     again after a setting of a group changed, all but its rate; no gradients need to be cleared. Raises SpecError for what no graph can
     hold, and, when it is called, TaskError where the step cannot be compiled.
     """

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+# parameters, counters, first and second moments, momentum
+Traced = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
 
 class ByGroup(Optimizer, ABC):
     """A step of all groups, each by `step_group`; `fused` in a group says whether it divides and skips."""
@@ -46,6 +49,10 @@ class ByGroup(Optimizer, ABC):
     ) -> None:  # fmt: skip
         """Update those of a group's parameters that have a gradient; their state is there."""
 
+    def traced(self, group: dict[str, Any]) -> Traced | None:
+        """All that an update of the group moves, as a graph takes it; None where the rule is none that a graph can hold."""
+        return None
+
 
 @dataclass(frozen=True)
 class Driven:
@@ -59,3 +66,10 @@ class Driven:
 
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         self.optimizer.step_group(self.group, lr, grad_scale, found_inf)
+
+    @property
+    def tensors(self) -> Traced | None:
+        return self.optimizer.traced(self.group)
+
+    def count_traced(self, applied: Tensor) -> None:
+        """Nothing: each parameter has a counter of its own, which the graph moved."""

@@ -15,7 +15,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from surefoot.components.optim import fused
-from surefoot.components.optim.kinds.by_group import ByGroup
+from surefoot.components.optim.kinds.by_group import ByGroup, Traced
 
 FUSED_DEVICES = ("cpu", "cuda")
 
@@ -57,19 +57,23 @@ class Lars(_Layerwise):
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
+    def traced(self, group: dict[str, Any]) -> Traced:
+        params = list(group["params"])
+        return params, [], [], [], [self.state[each]["momentum_buffer"] for each in params]
+
     def _move(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
+        if grad_scale is not None:
+            fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave what they applied
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, slopes = fused.norms_of(params), fused.norms_of(grads)
-            if grad_scale is not None:
-                slopes = slopes / grad_scale
             whole = slopes + group["weight_decay"] * weights
             rates = lr * torch.where((weights > 0) & (slopes > 0), group["trust"] * weights / whole, 1.0)
         decays = _each(rates * group["weight_decay"], params)
-        moves = fused.times(grads, _each(rates if grad_scale is None else rates / grad_scale, params))
+        moves = fused.times(grads, _each(rates, params))
         fused.add_products(moves, params, decays)
         sgd(
             params, moves, [self.state[parameter]["momentum_buffer"] for parameter in params], momentum=group["momentum"], lr=1.0,
@@ -105,6 +109,11 @@ class Lamb(_Layerwise):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def traced(self, group: dict[str, Any]) -> Traced:
+        params = list(group["params"])
+        steps, first, second = ([self.state[each][name] for each in params] for name in ("step", "exp_avg", "exp_avg_sq"))
+        return params, steps, first, second, []
 
     def _move(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from surefoot.components.profiler.tracing import trace
 from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMISER, PARAMETERS, Known
 from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
+from surefoot.core import place
 from surefoot.core.errors import InputError, hint_unwritten
 
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
@@ -165,6 +166,7 @@ class Profiler:
         return self.window.wait + max(0, self.window.warmup - 1)
 
     def _make(self) -> profile:
+        self._open.callback(place.quiet_profiler())
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
