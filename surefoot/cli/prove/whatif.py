@@ -100,16 +100,8 @@ def whatif(
     elif compiled:
         _compare_compiled(given, spec, rounds, tell, json=json)
     else:
-        _compare_batches(
-            given,
-            spec,
-            (_sizes("--batch", batch), _sizes("--microbatch", microbatch)),
-            updates,
-            3 if rounds is None else rounds,
-            csv,
-            tell,
-            json,
-        )
+        sizes = (_sizes("--batch", batch), _sizes("--microbatch", microbatch))
+        _compare_batches(given, spec, sizes, updates, 3 if rounds is None else rounds, csv, tell, json)
 
 
 def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, str], Any]) -> None:
