@@ -124,12 +124,12 @@ def test_the_run_says_what_lies_channels_last_and_what_cannot(tmp_path: Path) ->
     model = nn.ModuleDict({"flat": nn.Conv1d(2, 2, 3), "image": nn.Conv2d(2, 2, 3), "volume": nn.ConvTranspose3d(2, 4, 3)})
     notes = lay_channels_last(model)
     assert notes == [
-        "2 tensors of the model lie channels last (train.memory_format)",
-        "1 convolutions in one dimension have no such layout, and keep theirs: flat",
+        "channels last (train.memory_format): 2 of the model's tensors",
+        "left as they are, since filters of one dimension have no such layout: flat",
     ]
     assert model["volume"].weight.is_contiguous(memory_format=torch.channels_last_3d)
     _, run = train(tmp_path, 1, **joined({}))
-    assert notes[0] in run.assembly.notes
+    assert "channels last (train.memory_format): 2 of the model's tensors" in run.assembly.notes
 
 
 def test_a_model_without_convolutions_is_refused_and_so_is_another_layout_for_a_run_that_goes_on(tmp_path: Path) -> None:

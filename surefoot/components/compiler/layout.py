@@ -32,8 +32,8 @@ def lay_channels_last(model: nn.Module) -> list[str]:
             'train.memory_format is "channels_last", and the model has no tensor of four or five dimensions', hint="leave it out"
         )
     left = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
-    notes = [f"{count} tensors of the model lie channels last (train.memory_format)"]
+    notes = [f"channels last (train.memory_format): {count} of the model's tensors"]
     if left:
-        listed = ", ".join(left if len(left) <= NUM_NAMED else (*left[:NUM_NAMED], "..."))
-        notes.append(f"{len(left)} convolutions in one dimension have no such layout, and keep theirs: {listed}")
+        listed = ", ".join(left if len(left) <= NUM_NAMED else (*left[:NUM_NAMED], f"{len(left) - NUM_NAMED} more"))
+        notes.append(f"left as they are, since filters of one dimension have no such layout: {listed}")
     return notes
