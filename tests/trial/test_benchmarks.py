@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import measured
@@ -16,6 +17,7 @@ from benchmarks.by_hand import hand as by_hand
 from benchmarks.by_hand import run as by_hand_run
 from benchmarks.by_hand.components import COMPONENTS, MODELS
 from benchmarks.checkpoint.arms import WAYS, measure_way
+from benchmarks.compile import lengths
 from benchmarks.input import run as input_run
 from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
@@ -40,6 +42,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     roofline_run.REPEATS: (roofline_run.render_spreads, measured.render_conditions),
     precision_run.RESULTS: (precision_run.render_cost, measured.render_conditions),
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
+    lengths.RESULTS: (lengths.render, measured.render_conditions),
     by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
     components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
@@ -148,6 +151,18 @@ def test_a_component_by_hand_is_the_training_that_surefoot_does(component: str, 
         losses[how] = [float(watch.arrays[f"{name}/loss/{step}"]) for step in (1, 3)]
     assert losses["surefoot"] == pytest.approx(losses["hand"], rel=1e-2 if component == "bf16" else 1e-4)
     assert losses["hand"][0] != pytest.approx(losses["hand"][1], rel=1e-2)  # the third step has two updates behind it
+
+
+def test_texts_that_are_padded_cut_or_in_buckets_have_one_loss() -> None:
+    model = lengths.Texts().model().eval()
+    source = lengths.Texts().data("train")
+    found = []
+    for how in ("padded", "cut", "bucketed"):
+        task, batch = lengths.Texts(how), source.read(np.arange(2 * lengths.BATCH))
+        (term,) = task.loss(task.forward(model, batch), batch).terms
+        found.append((float(term.total), term.count))
+    assert len({count for _, count in found}) == 1
+    assert [total for total, _ in found] == pytest.approx([found[0][0]] * 3, rel=1e-5)
 
 
 def test_a_benchmarks_table_stands_between_its_marks() -> None:
