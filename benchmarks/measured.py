@@ -10,7 +10,7 @@ from pathlib import Path
 
 from surefoot.core.statistics import mean, mean_difference
 from surefoot.core.units import format_number, format_seconds
-from surefoot.trial import Arm, Trial, find_conditions, markdown, run_rounds, write_trial
+from surefoot.trial import Arm, Effect, Trial, find_conditions, markdown, run_rounds, write_trial
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 15
@@ -80,6 +80,14 @@ def render_scores(
         verdict = "" if kind == kinds[0] else "holds" if worse <= most_worse else "fails"
         rows.append((kind, format_number(average), str(len(both)), "" if kind == kinds[0] else str(apart), verdict))
     return markdown(("run", heads[0], "seeds", heads[1], heads[2]), rows)
+
+
+def render_ratio(effect: Effect) -> str:
+    """An effect's estimate with its interval; n/a where no pair has both."""
+    found = effect.interval
+    if found is None:
+        return "n/a"
+    return f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
 
 
 def show(parts: Mapping[str, str], readme: Path | None) -> None:

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.by_hand.components import COMPONENTS, MODELS
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_ratio, show
 from surefoot.core.statistics import median_interval
-from surefoot.core.units import format_number, format_seconds
-from surefoot.trial import Arm, Bar, Effect, Trial, find_effect, markdown, read_trial
+from surefoot.core.units import format_seconds
+from surefoot.trial import Arm, Bar, Trial, find_effect, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "by_hand.json"
@@ -47,7 +47,7 @@ def render(trial: Trial) -> str:
             bar = Bar(arm=f"surefoot {component}", baseline=f"hand {component}", measure=name, most=MOST)
             effect = find_effect(trial, bar.arm, bar.baseline, name)
             cells = (format_seconds(median_interval(each).estimate) for each in times)
-            rows.append((component, model, *cells, _ratio(effect), bar.standing(effect), _brings(trial, component, name)))
+            rows.append((component, model, *cells, render_ratio(effect), bar.standing(effect), _brings(trial, component, name)))
     heads = (
         "component",
         "model",
@@ -62,14 +62,7 @@ def render(trial: Trial) -> str:
 
 def _brings(trial: Trial, component: str, name: str) -> str:
     arm, plain = f"surefoot {component}", f"surefoot {PLAIN}"
-    return "" if component == PLAIN or not trial.by_round(plain, name) else _ratio(find_effect(trial, arm, plain, name))
-
-
-def _ratio(effect: Effect) -> str:
-    found = effect.interval
-    return (
-        "n/a" if found is None else f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
-    )
+    return "" if component == PLAIN or not trial.by_round(plain, name) else render_ratio(find_effect(trial, arm, plain, name))
 
 
 def main() -> None:

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_ratio, show
 from benchmarks.step_cost.models import GPT
 from surefoot.components.data import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.statistics import median_interval
-from surefoot.core.units import format_number, format_seconds
+from surefoot.core.units import format_seconds
 from surefoot.trial import Arm, Trial, find_effect, markdown, read_trial, spec_arm
 
 FOLDER = Path(__file__).parent
@@ -90,10 +90,7 @@ def render(trial: Trial) -> str:
         compiling = list(trial.by_round(arm, "compile_s").values())
         if not times:
             continue
-        found = find_effect(trial, arm, PLAIN, CPU).interval
-        ratio = "" if arm == PLAIN else "n/a" if found is None else (
-            f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
-        )  # fmt: skip
+        ratio = "" if arm == PLAIN else render_ratio(find_effect(trial, arm, PLAIN, CPU))
         spent = format_seconds(median_interval(compiling).estimate) if compiling else ""
         rows.append((arm, format_seconds(median_interval(times).estimate), ratio, spent))
     return markdown(("texts", "CPU time of a step", f"to {PLAIN} (95 %)", "compiling"), rows)

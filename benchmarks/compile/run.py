@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.compile.arm import FIRST, KINDS, MODELS
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_ratio, show
 from surefoot.core.statistics import median_interval
-from surefoot.core.units import format_number, format_seconds
-from surefoot.trial import Arm, Bar, Effect, Trial, find_effect, markdown, read_trial
+from surefoot.core.units import format_seconds
+from surefoot.trial import Arm, Bar, Trial, find_effect, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "compile.json"
@@ -52,7 +52,9 @@ def render_bars(trial: Trial) -> str:
         if not trial.by_round(bar.arm, bar.measure):
             continue
         effect = find_effect(trial, bar.arm, bar.baseline, bar.measure)
-        rows.append((model, measure, f"{bar.arm} against {bar.baseline}", _ratio(effect), f"<= {bar.most}", bar.standing(effect)))
+        rows.append(
+            (model, measure, f"{bar.arm} against {bar.baseline}", render_ratio(effect), f"<= {bar.most}", bar.standing(effect))
+        )
     return markdown(("model", "measure", "what", "median (95 %)", "bar", "verdict"), rows)
 
 
@@ -65,17 +67,10 @@ def render_arms(trial: Trial) -> str:
             times, firsts = (list(trial.by_round(arm, f"{model}/{measure}").values()) for measure in (CPU, FIRST_S))
             if not times:
                 continue
-            ratio = "" if arm == base else _ratio(find_effect(trial, arm, base, f"{model}/{CPU}"))
+            ratio = "" if arm == base else render_ratio(find_effect(trial, arm, base, f"{model}/{CPU}"))
             cells = (format_seconds(median_interval(each).estimate) for each in (times, firsts))
             rows.append((model, arm, next(cells), ratio, next(cells), str(FIRST[arm])))
     return markdown(("model", "arm", "CPU time of a step", "to idiomatic (deep: eager)", "until steady", "in step"), rows)
-
-
-def _ratio(effect: Effect) -> str:
-    found = effect.interval
-    return (
-        "n/a" if found is None else f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
-    )
 
 
 def main() -> None:

@@ -13,16 +13,15 @@ from surefoot.components.compiler.modes import why_default
 from surefoot.contract.spec import CompileTable, RunSpec, key_names
 from surefoot.core.errors import InputError
 from surefoot.core.statistics import FIRST_LOOK, Interval, median
-from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.prove.whatif.trials import failure_of, median_of, steady
 from surefoot.trial import Trial, find_conditions
 
 EAGER = "eager"
 ROUNDS = FIRST_LOOK
 WHATS = ("blocks", "model", "step")
 MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
-LONG = "100000 steps"  # neither an evaluation, nor a commit, nor the end of the run falls into what is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +85,7 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
     """Train every way for the same steps, `rounds` times, interleaved. Raises TaskError where eager mode does not run."""
     if rounds < 1:
         raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show a gain")
-    steady = {"train.length": LONG, "evaluate.every": LONG, "checkpoint.every": LONG, "checkpoint.keep_every": None}
-    made = rungs.change(spec, steady)
+    made = steady(spec)
     eager = rungs.change(made, {f"compile.{key}": None for key in key_names("compile")})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
         bench = Workbench(eager, Settings(pairs=rounds), Path(work))
@@ -105,16 +103,16 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
 def _eager(trial: Trial) -> Way:
     return Way(
         what=EAGER,
-        step_s=_median(trial, EAGER, "wall_s_per_step"),
+        step_s=median_of(trial, EAGER, "wall_s_per_step"),
         peak_bytes=_peak(trial, EAGER),
-        failure=_failure(trial, EAGER),
+        failure=failure_of(trial, EAGER),
     )
 
 
 def _way(bench: Workbench, trial: Trial, name: str) -> Way:
     what, mode = name.split()
     compiled = trial.by_round(name, "compile_s")
-    failure = _failure(trial, name)
+    failure = failure_of(trial, name)
     if failure is None and not compiled:
         return Way(what=what, mode=mode, failure="nothing was compiled: the steps call none of what was to be")
     if not compiled:
@@ -122,10 +120,10 @@ def _way(bench: Workbench, trial: Trial, name: str) -> Way:
     first = min(compiled)
     later = [compile_s for number, compile_s in compiled.items() if number > first]
     ratio = bench.ratio(trial, name, EAGER, "wall")
-    eager_s = _median(trial, EAGER, "wall_s_per_step")
+    eager_s = median_of(trial, EAGER, "wall_s_per_step")
     return Way(
         what=what, mode=mode, compile_s=compiled[first] if first == 0 else None, again_s=median(later) if later else None,
-        step_s=_median(trial, name, "wall_s_per_step"), peak_bytes=_peak(trial, name), ratio=ratio,
+        step_s=median_of(trial, name, "wall_s_per_step"), peak_bytes=_peak(trial, name), ratio=ratio,
         pays_after=find_break_even(compiled[first], eager_s, ratio) if first == 0 and eager_s and ratio else None, failure=failure,
     )  # fmt: skip
 
@@ -144,17 +142,7 @@ def find_break_even(compile_s: float, eager_s: float, ratio: Interval) -> tuple[
     return after, least, most
 
 
-def _failure(trial: Trial, name: str) -> str | None:
-    failure = trial.failure(name)
-    return None if failure is None else last_words(failure).splitlines()[0]
-
-
-def _median(trial: Trial, name: str, measure: str) -> float | None:
-    found = list(trial.by_round(name, measure).values())
-    return median(found) if found else None
-
-
 def _peak(trial: Trial, name: str) -> float | None:
     """The most that was allocated on a GPU, the largest resident size on a CPU, which the compiler's own memory is part of."""
-    on_device = _median(trial, name, "device_peak_bytes")
-    return _median(trial, name, "peak_bytes") if on_device is None else on_device
+    on_device = median_of(trial, name, "device_peak_bytes")
+    return median_of(trial, name, "peak_bytes") if on_device is None else on_device

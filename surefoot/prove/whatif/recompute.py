@@ -11,13 +11,12 @@ from typing import Any
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.recompute import Cost, How, peak_bytes, smallest_budget
-from surefoot.core.statistics import FIRST_LOOK, Interval, median
-from surefoot.prove.attempts import last_words
+from surefoot.core.statistics import FIRST_LOOK, Interval
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
 from surefoot.prove.memory.measured import compare
-from surefoot.prove.whatif.compiled import LONG
+from surefoot.prove.whatif.trials import failure_of, median_of, steady
 from surefoot.trial import Trial, find_conditions
 
 NONE = "none"
@@ -116,8 +115,7 @@ def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lam
         raise SpecError('compile.what = "step" goes with no recomputation', hint='use compile.what = "model", or leave it out')
     costs = find_costs(spec)
     held = find_ways(costs)
-    steady = {"train.length": LONG, "evaluate.every": LONG, "checkpoint.every": LONG, "checkpoint.keep_every": None}
-    made = rungs.change(spec, steady)
+    made = steady(spec)
     none = rungs.change(made, {"memory.recompute": None, "memory.blocks": None})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
         bench = Workbench(none, Settings(pairs=rounds), Path(work))
@@ -139,18 +137,12 @@ def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | No
     """On a CPU of one step in this process: what a process holds at its start hides the few bytes of a small model's blocks."""
     if trial.failure(how) is not None:
         return None
-    return float(compare(spec, None).measured_bytes) if bench.device == "cpu" else _median(trial, how, bench.key("memory"))
+    return float(compare(spec, None).measured_bytes) if bench.device == "cpu" else median_of(trial, how, bench.key("memory"))
 
 
 def _way(bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None) -> Way:
-    failure = trial.failure(how)
     return Way(
-        how=how, held_bytes=held_bytes, peak_bytes=peak, step_s=_median(trial, how, "wall_s_per_step"),
+        how=how, held_bytes=held_bytes, peak_bytes=peak, step_s=median_of(trial, how, "wall_s_per_step"),
         ratio=None if how == NONE else bench.ratio(trial, how, NONE, "time"),
-        failure=None if failure is None else last_words(failure).splitlines()[0],
+        failure=failure_of(trial, how),
     )  # fmt: skip
-
-
-def _median(trial: Trial, how: str, measure: str) -> float | None:
-    found = list(trial.by_round(how, measure).values())
-    return median(found) if found else None
