@@ -34,6 +34,7 @@ UNITS = {
     "tf32": 2.0**-11,
     "fp16": 2.0**-11,
     "bf16": 2.0**-8,
+    "float8": 2.0**-4,
 }  # of the last place of 1.0, as rounding may be off
 SMALL_SLICE = 0.25  # of the mean slice: below that a slice is measured against it, since what cancels is all rounding
 SPREADS = 2.0  # by so many standard deviations of the start's own runs a score may be worse
@@ -42,7 +43,7 @@ FURTHER = 2  # times as many seeds are asked where the first ones call a score w
 
 
 def unit_of(compute: str) -> float:
-    """The unit of a format; bf16's, the coarsest, for one that is not known."""
+    """The unit of a format; that of bf16 for one that is not known."""
     return UNITS.get(compute, UNITS["bf16"])
 
 
