@@ -8,7 +8,7 @@ norm or a loss is not finite every tensor keeps its value.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,19 +53,29 @@ def move(
     Returns the global norm of the gradients, not a number where a loss is none, whether it is finite (where not, nothing moves), and
     the gradients as they were applied, which is what the fused kernels leave behind, too.
     """
-    norms = [torch.linalg.vector_norm(grad) for grad in grads if grad is not None]
-    if not norms:
+    norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in grads]
+    found = [each for each in norms if each is not None]
+    if not found:
         return torch.zeros_like(losses[0]), torch.zeros_like(losses[0], dtype=torch.bool), list(grads)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = torch.linalg.vector_norm(torch.stack(found))
     for loss in losses:
         norm = norm + 0.0 * loss
     finite = torch.isfinite(norm)
-    factor = torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0) if clip else None
+    factor = _once(torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0)) if clip else None
     limited = [None if grad is None else _limited(grad, factor, clip_value) for grad in grads]
-    left = iter(limited)
+    if clip_value is not None:
+        norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in limited]
+    elif factor is not None:
+        norms = [None if each is None else factor * each for each in norms]
+    left = iter(zip(limited, norms, strict=True))
     for rule, tensors, rate in zip(rules, held, rates, strict=True):
         _move_group(rule, tensors, [next(left) for _ in tensors[0]], rate, finite)
     return norm, finite, limited
+
+
+def _once(scalars: Tensor) -> Tensor:
+    """`scalars`, so that a compiler computes them once, before the loop over a tensor that they go into, and not for every element."""
+    return torch.as_strided(scalars, scalars.shape, scalars.stride())
 
 
 def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
@@ -73,79 +83,81 @@ def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor
     return grad if limit is None else grad.clamp(-limit, limit)
 
 
-def _move_group(rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[Tensor | None], rate: Tensor, finite: Tensor) -> None:
+def _move_group(
+    rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[tuple[Tensor | None, Tensor | None]], rate: Tensor, finite: Tensor
+) -> None:
+    """`grads` holds each gradient with its norm."""
     params, counters, first, second, momentum = tensors
-    is_shared = len(counters) < len(params)
-    if is_shared:  # where only some move, those count by themselves from the next step on: FusedGroup.count_traced
-        counted = [counters[0] + finite] * len(params) if counters else []
-        if counters and all(grad is not None for grad in grads):
-            counters[0].copy_(counted[0])
+    wide = functools.reduce(torch.promote_types, (each.dtype for each in params), torch.float32)
+    if len(counters) < len(params):  # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
+        counts = [counters[0] + finite] if counters else []
+        if counters and all(grad is not None for grad, _ in grads):
+            counters[0].copy_(counts[0])
     else:
-        for counter, grad in zip(counters, grads, strict=True):
+        for counter, (grad, _) in zip(counters, grads, strict=True):
             if grad is not None:
                 counter.add_(finite)
-        counted = counters
-    for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        if grad is None:
+        counts = counters
+    corrections = _corrections(rule, torch.stack(counts).double(), wide) if counts else None
+    for number, (param, (grad, size)) in enumerate(zip(params, grads, strict=True)):
+        if grad is None or size is None:
             continue
-        if momentum or rule.name == "sgd":
-            _move_by_momentum(rule, param, grad, momentum[number] if momentum else None, rate, finite)
+        if corrections is None:
+            _move_by_momentum(
+                rule, param, grad, momentum[number] if momentum else None, _rate(rule, param, size, rate, wide), finite
+            )
         else:
-            _move_by_moments(rule, param, grad, (counted[number], first[number], second[number]), rate, finite)
+            each = corrections[:, number if len(counts) > 1 else 0]
+            _move_by_moments(rule, param, grad, (first[number], second[number]), each, rate, finite)
+
+
+def _rate(rule: Rule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dtype) -> Tensor:
+    """The rate of a layer whose gradient has the norm `size`: LARS looks at the norm of its weights, too."""
+    if rule.name == "lars" and rule.adapt:
+        weights = torch.linalg.vector_norm(param)
+        rate = rate * torch.where((weights > 0) & (size > 0), rule.trust * weights / (size + rule.decay * weights), 1.0)
+    return _once(rate.to(wide))
 
 
 def _move_by_momentum(rule: Rule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor) -> None:
     """SGD, whose rate stands outside of the momentum, and LARS, whose rate of each layer stands inside."""
-    outside: float | Tensor = rate
+    grad = grad + rule.decay * param
     if rule.name == "lars":
-        inside, outside = (rate * _trust(rule, param, grad)).to(grad), 1.0
-        grad = inside * (grad + rule.decay * param)
-    else:
-        grad = grad + rule.decay * param
+        grad = rate * grad
     if rule.momentum and kept is not None:
         moved = rule.momentum * kept + grad
         grad = grad + rule.momentum * moved if rule.nesterov else moved
         _put(kept, moved, finite)
-    _put(param, param - outside * grad, finite)
+    _put(param, param - (grad if rule.name == "lars" else rate * grad), finite)
 
 
-def _trust(rule: Rule, param: Tensor, grad: Tensor) -> float | Tensor:
-    """What LARS multiplies the rate of a layer by."""
-    if not rule.adapt:
-        return 1.0
-    weights, slopes = torch.linalg.vector_norm(param), torch.linalg.vector_norm(grad)
-    return torch.where((weights > 0) & (slopes > 0), rule.trust * weights / (slopes + rule.decay * weights), 1.0)
+def _corrections(rule: Rule, counts: Tensor, wide: torch.dtype) -> Tensor:
+    """What corrects the two moments after each of `counts` steps: 1 - beta1^t, and the root of 1 - beta2^t. (2, counts)"""
+    first, second = (1.0 - beta**counts for beta in rule.betas)
+    return _once(torch.stack((first, second.sqrt())).to(wide))
 
 
 def _move_by_moments(
-    rule: Rule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor, Tensor], rate: Tensor, finite: Tensor
+    rule: Rule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor], corrections: Tensor, rate: Tensor, finite: Tensor
 ) -> None:
     """Adam, AdamW and LAMB."""
-    counted, first, second = kept
+    (first, second), (of_mean, root) = kept, corrections.unbind()
     beta1, beta2 = rule.betas
-    count, wide = counted.double(), torch.promote_types(param.dtype, torch.float32)
-    root = (1.0 - _power(beta2, count)).sqrt().to(wide)
     grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad
     mean = torch.lerp(first, grad, 1.0 - beta1)
     square = beta2 * second + (1.0 - beta2) * grad * grad
     _put(first, mean, finite)
     _put(second, square, finite)
     if rule.name == "lamb":
-        way = mean / (1.0 - _power(beta1, count)).to(wide) / (square.sqrt() / root + rule.eps) + rule.decay * param
+        way = mean / of_mean / (square.sqrt() / root + rule.eps) + rule.decay * param
         if rule.adapt:
             weights, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(way)
             rate = rate * torch.where((weights > 0) & (length > 0), weights / length, 1.0)
-        _put(param, param - rate.to(wide) * way, finite)
+        _put(param, param - _once(rate.to(root)) * way, finite)
         return
-    start = param if rule.name == "adam" else param * (1.0 - rate * rule.decay).to(wide)
-    step = (rate / (1.0 - _power(beta1, count))).to(wide)
+    start = param if rule.name == "adam" else param * _once((1.0 - rate * rule.decay).to(root))
+    step = _once((rate / of_mean).to(root))
     _put(param, start - step * mean / (square.sqrt() / root + rule.eps), finite)
-
-
-def _power(beta: float, count: Tensor) -> Tensor:
-    """beta**count, so that a compiler computes it once: of an exponential that is used again it keeps the value, a power it would
-    compute anew for every element of a tensor (`should_realize_on_reuse` in torch._inductor.ir)."""
-    return torch.exp(count * math.log(beta)) if beta else torch.zeros_like(count)
 
 
 def _put(into: Tensor, value: Tensor, finite: Tensor) -> None:
