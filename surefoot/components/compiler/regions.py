@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from surefoot.components.compiler import instructions
 from surefoot.components.compiler.pace import Pace
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
@@ -152,6 +153,8 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
     except RuntimeError:
         raise InputError(f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune") from None
     options["fallback_random"] = True
+    if instructions.are_known(tuple(inductor.config.cpp.cxx)):
+        options["cpp.vec_isa_ok"] = True
     if deterministic and hasattr(inductor.config, "deterministic"):
         options["deterministic"] = True
     return options
