@@ -19,6 +19,7 @@ from benchmarks.by_hand.components import COMPONENTS, MODELS
 from benchmarks.checkpoint.arms import WAYS, measure_way
 from benchmarks.compile import lengths
 from benchmarks.input import run as input_run
+from benchmarks.ladder import tasks as ladder_tasks
 from benchmarks.large_batch import run as large_batch_run
 from benchmarks.memory import run as memory_run
 from benchmarks.memory_components import arms as components_arms
@@ -185,6 +186,18 @@ def test_the_parity_table_shows_what_its_raw_rows_say() -> None:
     if not path.is_file():
         pytest.skip("parity has not been measured yet")
     assert tables.render_parity(json.loads(path.read_text())) in (path.parents[1] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ladder_tasks.TASKS)
+def test_the_ladder_of_a_real_task_stands_in_the_document_as_it_was_climbed(name: str) -> None:
+    folder = ladder_tasks.RESULTS / name
+    if not folder.is_dir():
+        pytest.skip(f"the ladder of {name} has not been climbed yet")
+    shown = ladder_tasks.render(name)
+    assert shown in (ladder_tasks.FOLDER / "README.md").read_text()
+    climbed = json.loads((folder / "ladder.json").read_text())
+    assert all(f"\n| {rung['name']} | " in shown for rung in climbed["rungs"])
+    assert len((folder / "outcomes.jsonl").read_text().splitlines()) > len(climbed["rungs"])
 
 
 @pytest.mark.parametrize("way", WAYS)

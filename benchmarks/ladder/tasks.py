@@ -1,0 +1,49 @@
+"""The ladders of real tasks, every rung there is: `surefoot ladder` as anybody would call it.
+
+python -m benchmarks.ladder.tasks [--data DIR] [--only wikitext2|cifar10_quick] [--show]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.measured import ROOT, show
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+TASKS = {  # what makes a run of 16 steps take seconds on one core
+    "wikitext2": ("train.batch=2",),
+    "cifar10_quick": ("train.batch=64", "task.widths=[32, 128, 128]"),
+}
+PAIRS = 7
+
+
+def make_command(name: str, data: str) -> list[str]:
+    stated = [word for text in TASKS[name] for word in ("--set", text)]
+    words = [sys.executable, "-P", "-m", "surefoot", "ladder", name, "--data", data, *stated]
+    return [*words, "--pairs", str(PAIRS), "--skip-refused", "--out", str(RESULTS / name)]
+
+
+def render(name: str) -> str:
+    """The tables of a ladder, below a heading of this document."""
+    _, _, tables = (RESULTS / name / "ladder.md").read_text().partition("\n\n")
+    return tables.replace("\n## ", "\n#### ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=(ROOT / os.environ.get("DATA", "../shared/data")).resolve())
+    parser.add_argument("--only", choices=TASKS, help="this alone; the others stay as they were measured before")
+    parser.add_argument("--show", action="store_true", help="measure nothing, put the tables into the document again")
+    asked = parser.parse_args()
+    for name in () if asked.show else (asked.only,) if asked.only else TASKS:
+        subprocess.run(make_command(name, str(asked.data)), cwd=ROOT, check=True)
+    show({name: render(name) for name in TASKS if (RESULTS / name / "ladder.md").is_file()}, FOLDER / "README.md")
+
+
+if __name__ == "__main__":
+    main()
