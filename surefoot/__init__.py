@@ -18,6 +18,7 @@ _PLACES = {
     "Update": "surefoot.contract.task",
     "attach": "surefoot.train.attach",
     "compile_regions": "surefoot.components.compiler.regions",
+    "compile_step": "surefoot.train.step",
     "linear_cross_entropy": "surefoot.components.memory.chunked",
     "load": "surefoot.train.look_back",
     "read_spec": "surefoot.contract.spec_file",

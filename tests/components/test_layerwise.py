@@ -86,6 +86,26 @@ def test_where_a_norm_is_zero_the_ratio_is_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float64, torch.float32)], ids=["float64", "both"])
+def test_weights_in_float64_are_divided_clipped_and_moved_in_float64(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    draws = torch.Generator().manual_seed(5)
+    weights = [nn.Parameter(torch.randn(6, 5, generator=draws, dtype=torch.float64).to(dtype)) for dtype in dtypes]
+    start = [weight.detach().double().numpy().copy() for weight in weights]
+    guarded, gradients = optim.GuardedUpdate([KINDS[name](weights, fused=True)], clip=0.1), []
+    for _ in range(4):
+        for weight in weights:
+            weight.grad = torch.randn(6, 5, generator=draws, dtype=torch.float64).to(weight.dtype)
+        summed = [weight.grad.double() for weight in weights if weight.grad is not None]
+        norm = 0.25 * torch.linalg.vector_norm(torch.stack(summed))
+        gradients.append([(0.25 * 0.1 / (norm + 1e-6) * each).numpy() for each in summed])
+        assert guarded.step_if_finite(0.25) == (pytest.approx(norm.item()), True)
+    expected = reference(name, start, gradients, [True, True])
+    for weight, other in zip(weights, expected, strict=True):
+        exact = 1e-12 if dtypes[1] == torch.float64 else 1e-5
+        np.testing.assert_allclose(weight.detach().numpy(), other, rtol=0, atol=exact)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_biases_norms_and_embeddings_move_at_the_rate_of_all(name: str) -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
     built = optim.build(OptimTable.model_validate({"name": name}), optim.find_trained(model))

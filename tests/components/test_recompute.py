@@ -317,6 +317,11 @@ def test_a_pattern_that_matches_nothing_and_a_model_without_blocks_are_refused()
         recompute(Deep(), blocks=["layer*"])
     with pytest.raises(InputError, match="no block repeats in this Sequential"):
         recompute(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    lonely = Transformer(5, layers=1, width=8, heads=2, length=4)
+    with pytest.raises(InputError, match="no block repeats in this Transformer") as refused:
+        find_blocks(lonely)
+    assert refused.value.hint == 'name its blocks, as memory.recompute = "full" with memory.blocks = ["blocks.*"]'
+    assert list(find_blocks(lonely, ["blocks.*"])) == ["blocks.0"]
 
 
 def test_a_block_that_changes_its_inputs_is_refused_and_never_computed_from_the_changed_ones() -> None:

@@ -56,9 +56,10 @@ def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(devic
         if rung.name == "update in backward":
             with pytest.raises(InputError, match=r"does not go with this spec: optim\.clip = 1 needs"):
                 rung.on(start)
-            rung.on(start.replace(optim={"clip": 0.0, "fused": True}, stability={"nonfinite": "stop"}))
+            rung.on(start.replace(optim={"clip": 0.0}, stability={"nonfinite": "stop"}))
         elif rung.is_here:
             assert spec_file.write(rung.on(start)) != spec_file.write(start)
+    assert {rung.name: rung for rung in found}["whole step"].on(start).optim.fused  # a graph takes fused updates alone
     large = next(rung for rung in found if rung.name == "large batch").on(start)
     assert (large.train.batch, large.optim.reference_batch) == (4 * start.train.batch, start.train.batch)
     assert {rung.name: rung.is_here for rung in found}["kernels"] is (device == "cuda")
@@ -254,6 +255,7 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
         (("--rung", "a: task.wast=3"), "wast"),
         (("--rung", "train.batch=32"), "is not name: table.key=value"),
         (("--rung", "a: train.batch=1", "--rung", "a: train.batch=2"), "two rungs are named 'a'"),
+        (("--rungs", "fused", "--rung", "fused: train.batch=32"), "two rungs are named 'fused'"),
         (("--pairs", "0"), "--pairs is 0"),
         (("--out", "."), "is not an empty folder"),
         (("--out", "/proc/ladder"), "--out /proc/ladder cannot be made: No such file or directory"),

@@ -66,5 +66,15 @@ def test_asked_for_and_not_called_in_step_1_ends_the_run_there(task: Small, tmp_
         train(tmp_path, "fused", task)
 
 
+def test_a_run_with_fused_attention_goes_on(tmp_path: Path) -> None:
+    how = spec(4, train={"attention": "fused"}, optim={"name": "sgd", "lr": 0.1}, checkpoint={"every": "1 step"})
+    with pytest.raises(KeyboardInterrupt), Run(how, Attention(), folder=tmp_path / "run", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 3:
+                raise KeyboardInterrupt
+    with Run(how, Attention(), folder=tmp_path / "run", quiet=True) as run:
+        assert [report.step for report in run.steps()] == [3, 4]
+
+
 def test_which_kernel_attends_does_not_change_what_a_run_is() -> None:
     assert RunSpec(train={"attention": "math"}).id == RunSpec().id != RunSpec(train={"memory_format": "channels_last"}).id

@@ -171,7 +171,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "memory.offload": {"memory": {"offload": "optimizer"}},
     "fp16": {"precision": {"compute": "fp16"}},
     "an optimiser is FlatMuon": {"optim": {"name": "muon"}},
-    "optim.fused = true": {"optim": {"fused": False}},
+    "an optimiser is AdamW without fused": {"optim": {"fused": False}},
     "moves the momentum": {"schedule": {"name": "one_cycle"}},
     "precision.weights": {"precision": {"compute": "bf16", "weights": "bf16", "master": "none"}},
 }
@@ -229,6 +229,60 @@ def test_a_loop_of_ones_own_compiles_its_whole_step() -> None:
     before = [each.detach().clone() for each in model.parameters()]
     assert step((torch.full((8, 4), float("nan")), batches(1)[0][1]))[2] is False
     assert all(map(torch.equal, model.parameters(), before))
+
+
+class Scaled(nn.Module):
+    """A layer times a scalar, in one dtype, or with the scalar in another."""
+
+    def __init__(self, dtype: torch.dtype, of_scale: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, 3, dtype=dtype), nn.Parameter(torch.tensor(1.5, dtype=of_scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.weight)) * self.scale
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float32)]
+)
+def test_a_parameter_without_dimensions_keeps_its_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    pairs = [
+        (model, guarded_of(torch.optim.SGD, model, momentum=0.9, weight_decay=0.1))
+        for model in (Scaled(*dtypes), Scaled(*dtypes))
+    ]
+    step = whole.compile_step(pairs[0][0], summed, pairs[0][1])
+    for batch in batches(3):
+        step(batch)
+        told(*pairs[1], batch)
+    assert [each.grad is not None and each.grad.dtype for each in pairs[0][0].parameters()] == [dtypes[1], dtypes[0], dtypes[0]]
+    coarse = 2e-2 if torch.bfloat16 in dtypes else 1e-5
+    assert_alike(pairs, rtol=coarse, atol=coarse)
+
+
+def test_an_update_that_no_graph_of_ones_own_can_hold_is_refused_with_what_keeps_it_from_it() -> None:
+    model, wide = small_model(), Scaled(torch.float64, torch.float64)
+    sgd, unfused = torch.optim.SGD(model.parameters(), fused=True), torch.optim.AdamW(model.parameters())
+    with pytest.raises(SpecError, match="an optimiser is AdamW without fused") as refused:
+        whole.compile_step(model, summed, GuardedUpdate([sgd, unfused]))
+    assert "fused=True in a loop of your own" in str(refused.value.hint)
+    with pytest.raises(SpecError, match="an optimiser is AdamW with an option"):
+        whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model, amsgrad=True))
+    with pytest.raises(SpecError, match="a parameter in float64 that has no dimensions"):
+        whole.compile_step(wide, summed, guarded_of(torch.optim.SGD, wide, momentum=0.9))
+    with pytest.raises(SpecError, match="an update that holds no parameter"):
+        whole.compile_step(model, summed, GuardedUpdate([]))
+
+
+def test_a_group_without_parameters_moves_nothing() -> None:
+    pairs = [(model, guarded_of(torch.optim.AdamW, model)) for model in (small_model(), small_model())]
+    model = pairs[0][0]
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
+    pairs[0] = (model, GuardedUpdate([torch.optim.AdamW(groups, lr=0.01, fused=True)], clip=0.5))
+    for batch in batches(2):
+        told(*pairs[0], batch)
+        told(*pairs[1], batch)
+    assert_alike(pairs)
 
 
 def guarded_of(optimizer: Any, model: nn.Module, **settings: Any) -> GuardedUpdate:

@@ -47,7 +47,9 @@ def whatif(
         str | None, typer.Option("--fit", metavar="SIZE", help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's")
     ] = None,
     noise: Annotated[bool, typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for")] = False,
-    draws: Annotated[int, typer.Option("--draws", metavar="N", help="batches drawn for --noise, a power of two")] = 128,
+    draws: Annotated[
+        int | None, typer.Option("--draws", metavar="N", help="batches drawn for --noise, a power of two", show_default="128")
+    ] = None,
     size: Annotated[
         int | None, typer.Option("--size", metavar="N", help="samples of each of them", show_default="an eighth of train.batch")
     ] = None,
@@ -72,7 +74,12 @@ def whatif(
             "--fit": fit,
             "--noise": noise,
         },
-        {("--microbatch", "--batch"): microbatch, ("--csv", "--batch"): csv, ("--size", "--noise"): size},
+        {
+            ("--microbatch", "--batch"): microbatch,
+            ("--csv", "--batch"): csv,
+            ("--size", "--noise"): size,
+            ("--draws", "--noise"): draws,
+        },
     )
     from surefoot.contract import spec_file
 
@@ -86,7 +93,7 @@ def whatif(
     if noise:
         from surefoot.prove.whatif.noise import measure_noise
 
-        lab = measure_noise(spec, run=run, size=size, draws=draws)
+        lab = measure_noise(spec, run=run, size=size, draws=128 if draws is None else draws)
         if json:
             options.print_json({"given": given, **lab.as_row()})
         else:

@@ -10,6 +10,7 @@ from torch import nn
 
 from surefoot.core.errors import InputError
 
+RECOMPUTED = 'memory.recompute = "full" with '  # names of blocks are for something
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -24,7 +25,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
         if not found:
             raise InputError(
                 f"no block repeats in this {type(model).__name__}: which are its blocks is not known",
-                hint=f'name its blocks, as {key} = ["{_an_example(model)}"]',
+                hint=f'name its blocks, as {RECOMPUTED * (key == "memory.blocks")}{key} = ["{_an_example(model)}"]',
             )
         return found
     names = {
@@ -68,4 +69,8 @@ def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
 
 
 def _an_example(model: nn.Module) -> str:
-    return next((name for name, child in model.named_children() if any(True for _ in child.children())), "encoder.*")
+    """A pattern that matches something, where the model has parts of its own."""
+    for name, child in model.named_children():
+        if any(True for _ in child.children()):
+            return f"{name}.*" if isinstance(child, CONTAINERS) else name
+    return "encoder.*"

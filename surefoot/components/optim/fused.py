@@ -32,6 +32,8 @@ def create_state(optimizer: Optimizer) -> None:
     A fused SGD whose first step is skipped would otherwise keep an uninitialised momentum buffer: zeros give the same first update.
     """
     for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
         shared = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)  # one counter while all step together
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -95,6 +97,8 @@ class FusedGroup:
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Divide the gradients by `grad_scale` and update, unless `found_inf` is 1."""
         grads = [parameter.grad for parameter in self._params]
+        if not grads:
+            return
         kept = [number for number, grad in enumerate(grads) if grad is not None]
         if len(kept) < len(grads):
             self._step_some(kept, lr, grad_scale, found_inf)

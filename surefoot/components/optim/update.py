@@ -22,6 +22,8 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 
 Curve = Callable[[int], float]
+ONE_GRAPH = 'a step as one graph (compile.what = "step")'
+HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
@@ -171,14 +173,23 @@ class GuardedUpdate:
 
     def check_traceable(self) -> None:
         """Raise SpecError where the update is no arithmetic that a graph can hold."""
-        key = 'compile.what = "step"'
-        if any(groups is None or any(each.tensors is None for each in groups) for groups in self._fused):
-            raise SpecError(
-                f"{key} compiles the updates of sgd, adam, adamw, lars and lamb, and an optimiser is {type(self.optimizers[0]).__name__}",
-                hint='use one of them with optim.fused = true, or compile.what = "model"',
-            )
+        other = 'or compile.what = "model"'
+        for optimizer, groups in zip(self.optimizers, self._fused, strict=True):
+            if groups is None or any(each.tensors is None for each in groups):
+                raise SpecError(
+                    f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, and an optimiser is "
+                    f"{type(optimizer).__name__}{_how_not_fused(optimizer)}",
+                    hint=f"use one of them with optim.fused = true (fused=True in a loop of your own), {other}",
+                )
         if self._momentum_curve is not None:
-            raise SpecError(f"{key} does not go with a schedule that moves the momentum", hint='use compile.what = "model"')
+            raise SpecError(
+                f"{ONE_GRAPH} does not go with a schedule that moves the momentum", hint=f"use another schedule, {other}"
+            )
+        if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
+            raise SpecError(  # torch takes the state of such a one for a number, and what the graph writes to it is lost
+                f"{ONE_GRAPH} does not go with a parameter in float64 that has no dimensions",
+                hint=f"give it the shape (1,), {other}",
+            )
 
     @property
     def limits(self) -> tuple[float, float | None]:
@@ -261,6 +272,15 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
     if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
         return [Driven(optimizer, group) for group in optimizer.param_groups]
     return None
+
+
+def _how_not_fused(optimizer: Optimizer) -> str:
+    """What keeps an optimiser that has a fused update from it, in words; nothing for one that has none."""
+    if type(optimizer).__name__ not in HAVE_FUSED:
+        return ""
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return " without fused"
+    return " with an option that its fused update does not have"
 
 
 def _holders(optimizer: Optimizer) -> list[Tensor]:

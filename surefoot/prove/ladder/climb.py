@@ -281,9 +281,8 @@ def climb_ladder(
     Raises InputError for a rung that no spec can have, TaskError for a start that does not run; nothing has been measured by then.
     """
     start, cores = rungs.plain(spec), int(find_conditions(())["cores"])
-    if names is not None:
-        rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores))
-    rungs.check_names(given)
+    named = rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores)) if names is not None else ()
+    rungs.check_names([*named, *given])
     for rung in given:
         changed = rung.on(start)
         signature.check(changed.task.use or "", changed.task.parameters, {})

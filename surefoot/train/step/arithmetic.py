@@ -79,7 +79,7 @@ def _once(scalars: Tensor) -> Tensor:
 
 
 def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
-    grad = grad if factor is None else grad * factor
+    grad = grad if factor is None else (grad * factor).to(grad.dtype)  # a scalar would take the dtype of the factor
     return grad if limit is None else grad.clamp(-limit, limit)
 
 

@@ -92,6 +92,7 @@ def compile_step(
     if not isinstance(dynamic, bool | None):
         raise SpecError(f"dynamic is {dynamic!r}", hint="use True, False, or None, which leaves it to torch")
     problems = {
+        "an update that holds no parameter": not update.parameters,
         "bf16 weights with masters": any(leaf_of(each) is not each for each in update.parameters),
         **_problems_of(model, policy),
     }

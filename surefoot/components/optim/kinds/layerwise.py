@@ -119,6 +119,9 @@ class Lamb(_Layerwise):
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernel takes it in 32 bits alone
+            fused.scale_gradients(grads, 1.0 / grad_scale)
+            grad_scale = None
         states = [self.state[parameter] for parameter in params]
         moves = fused.times(params, float(group["weight_decay"]))
         adam(  # on what is not the weights, and upwards: decay * w plus the direction
@@ -137,7 +140,11 @@ class Lamb(_Layerwise):
 
 
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """A scalar for every parameter: its own of a vector, else the same for all."""
-    if isinstance(rates, Tensor) and rates.ndim:
-        return list(rates.unbind())
-    return [torch.as_tensor(rates, dtype=torch.float32, device=params[0].device)] * len(params)
+    """A scalar for every parameter, in 64 bits for one that has them: its own of a vector, else the same for all."""
+    made = torch.as_tensor(rates, dtype=None if isinstance(rates, Tensor) else torch.float64, device=params[0].device)
+    by_dtype = {wide: made.to(wide) for wide in {torch.promote_types(each.dtype, torch.float32) for each in params}}
+    if len(by_dtype) == 1:
+        (one,) = by_dtype.values()
+        return list(one.unbind()) if one.ndim else [one] * len(params)
+    found = [by_dtype[torch.promote_types(each.dtype, torch.float32)] for each in params]
+    return [each[number] if each.ndim else each for number, each in enumerate(found)]
