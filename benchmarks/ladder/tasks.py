@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 TASKS = {  # what makes a run of 16 steps take seconds on one core
     "wikitext2": ("train.batch=2",),
-    "cifar10_quick": ("train.batch=64", "task.widths=[32, 128, 128]"),
+    "cifar10_quick": ("train.batch=50", "task.widths=[16, 64, 64]"),
 }
 PAIRS = 7
 

@@ -47,9 +47,7 @@ def whatif(
         str | None, typer.Option("--fit", metavar="SIZE", help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's")
     ] = None,
     noise: Annotated[bool, typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for")] = False,
-    draws: Annotated[
-        int | None, typer.Option("--draws", metavar="N", help="batches drawn for --noise, a power of two", show_default="128")
-    ] = None,
+    draws: Annotated[int | None, typer.Option("--draws", metavar="N", help="batches of --noise, a power of two: 128")] = None,
     size: Annotated[
         int | None, typer.Option("--size", metavar="N", help="samples of each of them", show_default="an eighth of train.batch")
     ] = None,
