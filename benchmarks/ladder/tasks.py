@@ -6,12 +6,17 @@ python -m benchmarks.ladder.tasks [--data DIR] [--only wikitext2|cifar10_quick] 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from benchmarks.measured import ROOT, show
+from surefoot.prove.attempts import last_words
+from surefoot.prove.ladder.workbench import OUTCOMES
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -22,10 +27,21 @@ TASKS = {  # what makes a run of 16 steps take seconds on one core
 PAIRS = 7
 
 
-def make_command(name: str, data: str) -> list[str]:
+def make_command(name: str, data: str, out: Path) -> list[str]:
     stated = [word for text in TASKS[name] for word in ("--set", text)]
     words = [sys.executable, "-P", "-m", "surefoot", "ladder", name, "--data", data, *stated]
-    return [*words, "--pairs", str(PAIRS), "--skip-refused", "--out", str(RESULTS / name)]
+    return [*words, "--pairs", str(PAIRS), "--skip-refused", "--out", str(out)]
+
+
+def keep(climbed: Path, name: str) -> None:
+    """The tables, the picture and the raw outcomes; of an error its last words, not where this machine keeps its files."""
+    folder = RESULTS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for kept in ("ladder.json", "ladder.md", "ladder.svg"):
+        shutil.copy(climbed / kept, folder / kept)
+    rows = map(json.loads, (climbed / OUTCOMES).read_text().splitlines())
+    short = [{**row, "error": last_words(row["error"])} if row.get("error") else row for row in rows]
+    (folder / OUTCOMES).write_text("".join(f"{json.dumps(row)}\n" for row in short))
 
 
 def render(name: str) -> str:
@@ -41,7 +57,10 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="measure nothing, put the tables into the document again")
     asked = parser.parse_args()
     for name in () if asked.show else (asked.only,) if asked.only else TASKS:
-        subprocess.run(make_command(name, str(asked.data)), cwd=ROOT, check=True)
+        with tempfile.TemporaryDirectory(prefix="surefoot-ladder-") as folder:
+            climbed = Path(folder) / name
+            subprocess.run(make_command(name, str(asked.data), climbed), cwd=ROOT, check=True)
+            keep(climbed, name)
     show({name: render(name) for name in TASKS if (RESULTS / name / "ladder.md").is_file()}, FOLDER / "README.md")
 
 
