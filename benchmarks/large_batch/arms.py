@@ -42,12 +42,15 @@ def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
 
     def whole(held: Any, grads: Any, rates: Any) -> Any:
         with torch.no_grad():
-            return move(rules, held, grads, rates, [loss], CLIP, None)
+            norm, applied, limited = move(rules, held, grads, rates, [loss], CLIP, None)
+            for grad, each in zip(grads, limited, strict=True):  # in place, as the fused kernels leave them
+                grad.copy_(each)
+            return norm, applied
 
     _, compiled = compile_function("the update", whole, on_failure="stop", on_cpu=True)
 
     def update() -> object:
-        norm, applied, _ = compiled(guarded.held(), [parameter.grad for parameter in guarded.parameters], guarded.begin_traced())
+        norm, applied = compiled(guarded.held(), [parameter.grad for parameter in guarded.parameters], guarded.begin_traced())
         return guarded.end_traced(norm, applied)
 
     return update

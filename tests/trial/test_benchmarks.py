@@ -45,6 +45,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     lengths.RESULTS: (lengths.render, measured.render_conditions),
     by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
+    by_hand_run.AGAIN: (by_hand_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
     components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
     components_run.SCORES: (components_run.render_score, measured.render_conditions),
