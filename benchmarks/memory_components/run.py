@@ -1,6 +1,6 @@
 """What the memory components save and what they cost: the chunked head, recomputation of a deep model, AdamW with moments in 8 bits.
 
-python benchmarks/memory_components/run.py [--only cost|reference|score] [--rounds 15] [--seeds 5] [--show]
+python benchmarks/memory_components/run.py [--only cost|again|reference|score] [--rounds 15] [--seeds 5] [--show]
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from surefoot.core.units import format_number, format_percent
 from surefoot.trial import Arm, Bar, Trial, effects_markdown, find_effect, find_effects, markdown, read_trial
 
 FOLDER = Path(__file__).parent
-RESULTS, REFERENCE, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("memory_components", "reference", "score"))
+NAMES = ("memory_components", "again", "reference", "score")
+RESULTS, AGAIN, REFERENCE, SCORES = (FOLDER / "results" / f"{name}.json" for name in NAMES)
 ARMS = ("head plain", "head chunked", "deep none", "deep full", "deep every2", "deep operators", "state fp32", "state 8bit")
 PAIRS = (
     ("head chunked", "head plain"),
@@ -25,6 +26,7 @@ PAIRS = (
     ("deep operators", "deep none"),
 )
 MEASURES = ("peak_bytes", "cpu_s_per_step")
+AGAIN_ARMS = ("deep none", "deep operators")  # what the noise had left undecided, once more
 REFERENCE_ARMS = ("reference none", "reference full", "reference operators")
 REFERENCE_ROUNDS = 3  # allocations repeat, and a round takes a quarter of an hour
 STATE = ("state 8bit", "state fp32")
@@ -87,6 +89,15 @@ def render(trial: Trial) -> str:
     return f"{effects_markdown(effects)}\n{markdown(('arms', 'measure', 'bar', 'verdict'), rows)}"
 
 
+def render_again(trial: Trial) -> str:
+    """The selective way against none by itself, and its bar."""
+    plain, selective = AGAIN_ARMS
+    effects = [find_effect(trial, selective, plain, name) for name in MEASURES]
+    bar = Bar(arm=selective, baseline=plain, measure="cpu_s_per_step", most=1.10)
+    row = (f"{selective} / {plain}", bar.measure, f"<= {bar.most}", bar.standing(effects[-1]))
+    return f"{effects_markdown(effects)}\n{markdown(('arms', 'measure', 'bar', 'verdict'), [row])}"
+
+
 def render_reference(trial: Trial) -> str:
     """Each way to recompute against none: what the step holds on top, the whole process, and time."""
     measures = ("peak_bytes", "process_peak_bytes", "cpu_s_per_step")
@@ -110,14 +121,16 @@ def render_score(trial: Trial) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.add_argument("--only", choices=("cost", "reference", "score"))
+    parser.add_argument("--only", choices=("cost", "again", "reference", "score"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     asked = parser.parse_args()
     packages = ("torch", "torchao", "surefoot")
-    reference, scores = asked.out.with_name(REFERENCE.name), asked.out.with_name(SCORES.name)
+    again, reference, scores = (asked.out.with_name(each.name) for each in (AGAIN, REFERENCE, SCORES))
     asked_for = () if asked.show else (asked.only,) if asked.only else ("cost", "reference", "score")
     if "cost" in asked_for:
         measure("memory components", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out)
+    if "again" in asked_for:
+        measure("memory components: again", make_arms(AGAIN_ARMS), rounds=asked.rounds, packages=packages, out=again)
     if "reference" in asked_for:
         rounds = min(asked.rounds, REFERENCE_ROUNDS)
         arms = make_arms(REFERENCE_ARMS)
@@ -128,6 +141,9 @@ def main() -> None:
     if asked.out.is_file():
         trial = read_trial(asked.out)
         parts |= {"conditions": render_conditions(trial), "results": render(trial)}
+    if again.is_file():
+        trial = read_trial(again)
+        parts |= {"again conditions": render_conditions(trial), "again": render_again(trial)}
     if reference.is_file():
         trial = read_trial(reference)
         parts |= {"reference conditions": render_conditions(trial), "reference": render_reference(trial)}

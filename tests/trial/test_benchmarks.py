@@ -47,6 +47,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
     by_hand_run.AGAIN: (by_hand_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
+    components_run.AGAIN: (components_run.render_again, measured.render_conditions),
     components_run.REFERENCE: (components_run.render_reference, measured.render_conditions),
     components_run.SCORES: (components_run.render_score, measured.render_conditions),
 }
