@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from surefoot.components.compiler import compile_function
 from surefoot.components.optim import GuardedUpdate, master_of, store_narrow
 from surefoot.components.precision import PLAIN, LossScaler
-from surefoot.contract.events import Compiled, Fault
+from surefoot.contract.events import Compiled, Dtypes, Fault
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
@@ -115,12 +115,15 @@ def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> No
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
-def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("left", "saved"), [(7, 4), (10, 8)])  # before and after the steps that are taken in order
+def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(left: int, saved: int, tmp_path: Path) -> None:
     task, made = Small(dropout=0.1, norm=True), stated("step", checkpoint={"every": "4 steps", "background": False})
     losses, expected, _ = train(made, task, tmp_path / "unbroken")
-    first, _, _ = train(made, task, tmp_path / "broken", steps=8)
+    first, _, _ = train(made, task, tmp_path / "broken", steps=left)
     rest, state, _ = train(made, task, tmp_path / "broken")
-    assert (first, rest) == (losses[:8], losses[4:])
+    assert (first, rest) == (losses[:left], losses[saved:])
+    dtypes = [event for event in records(tmp_path / "broken") if isinstance(event, Dtypes)][-1]
+    assert {row["gradient"] for row in dtypes.parameters} == {"fp32"}
     assert_same(state, expected)
     assert graphs(tmp_path / "broken")
 

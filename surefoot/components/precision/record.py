@@ -62,9 +62,12 @@ ROLES = ("storage", "compute", "gradient", "reduce", "master", "state")
 
 
 class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that looks at every operator of a forward and backward pass. `tf32` where 32-bit products are rounded so."""
+    """A context that looks at every operator of a forward and backward pass. `tf32` where 32-bit products are rounded so.
 
-    def __init__(self, model: nn.Module, *, tf32: bool = False) -> None:
+    Gradients are seen by hooks, which a step as one graph does not go with: without `hooked` they are looked at when the update is.
+    """
+
+    def __init__(self, model: nn.Module, *, tf32: bool = False, hooked: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
@@ -77,7 +80,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles = [
             parameter.register_hook(self._gradient_of(name))  # type: ignore[no-untyped-call]
             for name, parameter in self._named.items()
-            if parameter.requires_grad
+            if hooked and parameter.requires_grad
         ]
         self.parameters: tuple[ParameterDtypes, ...] = ()
 
@@ -141,7 +144,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return ParameterDtypes(
             name=name, numel=parameter.numel(), storage=_name(parameter), compute=_join(self._computed.get(name)),
-            gradient=self._gradients.get(name), reduce=None if master.grad is None else _name(master.grad),
+            gradient=self._gradients.get(name, None if parameter.grad is None else _name(parameter.grad)), reduce=None if master.grad is None else _name(master.grad),
             master=None if state is None else _name(master), state=_join(numbers),
         )  # fmt: skip
 

@@ -97,7 +97,8 @@ class Stepper:
         num_done = 0
         self._is_first = self.records and self.record is None
         if self._is_first:
-            self.record = DtypeRecord(self._model, tf32=self.policy.compute == "tf32")
+            tf32 = self.policy.compute == "tf32"
+            self.record = DtypeRecord(self._model, tf32=tf32, hooked=not self._is_whole(number))
             self._look = self.record if number == 1 else None  # the same whether a run was left before this step, or not
         for index, update in enumerate(self._updates):
             if number % update.every:
@@ -162,6 +163,10 @@ class Stepper:
             self.saw(batch)
         return batch
 
+    def _is_whole(self, number: int) -> bool:
+        """Whether a step is taken as one graph."""
+        return self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS)
+
     def _update(
         self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: dict[str, tuple[Tensor, Count, float]]
     ) -> tuple[float | Tensor, bool | Tensor, bool | Tensor]:
@@ -169,7 +174,7 @@ class Stepper:
         if index:
             switch(FORWARD)
         guarded.clear_gradients()
-        if self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS):
+        if self.whole is not None and self._is_whole(number):
             done = self._as_one_graph(self.whole, update.name, number, batches[0], totals)
             if done is not None:
                 return *done, False
