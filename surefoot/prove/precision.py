@@ -24,16 +24,18 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
     """The scores of `spec` after `steps` against those of the same in fp32; gives its precision and the comparison.
 
     Where `seeds` pairs call it worse, twice as many more are run, and all of them decide.
-    Raises InputError for too few seeds, SpecError for a task without a name, TaskError where a run fails or has no score.
+    Raises InputError for too few seeds or no steps, SpecError for a task without a name, TaskError where a run fails or has no score.
     """
     if seeds < LEAST_SEEDS:
-        raise InputError(f"--seeds is {seeds}", hint=f"use {LEAST_SEEDS} or more: one run of each kind shows nothing")
+        raise InputError(f"--seeds is {seeds}", hint=f"use {LEAST_SEEDS} or more: fewer pairs of runs show nothing")
+    if steps < 1:
+        raise InputError(f"--steps is {steps}", hint="use 1 step or more: as many as it takes to learn something")
     if spec.task.use is None:
         raise SpecError(
             "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
         )
     wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
-    narrow = spec if spec.precision.compute != WIDE else rungs.change(wide, {"precision.compute": NARROW})
+    narrow = spec if spec.precision.compute != WIDE else rungs.change(spec, {"precision.compute": NARROW})
     name = narrow.precision.compute
 
     def take(chosen: range) -> tuple[Scores, Scores]:
@@ -63,8 +65,14 @@ def _score(name: str, spec: RunSpec, seed: int, steps: int) -> tuple[float, dict
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="surefoot-precision-") as folder:
         outcome = run_arm(arm, Path(folder) / "run")
-    if outcome.ended != "done" or "score_0" not in outcome.measures:
+    if outcome.ended != "done":
         raise TaskError(
-            f"seed {seed} in {name}: {last_words(outcome.error or 'the run has no score')}", hint="does surefoot train run it?"
+            f"seed {seed} in {name}: {last_words(outcome.error or outcome.ended)}", hint="does surefoot train run it?"
+        )
+    if "score_0" not in outcome.measures:
+        told = outcome.facts.get("score")
+        raise TaskError(
+            f"seed {seed} in {name}: " + (f"its score {told} is not a finite number" if told else "the run has no score"),
+            hint="compare by another one, with evaluate.score, or by the loss, without metrics",
         )
     return outcome.measures["score_0"], dict(outcome.facts)

@@ -261,3 +261,16 @@ def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
         line = [sys.executable, "-c", program, "explain", "digits", "--json", "--set", "train.batch=4", *words]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         assert done.stderr == str(is_loaded)
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (torch.ones(65, 64), "65 x 64 has no 8-bit state: its size is no multiple of 256"),
+        (torch.ones(8), "fewer than 4,096 numbers"),
+        (torch.ones(64, 64, dtype=torch.complex64), "its numbers are torch.complex64"),
+    ],
+)
+def test_a_parameter_that_does_not_fit_is_refused_by_the_optimiser(weight: torch.Tensor, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        optim.Adam8bit([torch.nn.Parameter(weight)])

@@ -13,6 +13,7 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.contract.spec import OptimTable
+from surefoot.core.errors import SpecError
 from tests.components.test_optim import STEPS, gradients_of, network
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -197,3 +198,47 @@ def test_complex_weights_are_moved_as_their_real_and_imaginary_parts(name: str) 
         one.step()
         other.step()
     torch.testing.assert_close(torch.view_as_real(weight), parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (optim.Lars, {"lr": -1.0}), (optim.Lars, {"lr": float("nan")}), (optim.Lars, {"weight_decay": -1.0}), (optim.Lars, {"trust": 0.0}),
+        (optim.Lars, {"momentum": 1.0}), (optim.Lamb, {"lr": "fast"}), (optim.Lamb, {"betas": (1.0, 0.9)}),
+        (optim.Lamb, {"betas": (0.9, -0.1)}), (optim.Lamb, {"eps": -1e-6}),
+    ],
+)  # fmt: skip
+def test_settings_that_would_not_bring_weights_down_are_refused(kind: Any, settings: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    name = next(iter(settings))
+    with pytest.raises(SpecError, match=rf"^{name} is "):
+        kind([weight], **settings)
+    with pytest.raises(SpecError, match=rf"^{name} is "):
+        kind([{"params": [weight], **settings}])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"clip": -1.0},
+        {"clip": float("nan")},
+        {"clip": "a"},
+        {"clip_value": 0.0},
+        {"clip_value": -1.0},
+        {"clip_value": float("nan")},
+    ],
+)
+def test_limits_that_are_none_are_refused_when_an_update_is_built(limits: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(SpecError, match=rf"^{next(iter(limits))} is "):
+        optim.GuardedUpdate([torch.optim.SGD([weight], lr=0.1)], **limits)
+
+
+def test_gradients_times_nothing_are_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    update = optim.GuardedUpdate([torch.optim.SGD([weight], lr=0.1)])
+    weight.sum().backward()
+    for factor in (0.0, -1.0):
+        with pytest.raises(SpecError, match=f"multiplied by {factor}"):
+            update.step_if_finite(factor)
+    assert torch.equal(weight, torch.ones(2))

@@ -224,3 +224,11 @@ def test_a_shorter_interval_holds_for_the_steps_that_lie_behind() -> None:
     forked.load_state_dict(scaler.state_dict())
     forked.update(False)
     assert forked.state_dict() == {"scale": 2048.0, "clean_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("fp8", "none of fp32, tf32"), ("auto", "none of fp32, tf32"), (None, "None is none of")]
+)
+def test_a_context_for_a_precision_that_is_none_is_refused(name: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        compute_context(name, torch.device("cpu"))

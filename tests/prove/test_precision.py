@@ -31,4 +31,31 @@ def test_bits_that_change_no_score_pass_and_bits_that_do_fail(
 def test_too_few_seeds_and_no_spec_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use = write_task(tmp_path)
     assert call(monkeypatch, "verify", use, "--precision", "--seeds", "2") == 2
+    assert call(monkeypatch, "verify", use, "--precision", "--steps", "0") == 2
+    assert call(monkeypatch, "verify", use, "--precision", "--steps", "-1") == 2
     assert call(monkeypatch, "verify", "--precision", "--command", "true") == 2
+
+
+def test_what_the_spec_says_of_precision_holds_in_the_narrow_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = write_task(tmp_path)
+    assert call(monkeypatch, "verify", use, *HOW, "--set", 'precision.keep=["none_such"]') == 2
+    assert "seed 0 in bf16" in (said := capsys.readouterr().err)
+    assert "'none_such' matches no module" in said
+
+
+def test_a_score_that_is_no_number_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = write_task(tmp_path)
+    method = """
+    def metrics(self, output, batch):
+        from surefoot.components.metrics import Mean
+
+        return {"odd": Mean(float("nan"), 1)}
+"""
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(method)
+    assert call(monkeypatch, "verify", use, *HOW) == 2
+    assert "seed 0 in fp32: its score odd is not a finite number" in capsys.readouterr().err

@@ -309,6 +309,20 @@ def test_the_script_does_not_outlive_verify(number: signal.Signals, code: int, t
         os.kill(int((tmp_path / "pid.txt").read_text()), 0)
 
 
+@pytest.mark.parametrize("way", [(), ("--precision",)])
+def test_a_verify_that_is_told_to_end_leaves_no_run_and_no_folder(way: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    words = (sys.executable, "-m", "surefoot", "verify", "digits", *way, "--steps", "100000", "--quiet")
+    variables = {**child_environment(threads=1), "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(words, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not list((tmp_path / "temporary").rglob("events.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 REMEMBERS = """return model(batch[0])
 
     seen = torch.zeros(1)

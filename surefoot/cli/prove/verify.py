@@ -15,6 +15,7 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
+from surefoot.core.signals import ending_by_signal
 
 NUM_WORST = 5
 NUM_SEEDS, NUM_STEPS, NUM_KILLS = 3, 24, 3
@@ -98,7 +99,8 @@ def _verify_precision(spec: str, stated: Any, *, steps: int, seeds: int, json: b
     from surefoot.core.units import format_number
     from surefoot.prove.precision import WIDE, verify_precision
 
-    name, score = verify_precision(spec_file.read(spec, stated).spec, steps=steps, seeds=seeds, tell=_teller(quiet or json))
+    with ending_by_signal():
+        name, score = verify_precision(spec_file.read(spec, stated).spec, steps=steps, seeds=seeds, tell=_teller(quiet or json))
     if json:
         options.print_json({"spec": spec, "precision": name, "against": WIDE, "holds": not score.is_worse, **asdict(score)})
     else:
@@ -137,6 +139,7 @@ def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet:
 def _folder(keep: Path | None) -> Iterator[Path]:
     """Where the runs lie: DIR, which must be new or empty, or one that goes with the verdict."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ending_by_signal())
         try:
             if keep is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="surefoot-verify-")))

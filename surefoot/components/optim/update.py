@@ -31,13 +31,15 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 class GuardedUpdate:
     """Applies optimisers to gradients that are sums, by the factor that makes them means, if they are finite.
 
-    `curve(applied_steps)` multiplies every group's rate, `momentum_curve` replaces its momentum (one-cycle).
+    `curve(applied_steps)` multiplies every group's rate, `momentum_curve` replaces its momentum (one-cycle). `clip` is the largest global
+    norm, 0 for none, `clip_value` the largest absolute value of an element. Raises SpecError for limits that are none.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], *, clip: float = 0.0, clip_value: float | None = None, curve: Curve | None = None,
         momentum_curve: Curve | None = None, total_steps: int | None = None, on_device: bool | None = None,
     ) -> None:  # fmt: skip
+        _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
         self.groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
         self._held = [_holders(each) for each in self.optimizers]
@@ -123,7 +125,8 @@ class GuardedUpdate:
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
         """Update with the gradients times `factor`, clipped, unless their norm is not finite.
 
-        Returns the global norm before clipping (of the gradients times `factor`) and whether the update was applied.
+        Returns the global norm before clipping (of the gradients times `factor`) and whether the update was applied. Raises SpecError for
+        a factor that is not above 0, where it can be looked at without waiting for a device.
         """
         grads = [grad for grad in (parameter.grad for parameter in self.parameters) if grad is not None]
         if not grads:
@@ -135,6 +138,8 @@ class GuardedUpdate:
         return done
 
     def _on_host(self, raw: Tensor, factor: float, grads: list[Tensor]) -> tuple[float, bool]:
+        if factor <= 0.0:
+            raise SpecError(f"the gradients are multiplied by {factor}", hint="use a number above 0, as one over their count")
         norm = raw.item() * factor
         if not math.isfinite(norm):
             return norm, False
@@ -299,3 +304,14 @@ def _set_momentum(group: dict[str, Any], momentum: float) -> None:
         group["betas"] = (momentum, group["betas"][1])
     elif "momentum" in group:
         group["momentum"] = momentum
+
+
+def _check_limits(clip: float, clip_value: float | None) -> None:
+    if not (_is_number(clip) and clip >= 0):
+        raise SpecError(f"clip is {clip!r}", hint="use a number: 0 (off) or more")
+    if clip_value is not None and not (_is_number(clip_value) and clip_value > 0):
+        raise SpecError(f"clip_value is {clip_value!r}", hint="use a number more than 0, or None (off)")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

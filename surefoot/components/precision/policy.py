@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
 from surefoot.components.precision.scaler import LossScaler
 from surefoot.components.precision.wide import keep_wide_on_cpu
 from surefoot.contract.spec import PrecisionTable
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import InputError, SpecError
 from surefoot.core.hardware import find_machine, find_processor_flags
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16", "float8"]
@@ -110,8 +110,12 @@ def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool
 def compute_context(compute: Compute, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """A maker of contexts for the forward pass: nothing for 32 bits, autocast for the others (torch.amp, with the device given).
 
-    Softmax, norms and sums stay fp32 on a CPU as they do on a GPU, in this process from the first such context on.
+    Softmax, norms and sums stay fp32 on a CPU as they do on a GPU, in this process from the first such context on. Products in tf32 take
+    `set_products` beside it, layers in float8 a conversion. Raises InputError for another name; "auto" is chosen by `choose`.
     """
+    if compute not in get_args(Compute):
+        hint = "for the best of a device: choose('auto', find_units(device))[0]" if str(compute) == "auto" else None
+        raise InputError(f"the precision {compute!r} is none of {', '.join(get_args(Compute))}", hint=hint)
     if compute not in AUTOCAST:
         return nullcontext
     if device.type == "cpu":

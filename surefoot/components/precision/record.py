@@ -142,9 +142,10 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers = (
             [] if state is None else [_name(each) for key, each in state.items() if isinstance(each, Tensor) and key != "step"]
         )
+        seen = None if parameter.grad is None else _name(parameter.grad)
         return ParameterDtypes(
             name=name, numel=parameter.numel(), storage=_name(parameter), compute=_join(self._computed.get(name)),
-            gradient=self._gradients.get(name, None if parameter.grad is None else _name(parameter.grad)), reduce=None if master.grad is None else _name(master.grad),
+            gradient=self._gradients.get(name, seen), reduce=None if master.grad is None else _name(master.grad),
             master=None if state is None else _name(master), state=_join(numbers),
         )  # fmt: skip
 

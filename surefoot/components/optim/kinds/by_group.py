@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +12,28 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from surefoot.core.errors import SpecError
+
 # parameters, counters, first and second moments, momentum
 Traced = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+# what a setting of a group may be: from (or above) a number up, and below another
+LEAST, MORE_THAN_0, BELOW_1 = "0 or more", "more than 0", "0 or more, and below 1"
+ALLOWED = {"lr": LEAST, "weight_decay": LEAST, "eps": LEAST, "trust": MORE_THAN_0, "momentum": BELOW_1, "betas": BELOW_1}
 
 
 class ByGroup(Optimizer, ABC):
-    """A step of all groups, each by `step_group`; `fused` in a group says whether it divides and skips."""
+    """A step of all groups, each by `step_group`; `fused` in a group says whether it divides and skips.
+
+    Raises SpecError for a setting with which weights would not go down, or become no numbers.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for name, allowed in ALLOWED.items():
+            value = param_group.get(name, self.defaults.get(name))
+            for each in value if isinstance(value, tuple | list) else () if value is None else (value,):
+                if not _is_allowed(each, allowed):
+                    raise SpecError(f"{name} is {value!r}", hint=f"use a finite number: {allowed}")
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
@@ -52,6 +69,19 @@ class ByGroup(Optimizer, ABC):
     def traced(self, group: dict[str, Any]) -> Traced | None:
         """All that an update of the group moves, as a graph takes it; None where the rule is none that a graph can hold."""
         return None
+
+
+def _is_allowed(value: Any, allowed: str) -> bool:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return False
+    return (
+        math.isfinite(number)
+        and number >= 0
+        and not (allowed == MORE_THAN_0 and number == 0)
+        and not (allowed == BELOW_1 and number >= 1)
+    )
 
 
 @dataclass(frozen=True)

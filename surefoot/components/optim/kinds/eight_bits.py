@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.optim.kinds.by_group import ByGroup
+from surefoot.core.errors import SpecError
 from surefoot.runtime.lowbit import torchao
 
 BLOCK = 256  # numbers under one scale
@@ -89,7 +90,7 @@ class Adam8bit(ByGroup):
         m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
         w = w - lr * decay * w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    m and v are widened, moved and used in fp32, and rounded to 8 bits when they are put back.
+    m and v are widened, moved and used in fp32, and rounded to 8 bits when they are put back. Raises SpecError for other parameters.
     """
 
     def __init__(
@@ -98,6 +99,12 @@ class Adam8bit(ByGroup):
     ) -> None:  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "fused": True}
         super().__init__(params, defaults)
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if (reason := why_not(parameter)) is not None:
+                shape = " x ".join(map(str, parameter.shape))
+                raise SpecError(
+                    f"a parameter of {shape or 'no dimensions'} has no 8-bit state: {reason}", hint="give it to another optimiser"
+                )
         devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
         self._codes = {each: [codes.to(each) for codes in load_codes()] for each in devices}
 
