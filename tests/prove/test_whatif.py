@@ -60,7 +60,8 @@ def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(spec: 
     [
         (), ("--batch", "8", "--noise"), ("--batch", "8;9"), ("--batch", "0"), ("--noise", "--draws", "100"),
         ("--noise", "--csv", "out.csv"), ("--batch", "8", "--size", "4"),
-        ("--recompute", "--draws", "8"), ("--fit", "16"), ("--fit", "0 B"), ("--fit", "1 TiB", "--noise"),
+        ("--recompute", "--draws", "8"), ("--noise", "--updates", "3"),
+        ("--noise", "--rounds", "2"), ("--fit", "1 GiB", "--rounds", "9"), ("--fit", "16"), ("--fit", "0 B"), ("--fit", "1 TiB", "--noise"),
         ("--fit", "1000 TiB"), ("--fit", "device", "--set", "train.device=cpu"),
     ],
 )  # fmt: skip

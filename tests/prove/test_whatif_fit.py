@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.prove.whatif.fit import STEPS_OF_THE_ANSWER, find_largest
+from surefoot.cli.prove.whatif import _way_out
+from surefoot.prove.whatif.fit import STEPS_OF_THE_ANSWER, Fitted, Predicted, Try, find_largest
 from tests.cli.conftest import Command, surefoot
 from tests.train.small import write_task
 
@@ -76,3 +77,23 @@ def test_what_fails_for_another_reason_than_memory_is_an_error(
     assert (answer.code, answer.out) == (code, "")
     assert words in answer.err
     assert "hint:" in answer.err
+
+
+def test_a_microbatch_that_the_model_refuses_is_passed_over(tmp_path: Path, surefoot: Command) -> None:
+    """Planted: BatchNorm, which takes no single sample; where the search begins with one, the answer is a larger one, or that none fits."""
+    norm = ("nn.ReLU()", "nn.BatchNorm1d(self.width), nn.ReLU()")
+    use = write_task(tmp_path, change=norm)
+    path = tmp_path / "mine.toml"
+    path.write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "9 steps"\n')
+    answer = surefoot("whatif", str(path), "--fit", "64 MiB", "--json")
+    assert answer.code == 7
+    tries = [(each["microbatch"], each["is_refused"], each["peak_bytes"] is None) for each in answer.row["tries"]]
+    assert tries == [(1, True, True), (2, False, False)]
+    assert "cannot be trained on a batch of one sample, as every microbatch is here" in answer.row["tries"][0]["failure"]
+
+
+def test_what_does_not_fit_for_what_stands_beside_the_tensors_says_so_whatever_was_predicted() -> None:
+    tries = tuple(Try(microbatch=size, num_steps=5, peak_bytes=330e6) for size in (4, 2, 1))
+    fitted = Fitted(batch=4, limit_bytes=300_000_000, tries=tries, microbatch=None, predicted=Predicted(4, 90_000, 30_000))
+    assert fitted.beside_bytes == 330e6 - 30_000
+    assert "above that limit whatever the model is" in _way_out("mine.toml", fitted)

@@ -33,7 +33,9 @@ def whatif(
     microbatch: Annotated[
         str | None, typer.Option("--microbatch", metavar="SIZES", help="split into these", show_default="all of it, 1/2, 1/4, 1/8")
     ] = None,
-    updates: Annotated[int, typer.Option("--updates", metavar="N", help="so many are measured in a round")] = 10,
+    updates: Annotated[
+        int | None, typer.Option("--updates", metavar="N", help="so many are measured in a round", show_default="10")
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option("--rounds", metavar="N", help="fresh processes of each row", show_default="3; --compile, --recompute: 7")
     ] = None,
@@ -65,20 +67,14 @@ def whatif(
     """
     _check_question(
         {
-            "--batch": batch,
-            "--compile": compiled,
-            "--save-kernels": save_kernels,
-            "--recompute": recompute,
-            "--fit": fit,
+            "--batch": batch, "--compile": compiled, "--save-kernels": save_kernels, "--recompute": recompute, "--fit": fit,
             "--noise": noise,
         },
         {
-            ("--microbatch", "--batch"): microbatch,
-            ("--csv", "--batch"): csv,
-            ("--size", "--noise"): size,
-            ("--draws", "--noise"): draws,
+            ("--microbatch", "--batch"): microbatch, ("--csv", "--batch"): csv, ("--updates", "--batch"): updates,
+            ("--rounds", "--batch", "--compile", "--recompute"): rounds, ("--size", "--noise"): size, ("--draws", "--noise"): draws,
         },
-    )
+    )  # fmt: skip
     from surefoot.contract import spec_file
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
@@ -106,20 +102,23 @@ def whatif(
         _compare_compiled(given, spec, rounds, tell, json=json)
     else:
         sizes = (_sizes("--batch", batch), _sizes("--microbatch", microbatch))
-        _compare_batches(given, spec, sizes, updates, 3 if rounds is None else rounds, csv, tell, json)
+        _compare_batches(given, spec, sizes, 10 if updates is None else updates, 3 if rounds is None else rounds, csv, tell, json)
 
 
-def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, str], Any]) -> None:
-    """One question is asked, and each further flag belongs to it."""
+def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, ...], Any]) -> None:
+    """One question is asked, and each further flag belongs to it: the first of each key, the others are the questions it belongs to."""
     asked = [flag for flag, value in questions.items() if value not in (None, False)]
     if len(asked) != 1:
         raise InputError(
             f"{' and '.join(asked)} are questions of their own" if asked else "what is asked?",
             hint="one of --batch 128,256, --compile, --save-kernels DIR, --recompute, --fit 2GiB and --noise",
         )
-    for (flag, owner), value in belonging.items():
-        if value is not None and owner not in asked:
-            raise InputError(f"{flag} belongs to {owner}, which is not asked for", hint="leave it out")
+    for (flag, *owners), value in belonging.items():
+        if value is not None and not set(owners) & set(asked):
+            named = ", ".join(owners[:-1]) + " and " * (len(owners) > 1) + owners[-1]
+            raise InputError(
+                f"{flag} belongs to {named}, which {'is' if len(owners) == 1 else 'are'} not asked for", hint="leave it out"
+            )
 
 
 def _compare_batches(
@@ -382,6 +381,10 @@ def _print_noise(lab: NoiseLab) -> None:
     print_table(("batch", "variance of its gradient", "pairs"), rows, right=("batch", "variance of its gradient", "pairs"))
     print(f"slope {lab.slope:.3f}: -1 where samples are independent")
     if lab.noise is None:
+        print(
+            "no noise scale: "
+            + ("it takes more batches, as with --draws 64" if lab.levels[0].pairs < 32 else "the gradients are 0")
+        )
         return
     high = "n/a" if lab.noise.high is None else f"{lab.noise.high:,.0f}"
     scale = "n/a" if lab.noise.scale is None else f"{lab.noise.scale:,.0f}"

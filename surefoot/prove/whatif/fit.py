@@ -30,21 +30,29 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """One process: `peak_bytes` is None where it ran out of memory, as `failure` then says. A run shorter than asked has fewer steps."""
+    """One process: `peak_bytes` is None where it ran out of memory, as `failure` then says, or where such a microbatch `is_refused`.
+
+    A run shorter than asked has fewer steps.
+    """
 
     microbatch: int
     num_steps: int | None = None
     peak_bytes: float | None = None
     fits: bool = False
     failure: str | None = None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """The largest that is predicted to fit, and the most that its tensors take; None where not even the smallest is, with that one's."""
+    """The largest that is predicted to fit, and the most that its tensors take; None where not even the smallest is, with that one's.
+
+    `least_bytes` is what the tensors of the smallest take.
+    """
 
     microbatch: int | None
     peak_bytes: int
+    least_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +74,10 @@ class Fitted:
     @property
     def beside_bytes(self) -> float | None:
         """What the smallest that was tried took beside the tensors that are predicted of it; None where one of the two is not known."""
-        smallest = min(self.tries, key=lambda each: each.microbatch)
-        if self.predicted is None or self.predicted.microbatch is not None or smallest.peak_bytes is None:
+        smallest = min((each for each in self.tries if not each.is_refused), key=lambda each: each.microbatch, default=None)
+        if self.predicted is None or smallest is None or smallest.peak_bytes is None:
             return None
-        return max(0.0, smallest.peak_bytes - self.predicted.peak_bytes)
+        return max(0.0, smallest.peak_bytes - self.predicted.least_bytes)
 
     def as_row(self) -> dict[str, Any]:
         return {**asdict(self), "margin": MARGIN, "usable_bytes": usable(self.limit_bytes), "peak_bytes": self.peak_bytes}
@@ -141,9 +149,24 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     def fits(size: int, steps: int) -> bool:
         tries.append(_try(specs[size], size, steps, most))
         tell(f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}")
+        if len(tries) == len(sizes[:2]) and all(
+            each.is_refused for each in tries
+        ):  # the one may be its size, as of one sample to BatchNorm
+            raise UserCodeError(
+                f"a microbatch of {tries[0].microbatch} could not be measured: {tries[0].failure}",
+                hint="does surefoot train run it?",
+            )
         return tries[-1].fits
 
     found = find_largest(sizes, (predicted and predicted.microbatch) or sizes[0], fits)
+    larger = [size for size in sizes if size > tries[-1].microbatch]
+    if found is None and tries[-1].is_refused and larger:  # as one sample is by BatchNorm
+        found = find_largest(larger, larger[0], fits)
+    if found is None and tries[-1].is_refused:
+        raise UserCodeError(
+            f"a microbatch of {tries[-1].microbatch} could not be measured: {tries[-1].failure}",
+            hint="does surefoot train run it?",
+        )
     return Fitted(
         batch=spec.train.batch, limit_bytes=limit_bytes, tries=tuple(tries), microbatch=found, predicted=predicted,
         conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
@@ -157,7 +180,8 @@ def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted
     peak = cache(lambda size: predict(specs[size]).interval[1])
     try:
         number = bisect_right(sizes, budget, key=peak)
-        return Predicted(sizes[number - 1], peak(sizes[number - 1])) if number else Predicted(None, peak(sizes[0]))
+        least = peak(sizes[0])
+        return Predicted(sizes[number - 1], peak(sizes[number - 1]), least) if number else Predicted(None, least, least)
     except InputError as error:
         tell(f"no prediction to begin with: {error.message}")
         return None
@@ -171,8 +195,7 @@ def _try(spec: RunSpec, size: int, steps: int, most: float) -> Try:
             microbatch=size, failure="out of memory" if outcome.exit_code > 0 else "killed, as a process without memory is"
         )
     if outcome.ended != "done":
-        words = last_words(outcome.error or "").splitlines()[0]
-        raise UserCodeError(f"a microbatch of {size} could not be measured: {words}", hint="does surefoot train run it?")
+        return Try(microbatch=size, failure=last_words(outcome.error or "").splitlines()[0], is_refused=True)
     num_samples = outcome.measures["samples_per_epoch"]
     if num_samples < spec.train.batch:
         raise InputError(

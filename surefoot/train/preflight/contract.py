@@ -115,8 +115,9 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
         if not str(error).startswith("Expected more than 1"):
             raise
         module = reached[-1]
+        which = "the last of an epoch" if feed.microbatch > 1 else "every microbatch"
         raise TaskError(
-            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch of one sample, as the last of an epoch is here",
+            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch of one sample, as {which} is here",
             hint='leave it out with data.last_batch = "drop", or use another train.batch'
             if feed.microbatch > 1
             else "use more than one sample in a train.microbatch or train.batch, or a norm that does not depend on the batch",
