@@ -35,6 +35,8 @@ class How:
         """
         if text in ("none", "full", "operators"):
             return cls(text)  # type: ignore[arg-type]
+        if not isinstance(text, str):
+            raise SpecError(f"{text!r} is no way to recompute", hint=f"use {WORDS}")
         every = re.fullmatch(r"every ([1-9][0-9]{0,3})", text)
         if every is not None:
             return cls("every", int(every[1]))

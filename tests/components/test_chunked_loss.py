@@ -119,6 +119,8 @@ def test_a_second_derivative_and_sizes_that_do_not_fit_are_refused_in_words() ->
     for wrong in ((hidden, weight.T, targets), (hidden, weight, targets[1:]), (hidden, weight, targets, bias[1:])):
         with pytest.raises(InputError, match=r"fit|bias"):
             linear_cross_entropy(*wrong)
+    with pytest.raises(InputError, match=r"the targets are torch\.float32"):
+        linear_cross_entropy(hidden, weight, targets.float())
     with pytest.raises(InputError, match="chunk is 0"):
         linear_cross_entropy(hidden, weight, targets, chunk=0)
     with pytest.raises(InputError, match="label_smoothing is 1"):

@@ -13,7 +13,7 @@ from torch import nn
 
 from surefoot.components import optim
 from surefoot.contract.spec import OptimTable
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, TaskError
 from tests.components.test_optim import STEPS, gradients_of, network
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -242,3 +242,11 @@ def test_gradients_times_nothing_are_refused() -> None:
         with pytest.raises(SpecError, match=f"multiplied by {factor}"):
             update.step_if_finite(factor)
     assert torch.equal(weight, torch.ones(2))
+
+
+def test_a_gradient_that_is_sparse_is_named() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    update = optim.GuardedUpdate([torch.optim.SGD(table.parameters(), lr=0.1)])
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(TaskError, match="a gradient is sparse"):
+        update.step_if_finite()

@@ -355,6 +355,7 @@ def test_names_types_hooks_and_copies_of_the_model_stay_what_they_are() -> None:
             parameter.zero_()
     assert trained(copied, steps=1)[0] > 1.0  # its own weights, not those of the model it was copied from
     done.undo()
+    done.undo()  # which is no error
     assert type(model.blocks[0]) is Block
     recompute(model, "every 2")
     with pytest.raises(InputError, match="no block can be computed again: it is computed again already"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -60,8 +61,10 @@ def test_what_fits_whole_is_kept_whole_and_what_can_never_fit_is_told_with_the_l
     assert choose(costs, parse_bytes(told[1])) == {0}
 
 
-@pytest.mark.parametrize("text", ["", "some", "every", "every 0", "every -1", "every two", "12", "12 MB/s", "full ", "FULL"])
-def test_what_is_no_way_to_recompute_is_refused_with_what_is(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "some", "every", "every 0", "every -1", "every two", "12", "12 MB/s", "full ", "FULL", None, 3]
+)
+def test_what_is_no_way_to_recompute_is_refused_with_what_is(text: Any) -> None:
     with pytest.raises(SpecError, match="is no way to recompute") as raised:
         How.parse(text)
     assert '"every 2"' in str(raised.value.hint)

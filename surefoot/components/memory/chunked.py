@@ -55,6 +55,8 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(f"the bias is {tuple(bias.shape)}, the weight has {len(weight)} rows", hint="a bias is (V,)")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise InputError(f"the targets are {targets.dtype}", hint="give the numbers of the right words: torch.int64")
     if chunk is not None and chunk < 1:
         raise InputError(f"chunk is {chunk}", hint="give a number of rows, 1 or more, or None")
     if not 0 <= label_smoothing < 1:

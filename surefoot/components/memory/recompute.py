@@ -60,8 +60,9 @@ class Recomputed:
     def undo(self) -> None:
         """Make the blocks what they were."""
         for block in self._modules.values():
-            block.__class__ = type(block).__mro__[1]
-            delattr(block, _SEAT)
+            if hasattr(block, _SEAT):  # and not undone already
+                block.__class__ = type(block).__mro__[1]
+                delattr(block, _SEAT)
 
 
 def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()) -> Recomputed:

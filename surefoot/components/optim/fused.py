@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from surefoot.core.errors import TaskError
+
 
 def supports(optimizer: Optimizer) -> bool:
     """Whether `optimizer` can be driven by the private kernels: one of the three, plain options, fused kernels present."""
@@ -170,8 +172,15 @@ class FusedGroup:
 
 
 def norm_of(grads: Sequence[Tensor]) -> Tensor:
-    """The global 2-norm of the gradients as a scalar tensor."""
-    norms = torch._foreach_norm(list(grads))
+    """The global 2-norm of the gradients as a scalar tensor. Raises TaskError where one is sparse."""
+    try:
+        norms = torch._foreach_norm(list(grads))
+    except NotImplementedError:
+        if all(grad.layout == torch.strided for grad in grads):
+            raise
+        raise TaskError(
+            "a gradient is sparse, and the update takes dense ones", hint="build the embedding with sparse=False"
+        ) from None
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
