@@ -114,7 +114,8 @@ def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
     assert json.loads(Path("shape.json").read_text())["terms"] == row["terms"]
     for words in (["memory"], ["memory", "digits", "--parameters", "1B"], ["memory", "--parameters", "0"],
                   ["memory", "digits", "--out", "shape.json"], ["memory", "digits", "--fit", "16"],
-                  ["memory", "digits", "--fit", "1GiB", "--measure"], ["memory", "--parameters", "1B", "--measure"]):  # fmt: skip
+                  ["memory", "digits", "--set", "memory.offload=optimizer"], ["memory", "digits", "--fit", "1GiB", "--measure"],
+                  ["memory", "--parameters", "1B", "--measure"]):  # fmt: skip
         assert call(monkeypatch, *words) == 2
 
 

@@ -89,6 +89,11 @@ def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | 
     from surefoot.prove import memory as room
 
     spec = spec_file.read(given, overrides).spec
+    if spec.memory.offload != "none":
+        raise InputError(
+            f"memory.offload is {spec.memory.offload!r}, and what lies on the host is not predicted",
+            hint="leave it out: what is told is the peak of a device that keeps all",
+        )
     if budget is not None:
         found = room.fit(spec, budget, tell)
         return {"budget_bytes": budget, **found.as_row()}
@@ -117,7 +122,8 @@ def _print(row: Mapping[str, Any]) -> None:
         (name, format_bytes(size), format_percent(size / peak))
         for name, size in sorted(row["terms"].items(), key=lambda pair: -pair[1])
     ]
-    print_table(("what", "bytes", "share"), rows)
+    if rows:  # of a budget that a run meets by measuring nothing is predicted
+        print_table(("what", "bytes", "share"), rows)
     if peak is not None:
         low_high = row["interval"]
         said = "" if low_high is None else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
