@@ -15,6 +15,7 @@ from surefoot.components.precision import DtypeRecord, check_contract, compute_c
 from surefoot.contract.events import Dtypes
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import NumbersError, SpecError
+from surefoot.train.assemble import assemble
 from surefoot.train.run import Run
 from tests.train.small import OPTIMIZERS, Small, call, end_of, records, spec, state_of, write_task
 from tests.train.test_resume import Rich, train
@@ -179,3 +180,22 @@ def test_tensors_without_an_address_of_their_own_are_not_taken_for_one_another()
     rows = {row.name: row for row in record.parameters}
     assert (rows["linear.weight"].compute, rows["linear.weight"].gradient) == ("fp32", "fp32")
     assert rows["empty.weight"].compute is None
+
+
+def test_a_first_step_that_broke_off_leaves_nothing_that_looks_on() -> None:
+    class Breaks(Small):
+        is_full = False
+
+        def loss(self, output: Tensor, batch: Any) -> Any:
+            if self.is_full:
+                raise torch.OutOfMemoryError("planted")
+            return super().loss(output, batch)
+
+    task = Breaks()
+    assembly = assemble(spec(4), task)
+    stepper, task.is_full = assembly.engine.stepper, True
+    with pytest.raises(torch.OutOfMemoryError):
+        stepper(1)
+    assert any(parameter._backward_hooks for parameter in assembly.model.parameters())
+    stepper.take_back()
+    assert not any(parameter._backward_hooks for parameter in assembly.model.parameters())

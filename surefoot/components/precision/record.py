@@ -130,12 +130,16 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         master_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     ) -> None:
         """Look at what the update moves and what the optimiser keeps of it: call it before gradients are cleared."""
+        self.leave()
+        kept = {id(moved): state for moved, state in states}
+        self.parameters = tuple(self._row(name, parameter, master_of(parameter), kept) for name, parameter in self._named.items())
+
+    def leave(self) -> None:
+        """Look no further: the hooks go, and what was held."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._held.clear()
-        kept = {id(moved): state for moved, state in states}
-        self.parameters = tuple(self._row(name, parameter, master_of(parameter), kept) for name, parameter in self._named.items())
 
     def _row(self, name: str, parameter: Tensor, master: Tensor, kept: Mapping[int, Mapping[str, Any]]) -> ParameterDtypes:
         state = kept.get(id(master))

@@ -132,7 +132,8 @@ class Stepper:
     def take_back(self) -> None:
         """Forget a step that broke off before anything moved, all but its gradients, which the next one clears."""
         self._buffers.put_back()
-        if self._is_first:
+        if self._is_first and self.record is not None:
+            self.record.leave()
             self.record = None
 
     def look(self, number: int) -> None:
