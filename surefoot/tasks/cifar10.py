@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.data.decoded import open_decoded
-from surefoot.components.data.shards import decode_class, decode_jpeg, find_shards, read_shard
 from surefoot.components.data.sources import Arrays
+from surefoot.components.data.tars.decoders import decode_class, decode_jpeg
+from surefoot.components.data.tars.shards import find_shards, read_shard
 from surefoot.components.data.transforms import mirror, reflect_pad, translate
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.task import Loss

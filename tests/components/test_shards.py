@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from surefoot.components.data.shards import Sample, decode_class, decode_jpeg, find_shards, read_shard
+from surefoot.components.data.tars.decoders import decode_class, decode_jpeg
+from surefoot.components.data.tars.shards import Sample, find_shards, read_shard
 from surefoot.core.errors import DataError, MissingExtra
 
 

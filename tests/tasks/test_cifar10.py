@@ -17,7 +17,8 @@ from torch import Tensor
 
 from surefoot.cli.main import main
 from surefoot.components.data.order import Keys
-from surefoot.components.data.shards import decode_class, read_shard
+from surefoot.components.data.tars.decoders import decode_class
+from surefoot.components.data.tars.shards import read_shard
 from surefoot.contract import spec_file
 from surefoot.core.errors import DataError, TaskError
 from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, Normalise, find_whitening_filters

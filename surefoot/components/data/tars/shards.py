@@ -1,15 +1,14 @@
 """Tar shards of the WebDataset layout: members `key.ext` in a row make one sample. Streamed, never extracted; all checked.
 
 A tar is foreign input: only regular members with plain names are read, sizes and counts are capped before anything is
-allocated, and what is inside goes through the few decoders of this file. A. Aizman et al., "High Performance I/O For Large
+allocated, and what is inside goes through few decoders (`decoders.py`). A. Aizman et al., "High Performance I/O For Large
 Scale Deep Learning", 2019 (https://github.com/webdataset/webdataset has the layout).
 """
 
-# H height, W width, C channels
+# N samples
 
 from __future__ import annotations
 
-import io
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -18,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from surefoot.core.errors import DataError, needing
+from surefoot.core.errors import DataError
 
 MAX_MEMBER_BYTES = 64 << 20
 MAX_MEMBERS = 10_000_000
 BLOCK = tarfile.BLOCKSIZE
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
 
 
 @dataclass(frozen=True)
@@ -67,27 +65,41 @@ def read_shard(path: Path, *, needs: Sequence[str] = (), max_member_bytes: int =
     Raises DataError, with file, member and reason: not a tar, truncated, damaged; a member that is no regular file, has no plain
     name or is larger than `max_member_bytes`; a sample that comes twice or lacks a part.
     """
+    for sample, _, _ in read_spans(path, max_member_bytes=max_member_bytes):
+        yield _complete(sample, needs)
+
+
+def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.ndarray:
+    """The bytes at which each sample of a tar begins, and where the last one ends: (N + 1,) int64. Raises what `read_shard` raises."""
+    spans = [(start, stop) for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes)]
+    return np.array([start for start, _ in spans] + [spans[-1][1]], dtype=np.int64)
+
+
+def read_spans(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> Iterator[tuple[Sample, int, int]]:
+    """The samples as `read_shard` gives them, whatever they lack, each with the bytes at which it begins and ends."""
     seen: set[str] = set()
     sample: Sample | None = None
-    for name, content in _members(path, max_member_bytes):
+    start = end = 0
+    for name, content, first, last in _members(path, max_member_bytes):
         folder, _, file = name.rpartition("/")
         stem, _, extension = file.partition(".")
         key = f"{folder}/{stem}" if folder else stem
         if sample is None or key != sample.key:
             if sample is not None:
-                yield _complete(sample, needs)
+                yield sample, start, end
             if key in seen:
                 raise DataError(
                     f"{path}: {name} belongs to the sample {key}, which ended before", hint="write each sample's members in a row"
                 )
             seen.add(key)
-            sample = Sample(path, key)
+            sample, start = Sample(path, key), first
         if extension in sample.parts:
             raise sample.fault(extension, "stands there twice")
         sample.parts[extension] = content
+        end = last
     if sample is None:
         raise DataError(f"{path} holds no sample", hint="its members should be named like 000123.jpg and 000123.cls")
-    yield _complete(sample, needs)
+    yield sample, start, end
 
 
 def _complete(sample: Sample, needs: Sequence[str]) -> Sample:
@@ -97,8 +109,11 @@ def _complete(sample: Sample, needs: Sequence[str]) -> Sample:
     return sample
 
 
-def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each member. tarfile ends quietly at a cut or a damaged header, so the end marker is asked for too."""
+def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes, int, int]]:
+    """Name and content of each member, and the bytes at which it begins and ends.
+
+    tarfile ends quietly at a cut or a damaged header, so the end marker is asked for too.
+    """
     end = 0
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
@@ -112,7 +127,7 @@ def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes]]:
                         hint="copy the shard again",
                     )
                 end = member.offset_data + -(-member.size // BLOCK) * BLOCK
-                yield member.name, content
+                yield member.name, content, member.offset, end
             file.seek(end)
             marker = file.read(BLOCK)
     except tarfile.TarError as error:
@@ -143,31 +158,3 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
         raise DataError(
             f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed", hint="is it a sample at all?"
         )
-
-
-def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
-    """The sample's JPEG as uint8 (H, W, 3); its size is read and compared before any pixel is decoded.
-
-    Raises MissingExtra without Pillow, DataError for a broken file or another size.
-    """
-    with needing("pillow", "PIL", extra="images", needed_for="decoding JPEG images"):
-        from PIL import Image
-    try:
-        with Image.open(io.BytesIO(sample.parts[extension]), formats=["JPEG"]) as image:
-            if image.size != (width, height):
-                raise sample.fault(extension, f"is an image of {image.size[0]} x {image.size[1]} pixels, not {width} x {height}")
-            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
-        reason = str(error) if "BytesIO" not in str(error) else "no JPEG begins there"
-        raise sample.fault(extension, f"is a broken JPEG: {reason}", "copy the shard again") from None
-
-
-def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") -> int:
-    """The sample's class, a whole number in decimal digits from 0 to `num_classes` - 1; raises DataError for anything else."""
-    text = sample.parts[extension]
-    if not WHOLE_NUMBER.match(text):
-        raise sample.fault(extension, f"is {text[:20]!r}, not a class number from 0 to {num_classes - 1}")
-    number = int(text)
-    if number >= num_classes:
-        raise sample.fault(extension, f"is {number}, not a class from 0 to {num_classes - 1}")
-    return number

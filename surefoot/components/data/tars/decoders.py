@@ -1,0 +1,129 @@
+"""From the bytes of a member to a value, by its extension: a short list, each with what it refuses, and nothing that runs code.
+
+Sizes are read and compared before anything is allocated: an image's before a pixel is decoded, an array's before its memory is asked for.
+"""
+
+# H height, W width, C channels
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from surefoot.components.data.tars.shards import Sample
+from surefoot.core.errors import DataError, needing
+
+MOST_PIXELS = 1 << 26  # of an image: 192 MiB of colours
+WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
+IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}  # by extension, what Pillow calls them
+
+
+def decode(sample: Sample, extension: str) -> Any:
+    """The value of the part `extension` of a sample, by the last word of the extension: `seg.png` is a PNG.
+
+    Images are uint8 (H, W, 3), npy an array, cls an int, txt a str, json what it holds, safetensors a dict of arrays. Raises DataError,
+    with file, member and reason, for another extension, a damaged part and one that is too large; MissingExtra without Pillow.
+    """
+    decoder = DECODERS.get(extension.rpartition(".")[2])
+    if decoder is None:
+        raise sample.fault(extension, "is of a kind that is not decoded", f"decoded are {', '.join(DECODERS)}")
+    return decoder(sample, extension)
+
+
+def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
+    """The sample's JPEG as uint8 (H, W, 3); its size is read and compared before any pixel is decoded.
+
+    Raises MissingExtra without Pillow, DataError for a broken file or another size.
+    """
+    return _decode_image(sample, extension, "JPEG", (width, height))
+
+
+def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") -> int:
+    """The sample's class, a whole number in decimal digits from 0 to `num_classes` - 1; raises DataError for anything else."""
+    number = _decode_number(sample, extension, f"a class number from 0 to {num_classes - 1}")
+    if number >= num_classes:
+        raise sample.fault(extension, f"is {number}, not a class from 0 to {num_classes - 1}")
+    return number
+
+
+def _decode_image(sample: Sample, extension: str, kind: str = "", size: tuple[int, int] | None = None) -> np.ndarray:
+    kind = kind or IMAGES[extension.rpartition(".")[2]]
+    with needing("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
+        from PIL import Image
+    try:
+        with Image.open(io.BytesIO(sample.parts[extension]), formats=[kind]) as image:
+            if size is not None and image.size != size:
+                raise sample.fault(
+                    extension, f"is an image of {image.size[0]} x {image.size[1]} pixels, not {size[0]} x {size[1]}"
+                )
+            if math.prod(image.size) > MOST_PIXELS:
+                raise sample.fault(
+                    extension, f"is an image of {image.size[0]:,} x {image.size[1]:,} pixels, {MOST_PIXELS:,} are allowed"
+                )
+            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises for damaged files
+        reason = str(error) if "BytesIO" not in str(error) else f"no {kind} begins there"
+        raise sample.fault(extension, f"is a broken {kind}: {reason}", "copy the shard again") from None
+
+
+def _decode_array(sample: Sample, extension: str) -> np.ndarray:
+    content = sample.parts[extension]
+    file = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, in_fortran, dtype = read(file)
+    except (ValueError, SyntaxError, TypeError) as error:
+        raise sample.fault(extension, f"is no npy file: {error}", "copy the shard again") from None
+    held = len(content) - file.tell()
+    if dtype.hasobject:
+        raise sample.fault(
+            extension, "holds Python objects, which could run code", "write numbers: numpy.save(..., allow_pickle=False)"
+        )
+    if math.prod(shape) * dtype.itemsize != held or min(shape, default=0) < 0:
+        raise sample.fault(extension, f"says that it is {dtype} {shape}, and holds {held:,} bytes", "copy the shard again")
+    flat = np.frombuffer(content, dtype=dtype, offset=file.tell()).copy()
+    return flat.reshape(shape, order="F" if in_fortran else "C")
+
+
+def _decode_number(sample: Sample, extension: str, wanted: str = "a whole number of up to 9 digits") -> int:
+    text = sample.parts[extension]
+    if not WHOLE_NUMBER.match(text):
+        raise sample.fault(extension, f"is {text[:20]!r}, not {wanted}")
+    return int(text)
+
+
+def _decode_text(sample: Sample, extension: str) -> str:
+    try:
+        return sample.parts[extension].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise sample.fault(extension, f"is no UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _decode_json(sample: Sample, extension: str) -> Any:
+    try:
+        return json.loads(sample.parts[extension])
+    except (ValueError, RecursionError) as error:
+        raise sample.fault(extension, f"is no JSON: {error}") from None
+
+
+def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
+    try:
+        return dict(safetensors.numpy.load(sample.parts[extension]))
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise sample.fault(extension, f"is no safetensors file: {error}", "copy the shard again") from None
+
+
+DECODERS: dict[str, Callable[[Sample, str], Any]] = {
+    **dict.fromkeys(IMAGES, _decode_image), "npy": _decode_array, "cls": _decode_number, "txt": _decode_text, "json": _decode_json,
+    "safetensors": _decode_tensors,
+}  # fmt: skip
+
+__all__ = ["DECODERS", "DataError", "decode", "decode_class", "decode_jpeg"]

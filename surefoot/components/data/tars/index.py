@@ -1,0 +1,196 @@
+"""The index of a set of tars: where each sample begins, so that any of them is one read, and nothing is extracted or decoded ahead.
+
+It is one file: a line of JSON (the shards with name, size, times of change, digest and number of samples), then for each shard the
+bytes at which its samples begin and where the last one ends, int64. It is mapped, not read, so that one of ten million samples opens
+at once. It lies in the cache of the user, or beside the shards where somebody put it there, and is written like every other file: a
+draft, synced, renamed last. A shard that is not as it was (another size, another time of change) is looked through again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from surefoot.components.data.tars.headers import BLOCK, find_samples
+from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, MAX_MEMBERS, find_starts
+from surefoot.core.errors import DataError
+
+FORMAT = "surefoot tar index 1"
+SUFFIX = ".index"
+ALIGNED = 64  # bytes, at which the numbers begin
+PIECE_BYTES = 16 << 20
+LONGEST_HEAD = 1 << 28
+Stamp = tuple[str, int, int, int]
+Tell = Callable[[int, int], None]  # bytes done, of so many
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tar as the index knows it: its stamp is what a change of it changes; `digest` is SHA-256 of its bytes."""
+
+    name: str
+    num_bytes: int
+    changed_ns: int
+    inode: int
+    digest: str
+    num_samples: int
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.name, self.num_bytes, self.changed_ns, self.inode
+
+
+Known = dict[Stamp, tuple[Shard, np.ndarray]]
+
+
+class Index:
+    """Where each sample of the shards in `folder` lies, as the file `place` says.
+
+    Samples are numbered through, shard by shard, in the order of their names.
+    """
+
+    def __init__(self, folder: Path, place: Path, shards: Sequence[Shard], starts: np.ndarray) -> None:
+        self.folder, self.place, self.shards, self.starts = folder, place, tuple(shards), starts
+        counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
+        self._ends = np.cumsum(counts)
+        text = json.dumps([[shard.name, shard.digest] for shard in shards])
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The shard, first byte and number of bytes of each sample, (B,) int64 each."""
+        shard = np.searchsorted(self._ends, ids, side="right")
+        place = ids + shard  # each shard before it has one number more than samples
+        first = self.starts[place]
+        return shard, first, self.starts[place + 1] - first
+
+
+def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, beside: bool = False) -> Index:
+    """The index of the tars `paths`, all in one folder, made or brought up to date first where it has to be.
+
+    One that lies beside them is taken if it is up to date, else the one below `cache`; what is made is written there, or `beside` them.
+    `tell` hears how far the making is. Raises DataError for a shard that is named twice, shards of several folders, what
+    `shards.read_shard` refuses, a shard that changes while it is read, and a place that cannot be written.
+    """
+    ordered = sorted(paths)
+    folder = _check(ordered)
+    stamps = [_stamp(path) for path in ordered]
+    name = f"surefoot-{hashlib.sha256(json.dumps([path.name for path in ordered]).encode()).hexdigest()[:8]}{SUFFIX}"
+    places = (
+        [folder / name] if beside else [folder / name, cache / hashlib.sha256(bytes(folder.resolve())).hexdigest()[:16] / name]
+    )
+    known: Known = {}
+    for place in places:
+        index = _read(place, folder)
+        if index is not None and [shard.stamp for shard in index.shards] == stamps:
+            return index
+        known |= (
+            {} if index is None else {shard.stamp: (shard, each) for shard, each in zip(index.shards, _cut(index), strict=True)}
+        )
+    made = _make(ordered, stamps, known, tell)
+    try:
+        _write(places[-1], made)
+    except OSError as error:
+        raise DataError(f"the index {places[-1]} cannot be written: {error.strerror}", hint="name another cache") from error
+    return Index(folder, places[-1], [shard for shard, _ in made], np.concatenate([starts for _, starts in made]))
+
+
+def _check(paths: Sequence[Path]) -> Path:
+    folders = {path.parent.resolve() for path in paths}
+    if len(folders) != 1:
+        raise DataError(f"the shards lie in {len(folders)} folders", hint="give the shards of one folder, one or more")
+    twice = [one.name for one, other in itertools.pairwise(paths) if one == other]
+    if twice:
+        raise DataError(f"the shard {twice[0]} is named twice", hint="name each shard once")
+    return paths[0].parent
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check that the file is there") from None
+    return path.name, status.st_size, max(status.st_mtime_ns, status.st_ctime_ns), status.st_ino
+
+
+def _make(paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Tell | None) -> list[tuple[Shard, np.ndarray]]:
+    """Of each shard what is known of it, or else what is found by looking through it, several at a time."""
+    missing = [(path, stamp) for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
+    total, done = sum(stamp[1] for _, stamp in missing), 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(_look_through, path, stamp) for path, stamp in missing]
+        try:
+            for future, (_, stamp) in zip(futures, missing, strict=True):
+                known[stamp] = future.result()
+                done += stamp[1]
+                if tell is not None:
+                    tell(done, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [known[stamp] for stamp in stamps]
+
+
+def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
+    """Digest and samples of a shard, from one mapping of it."""
+    name, num_bytes, changed_ns, inode = stamp
+    digest = hashlib.sha256()
+    starts = None
+    if num_bytes >= BLOCK:
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+        for first in range(0, len(content), PIECE_BYTES):
+            digest.update(content[first : first + PIECE_BYTES].data)  # other threads run meanwhile
+        starts = find_samples(content, most_bytes=MAX_MEMBER_BYTES, most_members=MAX_MEMBERS)
+    if starts is None:
+        starts = find_starts(path)
+    if _stamp(path) != stamp:
+        raise DataError(f"{path} changed while it was read", hint="wait until it is written")
+    return Shard(name, num_bytes, changed_ns, inode, digest.hexdigest(), len(starts) - 1), starts
+
+
+def _read(place: Path, folder: Path) -> Index | None:
+    """The index at `place`; None where there is none, or one that was not written to its end."""
+    try:
+        with place.open("rb") as file:
+            row = json.loads(file.readline(LONGEST_HEAD))
+            begin = -(-file.tell() // ALIGNED) * ALIGNED
+        shards = [Shard(**each) for each in row["shards"]] if row["format"] == FORMAT else []
+        count = sum(shard.num_samples + 1 for shard in shards)
+        if not shards or place.stat().st_size != begin + 8 * count:
+            return None
+        return Index(folder, place, shards, np.memmap(place, dtype="<i8", mode="r", offset=begin, shape=(count,)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _cut(index: Index) -> list[np.ndarray]:
+    ends = np.cumsum([shard.num_samples + 1 for shard in index.shards])
+    return np.split(np.asarray(index.starts), ends[:-1])
+
+
+def _write(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({"format": FORMAT, "shards": [asdict(shard) for shard, _ in made]}).encode() + b"\n"
+    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".draft-", delete=False) as file:
+        try:
+            file.write(head + bytes(-len(head) % ALIGNED))
+            for _, starts in made:
+                file.write(np.ascontiguousarray(starts, dtype="<i8").data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, place)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,184 @@
+"""Samples of tars by number, wherever they stand: one read each by the index of the tars, in any order."""
+
+# B batch, H height, W width, C channels
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data.tars import decoders
+from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, KIND, MAGIC, OVERRIDES, PREFIX
+from surefoot.components.data.tars.index import Index, Tell, open_index
+from surefoot.components.data.tars.shards import Sample
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import DataError
+from surefoot.core.place import cache_folder
+
+MOST_OPEN = 64  # shards at a time
+Transform = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Tars:
+    """Tars of the WebDataset layout: `Tars(paths, image="jpg", label="cls")` reads dicts of batches, {"image": ..., "label": ...}.
+
+    Each name stands for an extension, decoded as `decoders.decode` says. Arrays of one shape become one tensor, numbers an int64 tensor
+    (B,), all else a list. `transform` is called on each sample's dict, before: to bring images to one size. Nothing is extracted; the
+    index lies below `cache` (default $XDG_CACHE_HOME/surefoot), `tell` hears how far its making is. Raises DataError for bad shards, a
+    sample that lacks a part, parts that are damaged, and arrays of several shapes.
+    """
+
+    guarantee: Guarantee = "proven"
+
+    def __init__(
+        self, paths: Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None, tell: Tell | None = None,
+        **parts: str,
+    ) -> None:  # fmt: skip
+        if not parts:
+            raise DataError("Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")')
+        self.parts, self.transform = parts, transform
+        below = Path(cache).expanduser() if cache else cache_folder() / "tars"
+        self.index: Index = open_index([Path(path).expanduser() for path in paths], below, tell=tell)
+        self.digest = self.index.digest
+        self._open: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # the descriptor of each shard that is open, the one used last at the end
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
+        samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
+        rows = [self._decode(sample) for sample in samples]
+        return {name: _join(name, [row[name] for row in rows], samples) for name in rows[0]}
+
+    def sample(self, shard: int, first: int, count: int) -> Sample:
+        """The sample that lies at these bytes of a shard. Raises DataError where another one, or none, lies there by now."""
+        path = self.index.folder / self.index.shards[shard].name
+        try:
+            content = os.pread(self._descriptor(shard, path), count, first)
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}", hint="is the disk sound, and the file still there?"
+            ) from None
+        if len(content) < count:
+            raise DataError(
+                f"{path} is shorter than when it was indexed: it ends at byte {first + len(content):,}",
+                hint="copy the shard again",
+            )
+        return read_sample(path, content)
+
+    def describe(self) -> str:
+        size = sum(shard.num_bytes for shard in self.index.shards)
+        names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
+        return f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: {names}"
+
+    def _decode(self, sample: Sample) -> dict[str, Any]:
+        for extension in self.parts.values():
+            if extension not in sample.parts:
+                raise sample.fault(extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}")
+        row = {name: decoders.decode(sample, extension) for name, extension in self.parts.items()}
+        return row if self.transform is None else self.transform(row)
+
+    def _descriptor(self, shard: int, path: Path) -> int:
+        if shard in self._open:
+            self._open.move_to_end(shard)
+        else:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[shard] = os.open(path, os.O_RDONLY)
+        return self._open[shard]
+
+    def __getstate__(self) -> dict[str, Any]:  # another process opens its own
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.get("_open", {}).values():
+            os.close(descriptor)
+
+
+def read_sample(path: Path, content: bytes) -> Sample:
+    """The one sample whose members, headers and all, are `content`. Raises DataError where they are none."""
+    sample, at = None, 0
+    while at < len(content):
+        head = content[at : at + BLOCK]
+        size = _size_of(head)
+        if size is None or head[KIND] not in FILES + EXTENDED or head[PREFIX]:
+            return _read_slowly(path, content)
+        at += BLOCK
+        said = content[at : at + size]
+        at += -(-size // BLOCK) * BLOCK
+        if head[KIND] == EXTENDED[0]:
+            if any(word in said for word in OVERRIDES):
+                return _read_slowly(path, content)
+            continue
+        sample = _add(path, sample, head[: head.index(0)].decode("ascii", "replace"), said)
+    if sample is None or at != len(content):
+        raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
+    return sample
+
+
+def _size_of(head: bytes) -> int | None:
+    if head[MAGIC : MAGIC + 5] != b"ustar" or head[99]:
+        return None
+    try:
+        return int(head[124:136].rstrip(b" \0"), 8)
+    except ValueError:
+        return None
+
+
+def _add(path: Path, sample: Sample | None, name: str, content: bytes) -> Sample:
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    key = f"{folder}{slash}{stem}"
+    if sample is None:
+        sample = Sample(path, key)
+    if sample.key != key or extension in sample.parts:
+        raise DataError(
+            f"{path} is not what it was when it was indexed: {name} follows {sample.key}",
+            hint="leave shards alone while they are read",
+        )
+    sample.parts[extension] = content
+    return sample
+
+
+def _read_slowly(path: Path, content: bytes) -> Sample:
+    """The same by tarfile, for names and sizes that do not stand in one header."""
+    sample = None
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+            for member in archive:
+                opened = archive.extractfile(member)
+                sample = _add(path, sample, member.name, opened.read() if opened is not None else b"")
+    except tarfile.TarError:
+        sample = None
+    if sample is None:
+        raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
+    return sample
+
+
+def _join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:
+    first = values[0]
+    if isinstance(first, int):
+        return torch.tensor(values)
+    if isinstance(first, Tensor):
+        first, values = first.numpy(), [np.asarray(value) for value in values]
+    if not isinstance(first, np.ndarray):
+        return values
+    for value, sample in zip(values, samples, strict=True):
+        if value.shape != first.shape or value.dtype != first.dtype:
+            raise DataError(
+                f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {value.dtype} {value.shape} in {sample.key} of "
+                f"{sample.shard}",
+                hint="bring them to one shape with transform=",
+            )
+    return torch.from_numpy(np.stack(values))

@@ -1,0 +1,164 @@
+"""Tars by an index of offsets: the same samples as reading member by member, made once, and made again where a shard has changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surefoot.components.data.tars import headers
+from surefoot.components.data.tars.headers import find_samples
+from surefoot.components.data.tars.index import open_index
+from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, find_starts, read_shard
+from surefoot.core.errors import DataError
+
+MEMBERS = [
+    (f"{folder}{number:04d}.{extension}", bytes([number % 256]) * size)
+    for number, folder in enumerate(["", "a/", "a/b-c/"] * 7)
+    for extension, size in (("jpg", 37 * number), ("cls", 1), ("seg.png", 512))
+]
+RARE = ("long name", "another size", "cut", "damaged", "twice", "key twice", "a link", "a strange name", "no tar", "empty")
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], **how: object) -> Path:
+    mtime = how.pop("mtime", 0)
+    with tarfile.open(path, "w", **how) as archive:  # type: ignore[call-overload]
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), mtime  # type: ignore[assignment]
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def look(path: Path) -> np.ndarray | None:
+    return find_samples(np.fromfile(path, dtype=np.uint8), most_bytes=MAX_MEMBER_BYTES, most_members=10_000)
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("mtime", [0, 1700000000.25])
+def test_headers_alone_say_where_samples_begin(kind: int, mtime: float, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", MEMBERS, format=kind, mtime=mtime)
+    found = look(path)
+    assert found is not None
+    assert found.tolist() == find_starts(path).tolist()
+    assert len(found) - 1 == len(list(read_shard(path))) == 21
+
+
+def test_what_lies_inside_of_a_member_is_no_header(tmp_path: Path) -> None:
+    inner = write_tar(tmp_path / "inner.tar", MEMBERS).read_bytes()
+    path = write_tar(tmp_path / "a.tar", [("1.tar", inner), ("2.tar", inner[:-512]), ("3.txt", b"x")])
+    found = look(path)
+    assert found is not None
+    assert found.tolist() == find_starts(path).tolist()
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("what", RARE)
+def test_what_is_rare_is_left_to_the_reader_of_members(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    members = {
+        "long name": [("a" * 120 + ".jpg", b"1"), ("b.jpg", b"2")], "twice": [("a.jpg", b"1"), ("a.jpg", b"2")],
+        "key twice": [("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1")], "a strange name": [("a b.jpg", b"1")], "empty": [],
+    }.get(what, MEMBERS)  # fmt: skip
+    content = bytearray(write_tar(path, members, format=tarfile.PAX_FORMAT).read_bytes())
+    if what == "another size":
+        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+            member = tarfile.TarInfo("a.jpg")
+            member.pax_headers, member.size = {"size": "3"}, 3
+            archive.addfile(member, io.BytesIO(b"123"))
+    elif what == "a link":
+        with tarfile.open(path, "a") as archive:
+            member = tarfile.TarInfo("z.jpg")
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(member)
+    elif what == "cut":
+        path.write_bytes(content[: 5 * 512])
+    elif what == "damaged":
+        content[512 * 3 + 3] ^= 1
+        content[3] ^= 1
+        path.write_bytes(content)
+    elif what == "no tar":
+        path.write_bytes(b"x" * 4096)
+    assert look(path) is None
+
+
+def test_a_key_that_comes_again_far_away_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headers, "CHUNK_BLOCKS", 2)  # of which names are looked at together
+    members = [(f"{'x' * (number % 40)}{number}.jpg", b"1") for number in range(50)]
+    found = look(write_tar(tmp_path / "a.tar", members))
+    assert found is not None
+    assert len(found) == 51
+    assert look(write_tar(tmp_path / "a.tar", [*members, ("0.cls", b"1")])) is None
+
+
+def test_an_index_is_made_once_and_again_where_a_shard_changed(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "set", tmp_path / "cache"
+    folder.mkdir()
+    paths = [write_tar(folder / f"{number}.tar", MEMBERS) for number in range(3)]
+    told: list[tuple[int, int]] = []
+    index = open_index(paths, cache, tell=lambda done, total: told.append((done, total)))
+    assert len(index) == 63
+    assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in paths)
+    assert not list(folder.glob("*.index"))
+    told.clear()
+    again = open_index(paths[::-1], cache, tell=lambda done, total: told.append((done, total)))
+    assert told == []
+    assert again.digest == index.digest
+    write_tar(paths[1], MEMBERS[:6])
+    changed = open_index(paths, cache, tell=lambda done, total: told.append((done, total)))
+    assert told == [(paths[1].stat().st_size,) * 2]
+    assert len(changed) == 44
+    assert changed.digest != index.digest
+    assert open_index(paths, cache).digest == changed.digest
+    os.utime(paths[0], ns=(1, 1))
+    assert open_index(paths, cache).digest == changed.digest  # the same bytes
+
+
+def test_a_sample_is_one_read_wherever_it_stands(tmp_path: Path) -> None:
+    paths = [write_tar(tmp_path / f"{number}.tar", MEMBERS[: 3 * (number + 1)]) for number in range(4)]
+    index = open_index(paths, tmp_path / "cache")
+    shards, first, count = index.locate(np.arange(len(index)))
+    assert shards.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    whole = [find_starts(path) for path in paths]
+    assert first.tolist() == [start for starts in whole for start in starts[:-1].tolist()]
+    assert count.tolist() == [size for starts in whole for size in np.diff(starts).tolist()]
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "no json"])
+def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", MEMBERS)
+    cache = tmp_path / "cache"
+    open_index([path], cache)
+    place = next(cache.glob("*/*.index"))
+    text = place.read_bytes()
+    place.write_bytes({"cut": text[:-8], "other": text.replace(b"index 1", b"index 0"), "no json": b"\n" + text}[damage])
+    assert len(open_index([path], cache)) == 21
+    assert place.read_bytes() == text
+
+
+def test_an_index_lies_beside_the_shards_where_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    path = write_tar(folder / "a.tar", MEMBERS)
+    open_index([path], tmp_path / "cache", beside=True)
+    place = next(folder.glob("*.index"))
+    assert json.loads(place.read_bytes().splitlines()[0])["shards"][0]["num_samples"] == 21
+    assert len(open_index([path], tmp_path / "none")) == 21
+    assert not (tmp_path / "none").exists()
+
+
+def test_shards_that_are_no_set_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", MEMBERS)
+    (tmp_path / "b").mkdir()
+    other = write_tar(tmp_path / "b" / "a.tar", MEMBERS)
+    with pytest.raises(DataError, match="2 folders"):
+        open_index([path, other], tmp_path / "cache")
+    with pytest.raises(DataError, match=r"a\.tar is named twice"):
+        open_index([path, path], tmp_path / "cache")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_index([tmp_path / "none.tar"], tmp_path / "cache")

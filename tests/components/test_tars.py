@@ -1,0 +1,176 @@
+"""Samples of tars by number: what is read is what was written, in any order, in any process, and every bad part has a name."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from PIL import Image
+
+from surefoot.components.data.tars import Tars
+from surefoot.components.data.tars.decoders import DECODERS, decode
+from surefoot.components.data.tars.shards import Sample, read_shard
+from surefoot.core.errors import DataError
+from tests.components.test_index import write_tar
+
+
+def image(kind: str = "PNG", size: tuple[int, int] = (5, 4), mode: str = "RGB", colour: int = 7) -> bytes:
+    out = io.BytesIO()
+    Image.new(mode, size, colour).save(out, kind)
+    return out.getvalue()
+
+
+def array(values: np.ndarray, **how: bool) -> bytes:
+    out = io.BytesIO()
+    np.save(out, values, **how)
+    return out.getvalue()
+
+
+def members_of(number: int) -> list[tuple[str, bytes]]:
+    parts = {
+        "png": image(colour=number), "cls": b"%d" % number, "txt": f"text {number}".encode(), "json": json.dumps({"n": number}).encode(),
+        "npy": array(np.full(3, number, dtype=np.float32)), "safetensors": safetensors.numpy.save({"a": np.full(2, number)}),
+    }  # fmt: skip
+    return [(f"{number:03d}.{extension}", content) for extension, content in parts.items()]
+
+
+def write_set(folder: Path, shards: int = 3, samples: int = 5, **how: Any) -> list[Path]:
+    return [
+        write_tar(
+            folder / f"{shard}.tar", [each for number in range(samples) for each in members_of(shard * samples + number)], **how
+        )
+        for shard in range(shards)
+    ]
+
+
+PARTS = {"image": "png", "label": "cls", "text": "txt", "row": "json", "vector": "npy", "tensors": "safetensors"}
+
+
+@pytest.mark.parametrize("how", [{}, {"format": tarfile.PAX_FORMAT, "mtime": 1.5}, {"format": tarfile.USTAR_FORMAT}])
+def test_every_kind_of_part_comes_back_in_the_order_asked_for(how: dict[str, Any], tmp_path: Path) -> None:
+    source = Tars(write_set(tmp_path, **how), cache=tmp_path / "cache", **PARTS)
+    ids = np.array([14, 0, 7, 7, 5])
+    batch = source.read(ids)
+    assert len(source) == 15
+    assert torch.equal(batch["label"], torch.from_numpy(ids))
+    assert batch["image"].dtype == torch.uint8
+    assert batch["image"].shape == (5, 4, 5, 3)
+    assert batch["text"] == [f"text {number}" for number in ids]
+    assert batch["row"] == [{"n": number} for number in ids]
+    assert torch.equal(batch["vector"], torch.from_numpy(ids).float()[:, None].expand(5, 3))
+    assert [each["a"].tolist() for each in batch["tensors"]] == [[number, number] for number in ids]
+
+
+def test_names_that_no_single_header_holds_are_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    names = [f"{'d' * 90}/{'e' * 90}/{number}" for number in range(4)]
+    for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT):
+        write_tar(path, [(f"{name}.cls", b"%d" % number) for number, name in enumerate(names)], format=kind)
+        source = Tars([path], cache=tmp_path / "cache", label="cls")
+        assert source.read(np.array([3, 1]))["label"].tolist() == [3, 1]
+
+
+def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
+    source = Tars(write_set(tmp_path), cache=tmp_path / "cache", label="cls")
+    source.read(np.arange(15))
+    again = pickle.loads(pickle.dumps(source))
+    assert again.read(np.arange(15))["label"].tolist() == list(range(15))
+    assert again.digest == source.digest
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
+    source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
+    assert source.read(np.arange(12)[::-1])["label"].tolist() == list(range(12))[::-1]
+    assert len(source._open) == 2
+
+
+def test_a_transform_brings_images_to_one_size(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("0.png", image(size=(5, 4))), ("1.png", image(size=(9, 8)))])
+    source = Tars([path], cache=tmp_path / "cache", image="png")
+    with pytest.raises(DataError, match=r"image is uint8 \(4, 5, 3\) in 0 and uint8 \(8, 9, 3\) in 1 of .*a\.tar"):
+        source.read(np.arange(2))
+    cut = Tars(
+        [path],
+        cache=tmp_path / "cache",
+        image="png",
+        transform=lambda row: {"image": torch.from_numpy(row["image"][:4, :4].copy())},
+    )
+    assert cut.read(np.arange(2))["image"].shape == (2, 4, 4, 3)
+
+
+def test_a_sample_without_a_part_is_named(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("0.png", image()), ("0.cls", b"1"), ("1.png", image())])
+    with pytest.raises(DataError, match=r"a\.tar: 1\.cls is missing; the sample has png"):
+        Tars([path], cache=tmp_path / "cache", image="png", label="cls").read(np.arange(2))
+
+
+@pytest.mark.parametrize("what", ["shorter", "other bytes", "another sample"])
+def test_a_shard_that_changes_while_it_is_read_is_named(what: str, tmp_path: Path) -> None:
+    (path,) = write_set(tmp_path, shards=1)
+    source = Tars([path], cache=tmp_path / "cache", label="cls")
+    content = bytearray(path.read_bytes())
+    if what == "shorter":
+        path.write_bytes(content[:2000])
+    elif what == "other bytes":
+        path.write_bytes(bytes(len(content)))
+    else:
+        at = content.index(b"004.cls")
+        content[at : at + 7] = b"999.cls"
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"0\.tar is (shorter than|not what it was) when it was indexed"):
+        source.read(np.arange(5))
+
+
+@pytest.mark.parametrize("extension", DECODERS)
+def test_a_part_cut_anywhere_is_refused_by_name(extension: str) -> None:
+    whole = {"jpg": image("JPEG"), "jpeg": image("JPEG"), "webp": image("WEBP")} | {
+        name.rpartition(".")[2]: content for name, content in members_of(7)
+    }
+    content = whole[extension]
+    decode(Sample(Path("a.tar"), "k", {extension: content}), extension)
+    if extension in ("cls", "txt"):
+        content = b"\xff\xfe"
+    for length in {0, 1, len(content) // 2}:
+        with pytest.raises(DataError, match=rf"a\.tar: k\.{extension} "):
+            decode(Sample(Path("a.tar"), "k", {extension: content[:length] if extension != "txt" else content}), extension)
+
+
+@pytest.mark.parametrize(
+    ("extension", "content", "words"),
+    [
+        ("npy", array(np.array([{}]), allow_pickle=True), "Python objects"),
+        ("npy", array(np.zeros(3)).replace(b"(3,)", b"(9,)"), "says that it is float64"),
+        ("npy", array(np.zeros(3)).replace(b"(3,), }          ", b"(99999999999,), }"), "says that it is"),
+        ("npy", array(np.zeros(3)).replace(b"(3,), } ", b"(-3,), }"), "says that it is"),
+        ("json", b"[" * 100_000, "no JSON"),
+        ("cls", b"-1", "not a whole number"),
+        ("cls", b"1" * 40, "not a whole number"),
+        ("pkl", b"cos\nsystem\n", "not decoded"),
+        ("py", b"print(1)", "not decoded"),
+        ("jpg", image("PNG"), "broken JPEG"),
+        ("png", image("PNG", size=(20_000, 20_000), mode="1"), "pixels"),
+    ],
+)
+def test_what_could_run_code_or_take_all_memory_is_refused(extension: str, content: bytes, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        decode(Sample(Path("a.tar"), "k", {extension: content}), extension)
+
+
+def test_real_shards_give_the_samples_that_a_reader_in_sequence_does(cifar10_folder: Path, tmp_path: Path) -> None:
+    paths = sorted(cifar10_folder.glob("test-*.tar"))
+    source = Tars(paths, cache=tmp_path, image="jpg", label="cls")
+    assert len(source) == 10_000
+    want = [sample for path in paths for sample in read_shard(path)]
+    for number in range(0, 10_000, 997):
+        place = [int(each[0]) for each in source.index.locate(np.array([number]))]
+        assert source.sample(*place) == want[number]
+    assert source.read(np.arange(0, 10_000, 997))["image"].shape == (11, 32, 32, 3)
