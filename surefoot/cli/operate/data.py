@@ -1,0 +1,171 @@
+"""`surefoot data index`, `check`, `stats`: tars of samples made quick to read, read to the last byte, and told about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.help import Verb, Verbs
+from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
+from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS
+
+if TYPE_CHECKING:
+    from surefoot.components.data.tars.audit import Audit, Part
+
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Index, check and describe tars of samples.")
+
+TarsArgument = Annotated[list[Path], typer.Argument(metavar="PATH", help="tars in the layout of WebDataset, or folders of them")]
+MOST_SHOWN = 40
+
+
+@app.command(cls=Verb)
+def index(
+    paths: TarsArgument,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Write where each sample of the tars of a folder begins, into a file beside them.
+
+    Any run that reads these tars takes it; without it each user makes one in a cache, at the first run. A tar that is as it was is not
+    read again.
+    """
+    from surefoot.cli.table import print_table
+    from surefoot.components.data.tars.audit import find_tars
+    from surefoot.components.data.tars.index import open_index
+    from surefoot.core.units import format_bytes
+
+    tars = find_tars(paths)
+    with _progress("indexing", sum(path.stat().st_size for path in tars), quiet or json) as advance:
+        done = 0
+
+        def tell(now: int, _: int) -> None:
+            nonlocal done
+            advance(now - done)
+            done = now
+
+        made = open_index(tars, tars[0].parent, tell=tell, beside=True)
+    if json:
+        shards = [
+            {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest}
+            for each in made.shards
+        ]
+        told = {
+            "folder": str(made.folder),
+            "index": str(made.place),
+            "samples": len(made),
+            "digest": made.digest,
+            "shards": shards,
+        }
+        options.print_json(told)
+        return
+    rows = [
+        (each.name, f"{each.num_samples:,}", format_bytes(each.num_bytes), each.digest[:12]) for each in made.shards[:MOST_SHOWN]
+    ]
+    print_table(("tar", "samples", "size", "sha256"), rows, right=("samples", "size"))
+    if len(made.shards) > MOST_SHOWN:
+        print(f"and {len(made.shards) - MOST_SHOWN:,} more")
+    print(f"\n{len(made):,} samples in {len(made.shards):,} tars; the index is {made.place}")
+
+
+@app.command(cls=Verb)
+def check(
+    paths: TarsArgument,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> int:  # fmt: skip
+    """Read and decode every part of every sample, and name what is bad.
+
+    Ends with 1 where something is.
+    """
+    from surefoot.cli.table import print_table
+
+    found = _audit(paths, quiet or json)
+    if json:
+        rows = [{"shard": each.shard, "key": each.key, "reason": each.reason} for each in found.bad]
+        options.print_json({"ok": not found.bad, "samples": found.num_samples, "bytes": found.num_bytes, "bad": rows})
+        return int(bool(found.bad))
+    if found.bad:
+        print_table(("tar", "member", "reason"), [(each.shard, each.key, each.reason) for each in found.bad[:MOST_SHOWN]])
+        if len(found.bad) > MOST_SHOWN:
+            print(f"and {len(found.bad) - MOST_SHOWN:,} more: --json has them all")
+        print()
+    print(f"{found.num_samples:,} samples are whole, {len(found.bad):,} {'part is' if len(found.bad) == 1 else 'parts are'} bad")
+    return EXIT_VERDICT_FAILS if found.bad else EXIT_OK
+
+
+@app.command(cls=Verb)
+def stats(
+    paths: TarsArgument,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Describe what the tars hold: sizes, shapes, classes, colours, words, and what stands there more than once."""
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_bytes
+
+    found = _audit(paths, quiet or json)
+    if json:
+        parts = {name: _row(part) | {"lacking": found.lacking[name]} for name, part in found.parts.items()}
+        options.print_json({"samples": found.num_samples, "bytes": found.num_bytes, "bad": len(found.bad), "parts": parts})
+        return
+    rows = [
+        (name, f"{len(part.sizes):,}", format_bytes(sum(part.sizes) / len(part.sizes)), format_bytes(min(part.sizes)),
+         format_bytes(max(part.sizes)), f"{part.num_again:,}", f"{found.lacking[name]:,}") for name, part in found.parts.items()
+    ]  # fmt: skip
+    heads = ("part", "number", "mean size", "least", "most", "again", "lacking")
+    print_table(heads, rows, right=heads[1:])
+    for name, part in found.parts.items():
+        for words in _words(part):
+            print(f"{name}: {words}")
+    told = f"; {len(found.bad):,} bad: surefoot data check names them" if found.bad else ""
+    print(f"\n{found.num_samples:,} samples, {format_bytes(found.num_bytes)}{told}")
+
+
+def _audit(paths: list[Path], quiet: bool) -> Audit:
+    from surefoot.components.data.tars.audit import audit, find_tars
+
+    tars = find_tars(paths)
+    with _progress("reading", sum(path.stat().st_size for path in tars), quiet) as advance:
+        return audit(tars, tell=advance)
+
+
+def _words(part: Part) -> Iterator[str]:
+    """What a part holds, a line each."""
+    from surefoot.core.units import format_number
+
+    if part.classes:
+        counts = part.classes.values()
+        listed = ", ".join(f"{name}: {count:,}" for name, count in sorted(part.classes.items())[:MOST_SHOWN])
+        yield f"{len(part.classes):,} classes of {min(counts):,} to {max(counts):,} samples ({listed})"
+    if part.shapes:
+        common = ", ".join(f"{' x '.join(map(str, shape))}: {count:,}" for shape, count in part.shapes.most_common(5))
+        yield f"{len(part.shapes):,} {'shape' if len(part.shapes) == 1 else 'shapes'} ({common})"
+    if part.colours.mean and part.colours.deviation:
+        mean, deviation = (", ".join(map(format_number, each)) for each in (part.colours.mean, part.colours.deviation))
+        yield f"red, green, blue from 0 to 255: mean {mean}; standard deviation {deviation}"
+    if part.num_words:
+        yield f"{part.num_words:,} words"
+
+
+def _row(part: Part) -> dict[str, Any]:
+    return {
+        "number": len(part.sizes), "bytes": sum(part.sizes), "least_bytes": min(part.sizes), "most_bytes": max(part.sizes),
+        "again": part.num_again, "classes": {str(name): count for name, count in sorted(part.classes.items())} or None,
+        "shapes": [{"shape": list(shape), "number": count} for shape, count in part.shapes.most_common()] or None,
+        "mean": part.colours.mean, "standard_deviation": part.colours.deviation, "words": part.num_words or None,
+    }  # fmt: skip
+
+
+@contextmanager
+def _progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of the bytes done on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,107 @@
+"""`surefoot data index`, `check` and `stats`: of real tars and of every kind of bad one, told by name and with its exit code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.components.test_index import write_tar
+from tests.components.test_tars import image, members_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "set"
+    made.mkdir()
+    for shard in range(2):
+        write_tar(made / f"{shard}.tar", [each for number in range(4) for each in members_of(4 * shard + number)])
+    return made
+
+
+def test_an_index_is_written_beside_the_tars_and_told(folder: Path, surefoot: Command) -> None:
+    answer = surefoot("data", "index", str(folder))
+    assert answer.code == 0
+    (place,) = folder.glob("surefoot-*.index")
+    assert f"8 samples in 2 tars; the index is {place}" in answer.out
+    row = surefoot("data", "index", str(folder / "1.tar"), str(folder / "0.tar"), "--json").row
+    assert row["samples"] == 8
+    assert [each["name"] for each in row["shards"]] == ["0.tar", "1.tar"]
+    assert [each["samples"] for each in row["shards"]] == [4, 4]
+
+
+def test_a_sound_set_passes(folder: Path, surefoot: Command) -> None:
+    answer = surefoot("data", "check", str(folder))
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out == "8 samples are whole, 0 parts are bad\n"
+
+
+def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Command) -> None:
+    write_tar(folder / "2.tar", [("0.png", image()[:20]), ("1.cls", b"x"), ("2.cls", b"3"), ("3.pkl", b"not decoded, not bad")])
+    cut = write_tar(folder / "3.tar", [each for number in range(4) for each in members_of(number)])
+    cut.write_bytes(cut.read_bytes()[:9000])
+    (folder / "4.tar").write_bytes(b"x" * 2000)
+    answer = surefoot("data", "check", str(folder), "--json")
+    assert answer.code == 1
+    assert not answer.row["ok"]
+    bad = {(each["shard"], each["key"]): each["reason"] for each in answer.row["bad"]}
+    assert list(bad) == [("2.tar", "0.png"), ("2.tar", "1.cls"), ("3.tar", ""), ("4.tar", "")]
+    assert bad["2.tar", "0.png"].startswith("is a broken PNG")
+    assert "after byte" in bad["3.tar", ""]
+    assert bad["4.tar", ""].startswith("is no tar")
+    assert answer.row["samples"] == 8 + 2 + 1  # of the tar that is cut one sample is whole
+    told = surefoot("data", "check", str(folder))
+    assert told.code == 1
+    assert "4 parts are bad" in told.out
+    assert "0.png" in told.out
+
+
+def test_stats_tell_sizes_classes_colours_and_what_comes_again(folder: Path, surefoot: Command) -> None:
+    write_tar(folder / "2.tar", [("8.png", image(colour=0)), ("8.cls", b"7"), ("9.png", image(colour=0, size=(9, 9)))])
+    row = surefoot("data", "stats", str(folder), "--json").row
+    parts = row["parts"]
+    assert row["samples"] == 10
+    assert parts["cls"]["classes"] == {**{str(number): 1 for number in range(7)}, "7": 2}
+    assert (parts["cls"]["lacking"], parts["txt"]["lacking"]) == (1, 2)
+    assert parts["txt"]["words"] == 16
+    assert parts["png"]["again"] == 1
+    assert parts["png"]["shapes"] == [{"shape": [4, 5, 3], "number": 9}, {"shape": [9, 9, 3], "number": 1}]
+    red = [number for number in range(8) for _ in range(20)] + [0] * (20 + 81)  # image() paints red alone
+    mean = sum(red) / len(red)
+    deviation = (sum(value**2 for value in red) / len(red) - mean**2) ** 0.5
+    assert parts["png"]["mean"] == pytest.approx([mean, 0, 0])
+    assert parts["png"]["standard_deviation"] == pytest.approx([deviation, 0, 0])
+    answer = surefoot("data", "stats", str(folder))
+    assert "cls: 8 classes of 1 to 2 samples" in answer.out
+    assert "png: 2 shapes (4 x 5 x 3: 9, 9 x 9 x 3: 1)" in answer.out
+
+
+def test_real_tars_hold_what_they_are_known_to(cifar10_folder: Path, surefoot: Command) -> None:
+    parts = surefoot("data", "stats", *map(str, cifar10_folder.glob("test-*.tar")), "--json").row["parts"]
+    assert parts["cls"]["classes"] == {str(number): 1000 for number in range(10)}
+    assert parts["jpg"]["shapes"] == [{"shape": [32, 32, 3], "number": 10_000}]
+    assert parts["jpg"]["mean"] == pytest.approx([126, 123.7, 114.8], abs=0.05)
+
+
+@pytest.mark.parametrize("verb", ["index", "check", "stats"])
+def test_what_is_no_set_of_tars_is_refused_in_words(verb: str, tmp_path: Path, surefoot: Command) -> None:
+    (tmp_path / "empty").mkdir()
+    for place, words in (("none", "none is missing"), ("empty", "empty holds no tar")):
+        answer = surefoot("data", verb, place)
+        assert answer.code == 2
+        assert words in answer.err
+
+
+def test_an_index_that_cannot_be_made_is_refused_in_words(folder: Path, tmp_path: Path, surefoot: Command) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    answer = surefoot("data", "index", str(folder), str(other))
+    assert answer.code == 2
+    assert "the shards lie in 2 folders" in answer.err
+    (folder / "0.tar").write_bytes(b"x" * 4096)
+    answer = surefoot("data", "index", str(folder))
+    assert answer.code == 2
+    assert "0.tar is no tar" in answer.err
+    assert not list(folder.glob("*.index"))
