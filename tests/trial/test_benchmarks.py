@@ -18,6 +18,8 @@ from benchmarks.by_hand import run as by_hand_run
 from benchmarks.by_hand.components import COMPONENTS, MODELS
 from benchmarks.checkpoint.arms import WAYS, measure_way
 from benchmarks.compile import lengths
+from benchmarks.data import arms as data_arms
+from benchmarks.data import run as data_run
 from benchmarks.input import run as input_run
 from benchmarks.ladder import tasks as ladder_tasks
 from benchmarks.large_batch import run as large_batch_run
@@ -44,6 +46,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     precision_run.RESULTS: (precision_run.render_cost, measured.render_conditions),
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     lengths.RESULTS: (lengths.render, measured.render_conditions),
+    data_run.RESULTS: (data_run.render, measured.render_conditions),
     by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
     by_hand_run.AGAIN: (by_hand_run.render, measured.render_conditions),
     components_run.RESULTS: (components_run.render, measured.render_conditions),
@@ -206,3 +209,20 @@ def test_the_ladder_of_a_real_task_stands_in_the_document_as_it_was_climbed(name
 def test_each_way_of_the_checkpoint_benchmark_loads_what_it_saved(way: str, tmp_path: Path) -> None:
     measured = measure_way(way, 1, tmp_path / "state")
     assert min(measured["save_s"], measured["load_s"]) > 0
+
+
+def test_the_arms_of_the_index_of_tars_measure_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_arms, "LARGE_SHARDS", 3)
+    monkeypatch.setattr(data_arms, "LARGE_SAMPLES", 1000)
+    for name, write in (
+        ("index", functools.partial(data_arms.write_set, shards=2, shard_bytes=1 << 19)),
+        ("open", data_arms.write_large_index),
+    ):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    data_arms.index(tmp_path / "index", str(tmp_path / "index.json"))
+    data_arms.open_large(tmp_path / "open", str(tmp_path / "open.json"))
+    indexed, opened = (read_report(tmp_path / f"{name}.json") for name in ("index", "open"))
+    assert indexed.measures["samples"] > 10
+    assert indexed.measures["bytes_per_s"] > 0
+    assert opened.measures["samples"] == 3000
