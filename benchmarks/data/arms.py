@@ -6,6 +6,7 @@ python -m benchmarks.data.arms index|open FOLDER REPORT
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tarfile
 import tempfile
@@ -48,9 +49,14 @@ def write_large_index(folder: Path) -> None:
             member.size = 1
             archive.addfile(member, BytesIO(b"0"))
     made = open_index(paths, folder, beside=True)
-    rows = [{**asdict(shard), "num_samples": LARGE_SAMPLES} for shard in made.shards]
+    rows = []
+    for path, shard in zip(paths, made.shards, strict=True):
+        os.truncate(path, (LARGE_SAMPLES + 1) * 512)  # as long as its samples would be
+        status = path.stat()
+        changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+        rows.append({**asdict(shard), "num_samples": LARGE_SAMPLES, "num_bytes": status.st_size, "changed_ns": changed_ns})
     head = json.dumps({**json.loads(made.place.read_bytes().splitlines()[0]), "shards": rows}).encode() + b"\n"
-    starts = np.arange(LARGE_SHARDS * (LARGE_SAMPLES + 1), dtype="<i8") * 512
+    starts = np.tile(np.arange(LARGE_SAMPLES + 1, dtype="<i8") * 512, LARGE_SHARDS)
     made.place.write_bytes(head + bytes(-len(head) % ALIGNED) + starts.tobytes())
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from surefoot.components.data.tars import headers
-from surefoot.components.data.tars.headers import find_samples
+from surefoot.components.data.tars.headers import Heads, find_samples
 from surefoot.components.data.tars.index import open_index
 from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, find_starts, read_shard
 from surefoot.core.errors import DataError
@@ -36,7 +36,12 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **how: object) -> Pa
 
 
 def look(path: Path) -> np.ndarray | None:
-    return find_samples(np.fromfile(path, dtype=np.uint8), most_bytes=MAX_MEMBER_BYTES, most_members=10_000)
+    content, found = path.read_bytes(), Heads()
+    for start in range(0, len(content), 512 * 7):
+        found.add(np.frombuffer(content[start : start + 512 * 7], dtype=np.uint8))
+    return find_samples(
+        found, lambda first, size: content[first : first + size], most_bytes=MAX_MEMBER_BYTES, most_members=10_000
+    )
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -87,8 +92,116 @@ def test_what_is_rare_is_left_to_the_reader_of_members(what: str, tmp_path: Path
     assert look(path) is None
 
 
+def planted(path: Path, field: tuple[int, bytes], *, checksum: bool = True) -> Path:
+    """The second of two members has `field` in its header, whose sum of bytes is right again."""
+    content = bytearray(write_tar(path, [("a.jpg", b"1" * 600), ("a.cls", b"2")], format=tarfile.USTAR_FORMAT).read_bytes())
+    at, (place, text) = 512 * 3, field
+    content[at + place : at + place + len(text)] = text
+    if checksum:
+        content[at + 148 : at + 156] = b" " * 8
+        content[at + 148 : at + 156] = b"%06o\0 " % sum(content[at : at + 512])
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (100, b"zzz"),
+        (108, b"8"),
+        (136, b"1 x"),
+        (136, b"zzz"),
+        (124, b"1130 9"),
+        (124, b"9"),
+        (329, b"z"),
+        (337, b"8"),
+        (124, b"-0001000\0"),
+    ],
+)
+def test_numbers_that_are_none_are_left_to_the_reader_of_members(place: int, text: bytes, tmp_path: Path) -> None:
+    assert look(planted(tmp_path / "a.tar", (100, b"0000644\0"))) is not None
+    assert look(planted(tmp_path / "a.tar", (place, text))) is None
+
+
+def test_all_of_a_checksum_is_read(tmp_path: Path) -> None:
+    path = planted(tmp_path / "a.tar", (100, b"0000644\0"))
+    content = bytearray(path.read_bytes())
+    digits = content[512 * 3 + 148 : 512 * 3 + 154]
+    content[512 * 3 + 148 : 512 * 3 + 156] = b"0" + digits + b"7"
+    path.write_bytes(content)
+    assert look(path) is None
+
+
+@pytest.mark.parametrize(
+    "said", [{"GNU.sparse.name": "zz.jpg"}, {"GNU.sparse.map": "0,1"}, {"path": "b.jpg"}, {"hdrcharset": "BINARY"}]
+)
+def test_what_pax_may_say_of_a_member_is_left_to_the_reader_of_members(said: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("a.jpg", "a.cls"):
+            member = tarfile.TarInfo(name)
+            member.pax_headers = said if name == "a.jpg" else {}
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"1"))
+    assert look(path) is None
+
+
+@pytest.mark.parametrize(
+    "records", [b"0 a=b\n", b"9 mtime=1\n", b"99999999999999999999 mtime=1\n", b"11 mtime=1\nx", b"mtime=1\n"]
+)
+def test_records_of_pax_that_are_none_say_too_much(records: bytes) -> None:
+    assert headers.says_little(b"11 mtime=1\n" * 2)
+    assert not headers.says_little(records)
+
+
+def test_keys_are_told_apart_by_their_letters(tmp_path: Path) -> None:
+    """Two names to which the numbers that find a key again are the same."""
+    path = write_tar(tmp_path / "a.tar", [("mhe9zqxh2600064a.jpg", b"1"), ("cm8x6z7m8851098t.cls", b"1")])
+    found = look(path)
+    assert found is None or found.tolist() == find_starts(path).tolist()
+    assert len(find_starts(path)) == 3
+
+
+def test_a_tar_of_nonsense_is_refused_in_words_by_the_reader_of_members(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    for said in ({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, {"GNU.sparse.map": "x"}):
+        with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+            member = tarfile.TarInfo("a.jpg")
+            member.pax_headers, member.size = said, 1
+            archive.addfile(member, io.BytesIO(b"1"))
+        with pytest.raises(DataError, match=r"a\.tar"):
+            open_index([path], tmp_path / "cache")
+
+
+def test_what_is_no_file_and_no_tar_at_all_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tar")
+    with pytest.raises(DataError, match=r"pipe\.tar is no file"):
+        open_index([tmp_path / "pipe.tar"], tmp_path / "cache")
+    with pytest.raises(DataError, match="no tar is given"):
+        open_index([], tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ids", [[-1], [21], [-7, 3], [10**12], [[1, 2]]])
+def test_numbers_of_no_sample_are_refused(ids: list[int], tmp_path: Path) -> None:
+    index = open_index([write_tar(tmp_path / "a.tar", MEMBERS)], tmp_path / "cache")
+    with pytest.raises(DataError, match="samples are numbered 0 to 20"):
+        index.locate(np.array(ids))
+
+
+@pytest.mark.parametrize("wrong", [1 << 62, -(1 << 63), -512, 1 << 40])
+def test_an_index_that_leads_out_of_its_tars_is_refused(wrong: int, tmp_path: Path) -> None:
+    paths = [write_tar(tmp_path / "a.tar", MEMBERS)]
+    place = open_index(paths, tmp_path / "cache").place
+    content = place.read_bytes()
+    place.write_bytes(content[: -8 * 22] + np.full(22, wrong, dtype="<i8").tobytes())
+    with pytest.raises(DataError, match="is damaged: it leads out of its tars"):
+        open_index(paths, tmp_path / "cache").locate(np.arange(21))
+    place.write_bytes(b"[" * 100_000 + b"\n")
+    assert len(open_index(paths, tmp_path / "cache")) == 21
+
+
 def test_a_key_that_comes_again_far_away_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "CHUNK_BLOCKS", 2)  # of which names are looked at together
+    monkeypatch.setattr(headers, "CHUNK_ROWS", 2)  # of which names are looked at together
     members = [(f"{'x' * (number % 40)}{number}.jpg", b"1") for number in range(50)]
     found = look(write_tar(tmp_path / "a.tar", members))
     assert found is not None

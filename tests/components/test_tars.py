@@ -18,6 +18,7 @@ from PIL import Image
 from surefoot.components.data.tars import Tars
 from surefoot.components.data.tars.decoders import DECODERS, decode
 from surefoot.components.data.tars.shards import Sample, read_shard
+from surefoot.components.data.tars.source import read_sample
 from surefoot.core.errors import DataError
 from tests.components.test_index import write_tar
 
@@ -130,6 +131,43 @@ def test_a_shard_that_changes_while_it_is_read_is_named(what: str, tmp_path: Pat
         source.read(np.arange(5))
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (("1", "2"), torch.int64), (("1", "2.5"), list), (("1", '"x"'), list), (('"x"', "1"), list), (("1", "null"), list),
+        (("1", "true"), list), (("99999999999999999999", "1"), list),
+    ],
+)  # fmt: skip
+def test_only_whole_numbers_become_a_tensor_of_numbers(values: tuple[str, ...], kind: Any, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [(f"{number}.json", value.encode()) for number, value in enumerate(values)])
+    found = Tars(path, cache=tmp_path / "cache", row="json").read(np.arange(2))["row"]
+    assert found.dtype == kind if isinstance(found, torch.Tensor) else isinstance(found, kind)
+    assert [each if isinstance(found, list) else each.item() for each in found] == [json.loads(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "values", [np.array(["a", "b"]), np.array([b"a"]), np.array(["2020-01-01"], dtype="M8[D]"), np.zeros(2, "f8,i4")]
+)
+def test_arrays_that_torch_does_not_know_stay_arrays(values: np.ndarray, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [(f"{number}.npy", array(values)) for number in range(2)])
+    found = Tars(path, cache=tmp_path / "cache", row="npy").read(np.arange(2))["row"]
+    assert all(np.array_equal(each, values) for each in found)
+
+
+def test_no_sample_at_all_is_refused(tmp_path: Path) -> None:
+    source = Tars(write_set(tmp_path), cache=tmp_path / "cache", label="cls")
+    with pytest.raises(DataError, match="no sample is asked for"):
+        source.read(np.array([], dtype=np.int64))
+
+
+@pytest.mark.parametrize("size", [b"-0001000\0", b"0o1", b"+1", b"1_0", b"", b"9"])
+def test_bytes_that_are_no_sample_are_refused_and_end(size: bytes, tmp_path: Path) -> None:
+    content = bytearray(write_tar(tmp_path / "a.tar", [("a.jpg", b"1")]).read_bytes()[:512])
+    content[156:157], content[124:136] = b"x", size.ljust(12, b"\0")
+    with pytest.raises(DataError, match="not what it was when it was indexed"):
+        read_sample(tmp_path / "a.tar", bytes(content))
+
+
 @pytest.mark.parametrize("extension", DECODERS)
 def test_a_part_cut_anywhere_is_refused_by_name(extension: str) -> None:
     whole = {"jpg": image("JPEG"), "jpeg": image("JPEG"), "webp": image("WEBP")} | {
@@ -151,6 +189,15 @@ def test_a_part_cut_anywhere_is_refused_by_name(extension: str) -> None:
         ("npy", array(np.zeros(3)).replace(b"(3,)", b"(9,)"), "says that it is float64"),
         ("npy", array(np.zeros(3)).replace(b"(3,), }          ", b"(99999999999,), }"), "says that it is"),
         ("npy", array(np.zeros(3)).replace(b"(3,), } ", b"(-3,), }"), "says that it is"),
+        ("npy", array(np.zeros(3)).replace(b"(3,), }", b"((((3, "), "no npy file"),
+        ("npy", array(np.zeros(3)).replace(b"(3,), }                 ", b"(0, 99999999999999999)}"), "npy"),
+        ("npy", array(np.zeros(3, "V1")).replace(b"|V1", b"|V0"), "npy"),
+        (
+            "safetensors",
+            (21 + 44).to_bytes(8, "little") + b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'.ljust(65) + b"12",
+            "numpy does not",
+        ),
+        ("png", image("PNG", mode="I;16"), "8 bits a colour"),
         ("json", b"[" * 100_000, "no JSON"),
         ("cls", b"-1", "not a whole number"),
         ("cls", b"1" * 40, "not a whole number"),

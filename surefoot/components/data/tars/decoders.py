@@ -11,6 +11,7 @@ import io
 import json
 import math
 import re
+import tokenize
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,12 @@ def _decode_image(sample: Sample, extension: str, kind: str = "", size: tuple[in
                 raise sample.fault(
                     extension, f"is an image of {image.size[0]:,} x {image.size[1]:,} pixels, {MOST_PIXELS:,} are allowed"
                 )
+            if image.mode.startswith(("I", "F")):
+                raise sample.fault(
+                    extension,
+                    f"has {image.mode} for its colours, and 8 bits a colour are read",
+                    "write it with 8 bits, or as npy",
+                )
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises for damaged files
         reason = str(error) if "BytesIO" not in str(error) else f"no {kind} begins there"
@@ -80,7 +87,7 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, in_fortran, dtype = read(file)
-    except (ValueError, SyntaxError, TypeError) as error:
+    except (ValueError, SyntaxError, TypeError, RecursionError, OverflowError, tokenize.TokenError) as error:
         raise sample.fault(extension, f"is no npy file: {error}", "copy the shard again") from None
     held = len(content) - file.tell()
     if dtype.hasobject:
@@ -89,8 +96,11 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         )
     if math.prod(shape) * dtype.itemsize != held or min(shape, default=0) < 0:
         raise sample.fault(extension, f"says that it is {dtype} {shape}, and holds {held:,} bytes", "copy the shard again")
-    flat = np.frombuffer(content, dtype=dtype, offset=file.tell()).copy()
-    return flat.reshape(shape, order="F" if in_fortran else "C")
+    try:
+        flat = np.frombuffer(content, dtype=dtype, offset=file.tell()).copy()
+        return flat.reshape(shape, order="F" if in_fortran else "C")
+    except (ValueError, OverflowError) as error:
+        raise sample.fault(extension, f"is {dtype} {shape}, which is no array: {error}") from None
 
 
 def _decode_number(sample: Sample, extension: str, wanted: str = "a whole number of up to 9 digits") -> int:
@@ -117,7 +127,9 @@ def _decode_json(sample: Sample, extension: str) -> Any:
 def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
     try:
         return dict(safetensors.numpy.load(sample.parts[extension]))
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise sample.fault(extension, f"holds numbers that numpy does not have: {error}", "write them as F32 or F16") from None
+    except (safetensors.SafetensorError, ValueError, TypeError) as error:
         raise sample.fault(extension, f"is no safetensors file: {error}", "copy the shard again") from None
 
 

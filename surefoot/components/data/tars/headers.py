@@ -10,96 +10,110 @@ reads member by member and says what is wrong.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import numpy as np
 
 BLOCK = 512
 NAME_BYTES, PREFIX_BYTES = 100, 155
 NAME, SIZE, CHECKSUM, KIND, MAGIC, PREFIX = 0, 124, 148, 156, 257, 345  # where a field begins
+NUMBERS = ((100, 8), (108, 8), (116, 8), (136, 12), (329, 8), (337, 8))  # mode, owner, group, time, device: numbers, or empty
 USTA = int.from_bytes(b"usta", "little")
 FILES, EXTENDED = b"0\0", b"x"  # regular files; what pax says of the next one
-CHUNK_BLOCKS = 1 << 17  # looked through at once: 64 MiB
-OVERRIDES = (b"path=", b"size=")  # what an extended header may say that the next one does not
+CHUNK_ROWS = 1 << 17  # looked at together: 64 MiB
+RECORD = re.compile(rb"(\d{1,4}) (?:mtime|atime|ctime|uname|gname|comment)=[^\n]*\n")  # what says nothing of name or content
 PLAIN = np.zeros(256, dtype=bool)
 PLAIN[list(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-/\0")] = True
 BEGINS = PLAIN.copy()
 BEGINS[list(b"._-/\0")] = False
 
 
-def find_samples(content: np.ndarray, *, most_bytes: int, most_members: int) -> np.ndarray | None:
+class Heads:
+    """The blocks of a tar that look like a header, while it goes by in pieces: a file that shrinks meanwhile ends early, and no more."""
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self._at: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
+
+    def add(self, piece: np.ndarray) -> None:
+        """The next bytes, uint8: whole blocks, but for the last piece."""
+        blocks = piece[: len(piece) // BLOCK * BLOCK].reshape(-1, BLOCK)
+        words = blocks[:, MAGIC : MAGIC + 4].view("<u4")[:, 0]
+        found = np.flatnonzero((words == USTA) & (blocks[:, MAGIC + 4] == ord("r")))
+        self._at.append(self.num_blocks + found)
+        self._rows.append(blocks[found])
+        self.num_blocks += len(blocks)
+
+    def all(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each stands, in blocks (M,), and what it holds (M, 512)."""
+        return np.concatenate(self._at), np.concatenate(self._rows)
+
+
+Read = Callable[[int, int], bytes]  # of the file, from a byte on, so many
+
+
+def find_samples(heads: Heads, read: Read, *, most_bytes: int, most_members: int) -> np.ndarray | None:
     """The bytes at which each sample of a tar begins, and where the last one ends: (N + 1,) int64; None where it must be read slowly.
 
-    `content` is the whole file, uint8. A sample is a row of members of one key: their name up to the first "." of the file's name.
-    What this takes, `shards.read_shard` takes too, and cuts into the same samples.
+    A sample is a row of members of one key: their name up to the first "." of the file's name. What this takes, `shards.read_shard`
+    takes too, and cuts into the same samples.
     """
-    count = len(content) // BLOCK
-    if count == 0:
+    if heads.num_blocks == 0:
         return None
-    blocks = content[: count * BLOCK].reshape(count, BLOCK)
-    heads = _follow(blocks, _find_heads(blocks))
-    if heads is None:
+    followed = _follow(*heads.all())
+    if followed is None:
         return None
-    at, ends, sizes = heads
-    kinds = blocks[at, KIND]
+    at, rows, ends, sizes = followed
+    kinds = rows[:, KIND]
     is_file = (kinds == FILES[0]) | (kinds == FILES[1])
     if len(at) > most_members or not is_file[-1] or (sizes[is_file] > most_bytes).any():
         return None
+    if not _add_up(rows) or read(int(ends[-1]) * BLOCK, BLOCK) != bytes(BLOCK):
+        return None
     extended = np.flatnonzero(~is_file)
-    if (
-        (kinds[extended] != EXTENDED[0]).any()
-        or (np.diff(extended) == 1).any()
-        or not _says_little(blocks, at[extended], sizes[extended])
-    ):
+    if (kinds[extended] != EXTENDED[0]).any() or (np.diff(extended) == 1).any() or (sizes[extended] > BLOCK).any():
+        return None
+    said = zip((at[extended] + 1).tolist(), sizes[extended].tolist(), strict=True)
+    if not all(says_little(read(place * BLOCK, size)) for place, size in said):
         return None
     begins = at[is_file].copy()
     begins[np.searchsorted(np.flatnonzero(is_file), extended)] = at[extended]  # a member begins with what is said of it
-    first = _find_firsts(blocks, at[is_file])
+    first = _find_firsts(rows[is_file])
     return None if first is None else np.append(begins[first], ends[-1]) * BLOCK
 
 
-def _find_heads(blocks: np.ndarray) -> np.ndarray:
-    """The blocks that look like a header, int64."""
-    found = []
-    for start in range(0, len(blocks), CHUNK_BLOCKS):
-        part = blocks[start : start + CHUNK_BLOCKS]
-        words = part[:, MAGIC : MAGIC + 4].view("<u4")[:, 0]
-        found.append(start + np.flatnonzero((words == USTA) & (part[:, MAGIC + 4] == ord("r"))))
-    return np.concatenate(found)
+def _follow(at: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """The headers on the chain from the first block on: where each stands, what it holds, where its member ends, and its size in bytes.
 
-
-def _follow(blocks: np.ndarray, looks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """The headers on the chain from the first block on, where the member of each ends, in blocks, and its size in bytes.
-
-    None where the chain breaks.
+    Places are in blocks. None where the chain does not begin.
     """
-    if len(looks) == 0 or looks[0] != 0:
+    if len(at) == 0 or at[0] != 0:
         return None
-    sizes = _read_octal(blocks[looks, SIZE : SIZE + 12])
+    sizes = _read_octal(rows[:, SIZE : SIZE + 12])
     if sizes is None:
         return None
-    ends = looks + 1 + -(-sizes // BLOCK)
-    if not np.array_equal(ends[:-1], looks[1:]):  # a block inside of a member looks like a header, too
-        chosen, place = [], 0
-        following = np.searchsorted(looks, ends)
-        while place < len(looks):
-            chosen.append(place)
-            after = int(following[place])
-            if after < len(looks) and looks[after] != ends[place]:
-                break
-            place = after
-        looks, ends, sizes = looks[chosen], ends[chosen], sizes[chosen]
-    end = int(ends[-1])
-    if end >= len(blocks) or blocks[end].any() or not _add_up(blocks, looks):
-        return None
-    return looks, ends, sizes
+    ends = at + 1 + -(-sizes // BLOCK)
+    if np.array_equal(ends[:-1], at[1:]):
+        return at, rows, ends, sizes
+    chosen, place = [], 0  # a block inside of a member looks like a header, too
+    following = np.searchsorted(at, ends)
+    while place < len(at):
+        chosen.append(place)
+        after = int(following[place])
+        if after < len(at) and at[after] != ends[place]:
+            break
+        place = after
+    return at[chosen], rows[chosen], ends[chosen], sizes[chosen]
 
 
 def _read_octal(fields: np.ndarray) -> np.ndarray | None:
-    """Numbers (M,) int64 out of fields (M, width) of octal digits, which a space or a zero ends; None where one is no such number."""
+    """Numbers (M,) int64 out of fields (M, width) of octal digits, then spaces and zeros alone; None where one is no such number."""
     digits = fields.astype(np.int64) - ord("0")
     is_digit = (digits >= 0) & (digits < 8)
-    is_end = (fields == 0) | (fields == ord(" "))
-    ended = np.logical_or.accumulate(is_end, axis=1)
-    if not (is_digit | ended).all() or (is_end[:, 0]).any() or (is_digit & ended).any():
+    ended = np.logical_or.accumulate(~is_digit, axis=1)
+    if not (is_digit | (fields == 0) | (fields == ord(" "))).all() or (ended & is_digit).any():
         return None
     value = np.zeros(len(fields), dtype=np.int64)
     for column in range(fields.shape[1]):
@@ -107,44 +121,46 @@ def _read_octal(fields: np.ndarray) -> np.ndarray | None:
     return value
 
 
-def _add_up(blocks: np.ndarray, at: np.ndarray) -> bool:
-    """Whether the sum of each header's bytes, its checksum taken as spaces, is what it says."""
-    for start in range(0, len(at), CHUNK_BLOCKS):
-        heads = blocks[at[start : start + CHUNK_BLOCKS]]
-        said = _read_octal(heads[:, CHECKSUM : CHECKSUM + 7])
-        heads[:, CHECKSUM : CHECKSUM + 8] = ord(" ")
-        if said is None or not np.array_equal(said, heads.sum(axis=1, dtype=np.int64)):
+def _add_up(rows: np.ndarray) -> bool:
+    """Whether the sum of each header's bytes, its checksum taken as spaces, is what it says, and its other numbers are some."""
+    for start in range(0, len(rows), CHUNK_ROWS):
+        part = rows[start : start + CHUNK_ROWS]
+        said = _read_octal(part[:, CHECKSUM : CHECKSUM + 8])
+        if said is None or any(_read_octal(part[:, begin : begin + width]) is None for begin, width in NUMBERS):
+            return False
+        others = part.sum(axis=1, dtype=np.int64) - part[:, CHECKSUM : CHECKSUM + 8].sum(axis=1, dtype=np.int64)
+        if not np.array_equal(said, others + 8 * ord(" ")):
             return False
     return True
 
 
-def _says_little(blocks: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> bool:
-    """Whether no extended header gives the next one another name or size."""
-    if len(at) == 0:
-        return True
-    if (sizes > BLOCK).any():
-        return False
-    for start in range(0, len(at), CHUNK_BLOCKS):
-        said = blocks[at[start : start + CHUNK_BLOCKS] + 1].tobytes()
-        if any(word in said for word in OVERRIDES):
+def says_little(records: bytes) -> bool:
+    """Whether the records of an extended header are sound, and say nothing of name, size or kind."""
+    at = 0
+    while at < len(records):
+        found = RECORD.match(records, at)
+        if found is None or found.end() - at != int(found[1]):
             return False
+        at = found.end()
     return True
 
 
-def _find_firsts(blocks: np.ndarray, at: np.ndarray) -> np.ndarray | None:
-    """The members that begin a sample, int64; None for names that are not plain, or a key that comes twice."""
-    keys, extensions = [], []
-    for start in range(0, len(at), CHUNK_BLOCKS):
-        heads = blocks[at[start : start + CHUNK_BLOCKS]]
+def _find_firsts(rows: np.ndarray) -> np.ndarray | None:
+    """The members that begin a sample, int64; None for names that are not plain, and for a key or a member that may come twice."""
+    firsts, keys, extensions, last = [], [], [], None
+    for start in range(0, len(rows), CHUNK_ROWS):
+        heads = rows[start : start + CHUNK_ROWS]
         names = heads[:, NAME : NAME + NAME_BYTES]
         names = names[:, : 2 + max(np.flatnonzero(names.any(axis=0)), default=0)]  # as far as the longest goes
         if heads[:, PREFIX].any() or names[:, -1].any() or not _are_plain(names):
             return None
-        key, extension = _split(names)
-        keys.append(key)
-        extensions.append(extension)
-    key, extension = np.concatenate(keys), np.concatenate(extensions)
-    is_first = np.append(True, key[1:] != key[:-1])
+        in_key = _find_keys(names)
+        key, extension = np.where(in_key, names, 0), np.where(in_key, 0, names)
+        firsts.append(np.append(key[0].tobytes().rstrip(b"\0") != last, (key[1:] != key[:-1]).any(axis=1)))
+        keys.append(_mix(key))
+        extensions.append(_mix(extension))
+        last = key[-1].tobytes().rstrip(b"\0")
+    is_first, key, extension = map(np.concatenate, (firsts, keys, extensions))
     first = np.flatnonzero(is_first)
     member = np.cumsum(is_first).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     if len(np.unique(key[first])) != len(first) or len(np.unique(member ^ extension)) != len(key):
@@ -160,17 +176,17 @@ def _are_plain(names: np.ndarray) -> bool:
     return bool(PLAIN[names].all() and BEGINS[names[after]].all() and not (names[ended] != 0).any())
 
 
-def _split(names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each name a number for its key and one for its extension, (M,) uint64 each."""
+def _find_keys(names: np.ndarray) -> np.ndarray:
+    """Which bytes of each name belong to its key: those before the first "." of the file's name."""
     columns = np.arange(names.shape[1])
     slash = np.where(names == ord("/"), columns, -1).max(axis=1)
     dot = np.where((names == ord(".")) & (columns > slash[:, None]), columns, names.shape[1]).min(axis=1)
-    in_key = columns < dot[:, None]
-    return _mix(np.where(in_key, names, 0)), _mix(np.where(in_key, 0, names))
+    in_key: np.ndarray = columns < dot[:, None]
+    return in_key
 
 
 def _mix(texts: np.ndarray) -> np.ndarray:
-    """A number (M,) uint64 for each row, whatever zeros end it: as good as never the same for two that differ."""
+    """A number (M,) uint64 for each row, whatever zeros end it; two that differ may have the same, rarely."""
     wide = np.zeros((len(texts), -(-texts.shape[1] // 8) * 8), dtype=np.uint8)
     wide[:, : texts.shape[1]] = texts
     value = np.full(len(texts), 0x2545F4914F6CDD1D, dtype=np.uint64)

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from surefoot.components.data.tars.headers import BLOCK, find_samples
+from surefoot.components.data.tars.headers import Heads, find_samples
 from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, MAX_MEMBERS, find_starts
 from surefoot.core.errors import DataError
 
@@ -69,11 +70,20 @@ class Index:
         return int(self._ends[-1])
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The shard, first byte and number of bytes of each sample, (B,) int64 each."""
+        """The shard, first byte and number of bytes of each sample, (B,) int64 each. Raises DataError for numbers of none."""
+        if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self)):
+            raise DataError(
+                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[:200], hint="give such numbers"
+            )
+        ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
         place = ids + shard  # each shard before it has one number more than samples
         first = self.starts[place]
-        return shard, first, self.starts[place + 1] - first
+        count = self.starts[place + 1] - first
+        sizes = np.array([self.shards[number].num_bytes for number in shard.tolist()], dtype=np.int64)
+        if (first < 0).any() or (count <= 0).any() or (count > sizes - first).any():
+            raise DataError(f"the index {self.place} is damaged: it leads out of its tars", hint="remove it; it is made again")
+        return shard, first, count
 
 
 def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, beside: bool = False) -> Index:
@@ -102,11 +112,16 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
     try:
         _write(places[-1], made)
     except OSError as error:
-        raise DataError(f"the index {places[-1]} cannot be written: {error.strerror}", hint="name another cache") from error
+        raise DataError(
+            f"the index {places[-1]} cannot be written: {error.strerror}",
+            hint="check who may write there, and whether there is room",
+        ) from error
     return Index(folder, places[-1], [shard for shard, _ in made], np.concatenate([starts for _, starts in made]))
 
 
 def _check(paths: Sequence[Path]) -> Path:
+    if not paths:
+        raise DataError("no tar is given", hint="name one or more")
     folders = {path.parent.resolve() for path in paths}
     if len(folders) != 1:
         raise DataError(f"the shards lie in {len(folders)} folders", hint="give the shards of one folder, one or more")
@@ -121,6 +136,8 @@ def _stamp(path: Path) -> Stamp:
         status = path.stat()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint="check that the file is there") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path} is no file", hint="name tars")
     return path.name, status.st_size, max(status.st_mtime_ns, status.st_ctime_ns), status.st_ino
 
 
@@ -143,15 +160,22 @@ def _make(paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Te
 
 
 def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
-    """Digest and samples of a shard, from one mapping of it."""
+    """Digest and samples of a shard, which is read once."""
     name, num_bytes, changed_ns, inode = stamp
-    digest = hashlib.sha256()
-    starts = None
-    if num_bytes >= BLOCK:
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-        for first in range(0, len(content), PIECE_BYTES):
-            digest.update(content[first : first + PIECE_BYTES].data)  # other threads run meanwhile
-        starts = find_samples(content, most_bytes=MAX_MEMBER_BYTES, most_members=MAX_MEMBERS)
+    digest, heads, piece = hashlib.sha256(), Heads(), np.empty(PIECE_BYTES, dtype=np.uint8)
+    try:
+        with path.open("rb") as file:
+            while count := file.readinto(piece.data):  # whole pieces, but for the last
+                digest.update(piece[:count].data)  # other threads run meanwhile
+                heads.add(piece[:count])
+            starts = find_samples(
+                heads,
+                lambda first, size: os.pread(file.fileno(), size, first),
+                most_bytes=MAX_MEMBER_BYTES,
+                most_members=MAX_MEMBERS,
+            )
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check who may read it") from None
     if starts is None:
         starts = find_starts(path)
     if _stamp(path) != stamp:
@@ -167,10 +191,12 @@ def _read(place: Path, folder: Path) -> Index | None:
             begin = -(-file.tell() // ALIGNED) * ALIGNED
         shards = [Shard(**each) for each in row["shards"]] if row["format"] == FORMAT else []
         count = sum(shard.num_samples + 1 for shard in shards)
+        if not all(isinstance(shard.name, str) and isinstance(shard.digest, str) for shard in shards):
+            return None
         if not shards or place.stat().st_size != begin + 8 * count:
             return None
         return Index(folder, place, shards, np.memmap(place, dtype="<i8", mode="r", offset=begin, shape=(count,)))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -22,7 +22,7 @@ from surefoot.core.errors import DataError
 MAX_MEMBER_BYTES = 64 << 20
 MAX_MEMBERS = 10_000_000
 BLOCK = tarfile.BLOCKSIZE
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes, in
                 yield member.name, content, member.offset, end
             file.seek(end)
             marker = file.read(BLOCK)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError, OverflowError) as error:  # the latter are tarfile's own, of headers that say nonsense
         what = f"is damaged after byte {end}" if end else "is no tar"
         raise DataError(f"{path} {what}: {error}", hint="shards are plain tars, not compressed; copy the file again") from None
     except OSError as error:

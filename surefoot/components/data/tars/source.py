@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.tars import decoders
-from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, KIND, MAGIC, OVERRIDES, PREFIX
+from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, KIND, MAGIC, NAME_BYTES, PREFIX, SIZE, says_little
 from surefoot.components.data.tars.index import Index, Tell, open_index
 from surefoot.components.data.tars.shards import Sample
 from surefoot.contract.task import Guarantee
@@ -25,6 +26,7 @@ from surefoot.core.errors import DataError
 from surefoot.core.place import cache_folder
 
 MOST_OPEN = 64  # shards at a time
+OCTAL = re.compile(rb"([0-7]+)[ \0]*")
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -40,14 +42,15 @@ class Tars:
     guarantee: Guarantee = "proven"
 
     def __init__(
-        self, paths: Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None, tell: Tell | None = None,
-        **parts: str,
+        self, paths: str | Path | Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None,
+        tell: Tell | None = None, **parts: str,
     ) -> None:  # fmt: skip
         if not parts:
             raise DataError("Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")')
         self.parts, self.transform = parts, transform
+        named = [paths] if isinstance(paths, str | Path) else paths
         below = Path(cache).expanduser() if cache else cache_folder() / "tars"
-        self.index: Index = open_index([Path(path).expanduser() for path in paths], below, tell=tell)
+        self.index: Index = open_index([Path(path).expanduser() for path in named], below, tell=tell)
         self.digest = self.index.digest
         self._open: OrderedDict[int, int] = (
             OrderedDict()
@@ -57,6 +60,8 @@ class Tars:
         return len(self.index)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
+        if len(ids) == 0:
+            raise DataError("no sample is asked for", hint="give one number or more")
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
         rows = [self._decode(sample) for sample in samples]
         return {name: _join(name, [row[name] for row in rows], samples) for name in rows[0]}
@@ -96,6 +101,8 @@ class Tars:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
             self._open[shard] = os.open(path, os.O_RDONLY)
+            if os.fstat(self._open[shard]).st_size != self.index.shards[shard].num_bytes:
+                raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
         return self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens its own
@@ -118,7 +125,7 @@ def read_sample(path: Path, content: bytes) -> Sample:
         said = content[at : at + size]
         at += -(-size // BLOCK) * BLOCK
         if head[KIND] == EXTENDED[0]:
-            if any(word in said for word in OVERRIDES):
+            if not says_little(said):
                 return _read_slowly(path, content)
             continue
         sample = _add(path, sample, head[: head.index(0)].decode("ascii", "replace"), said)
@@ -128,12 +135,10 @@ def read_sample(path: Path, content: bytes) -> Sample:
 
 
 def _size_of(head: bytes) -> int | None:
-    if head[MAGIC : MAGIC + 5] != b"ustar" or head[99]:
+    if head[MAGIC : MAGIC + 5] != b"ustar" or head[NAME_BYTES - 1]:
         return None
-    try:
-        return int(head[124:136].rstrip(b" \0"), 8)
-    except ValueError:
-        return None
+    found = OCTAL.fullmatch(head[SIZE : SIZE + 12])
+    return None if found is None else int(found[1], 8)
 
 
 def _add(path: Path, sample: Sample | None, name: str, content: bytes) -> Sample:
@@ -159,7 +164,7 @@ def _read_slowly(path: Path, content: bytes) -> Sample:
             for member in archive:
                 opened = archive.extractfile(member)
                 sample = _add(path, sample, member.name, opened.read() if opened is not None else b"")
-    except tarfile.TarError:
+    except (tarfile.TarError, ValueError, OverflowError):  # the others are tarfile's own, of headers that say nonsense
         sample = None
     if sample is None:
         raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
@@ -167,18 +172,19 @@ def _read_slowly(path: Path, content: bytes) -> Sample:
 
 
 def _join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:
-    first = values[0]
-    if isinstance(first, int):
+    if all(type(value) is int and -(1 << 63) <= value < 1 << 63 for value in values):
         return torch.tensor(values)
-    if isinstance(first, Tensor):
-        first, values = first.numpy(), [np.asarray(value) for value in values]
-    if not isinstance(first, np.ndarray):
+    if not all(isinstance(value, Tensor | np.ndarray) for value in values):
         return values
-    for value, sample in zip(values, samples, strict=True):
-        if value.shape != first.shape or value.dtype != first.dtype:
+    arrays = [np.asarray(value) for value in values]
+    first = arrays[0]
+    if any(each.dtype.kind not in "biufc" or each.dtype.char in "gG" for each in arrays):  # strings, times, rows, long doubles
+        return values
+    for each, sample in zip(arrays, samples, strict=True):
+        if each.shape != first.shape or each.dtype != first.dtype:
             raise DataError(
-                f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {value.dtype} {value.shape} in {sample.key} of "
+                f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {each.dtype} {each.shape} in {sample.key} of "
                 f"{sample.shard}",
                 hint="bring them to one shape with transform=",
             )
-    return torch.from_numpy(np.stack(values))
+    return torch.from_numpy(np.stack(arrays))
