@@ -162,11 +162,6 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     larger = [size for size in sizes if size > tries[-1].microbatch]
     if found is None and tries[-1].is_refused and larger:  # as one sample is by BatchNorm
         found = find_largest(larger, larger[0], fits)
-    if found is None and tries[-1].is_refused:
-        raise UserCodeError(
-            f"a microbatch of {tries[-1].microbatch} could not be measured: {tries[-1].failure}",
-            hint="does surefoot train run it?",
-        )
     return Fitted(
         batch=spec.train.batch, limit_bytes=limit_bytes, tries=tuple(tries), microbatch=found, predicted=predicted,
         conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),

@@ -66,7 +66,7 @@ def read_shard(path: Path, *, needs: Sequence[str] = (), max_member_bytes: int =
     name or is larger than `max_member_bytes`; a sample that comes twice or lacks a part.
     """
     for sample, _, _ in read_spans(path, max_member_bytes=max_member_bytes):
-        yield _complete(sample, needs)
+        yield complete(sample, needs)
 
 
 def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.ndarray:
@@ -81,9 +81,7 @@ def read_spans(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> Itera
     sample: Sample | None = None
     start = end = 0
     for name, content, first, last in _members(path, max_member_bytes):
-        folder, _, file = name.rpartition("/")
-        stem, _, extension = file.partition(".")
-        key = f"{folder}/{stem}" if folder else stem
+        key, extension = split_name(name)
         if sample is None or key != sample.key:
             if sample is not None:
                 yield sample, start, end
@@ -102,7 +100,19 @@ def read_spans(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> Itera
     yield sample, start, end
 
 
-def _complete(sample: Sample, needs: Sequence[str]) -> Sample:
+def split_name(name: str) -> tuple[str, str]:
+    """The key and the extension of a member.
+
+    >>> split_name("a.b/1.seg.png")
+    ('a.b/1', 'seg.png')
+    """
+    folder, slash, file = name.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return f"{folder}{slash}{stem}", extension
+
+
+def complete(sample: Sample, needs: Sequence[str]) -> Sample:
+    """The sample, with all that it needs. Raises DataError for a part that it lacks."""
     for extension in needs:
         if extension not in sample.parts:
             raise sample.fault(extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from surefoot.components.data.tars import decoders
 from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, KIND, MAGIC, NAME_BYTES, PREFIX, SIZE, says_little
 from surefoot.components.data.tars.index import Index, Tell, open_index
-from surefoot.components.data.tars.shards import Sample
+from surefoot.components.data.tars.shards import Sample, complete, split_name
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import cache_folder
@@ -88,9 +88,7 @@ class Tars:
         return f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: {names}"
 
     def _decode(self, sample: Sample) -> dict[str, Any]:
-        for extension in self.parts.values():
-            if extension not in sample.parts:
-                raise sample.fault(extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}")
+        complete(sample, tuple(self.parts.values()))
         row = {name: decoders.decode(sample, extension) for name, extension in self.parts.items()}
         return row if self.transform is None else self.transform(row)
 
@@ -142,9 +140,7 @@ def _size_of(head: bytes) -> int | None:
 
 
 def _add(path: Path, sample: Sample | None, name: str, content: bytes) -> Sample:
-    folder, slash, file = name.rpartition("/")
-    stem, _, extension = file.partition(".")
-    key = f"{folder}{slash}{stem}"
+    key, extension = split_name(name)
     if sample is None:
         sample = Sample(path, key)
     if sample.key != key or extension in sample.parts:
