@@ -73,13 +73,17 @@ class Machine:
         return asdict(self)
 
 
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def find_machine() -> Machine:
     """Describe this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=_processor_name() or platform.processor() or platform.machine(),
-        cores=cores,
+        cores=count_cores(),
         memory_bytes=psutil.virtual_memory().total,
         python=platform.python_version(),
     )

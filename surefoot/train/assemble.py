@@ -15,8 +15,8 @@ from torch import nn
 
 from surefoot.components import optim, precision
 from surefoot.components.compiler import Compiled, lay_channels_last
-from surefoot.components.data import Feed, Iterated, Order, as_source
-from surefoot.components.data.lengths import check_ramp, find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
+from surefoot.components.data import Feed, Iterated
+from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
@@ -25,15 +25,15 @@ from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
 from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
-from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
+from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
 from surefoot.train.evaluate import find_direction
-from surefoot.train.failure.blame import describe
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step.reading import make_feed, make_settings, read_split
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,11 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:
         raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
+    settings = make_settings(spec, source)
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
+    stepper.loader.use(settings, last=total_steps)
     if spec.observe.noise:
         stepper.noise = _noise(feed, updates)
     compiled = compile_as_stated(spec, resolved, model, stepper, updates, recomputed)
@@ -228,34 +230,6 @@ def load_task(spec: RunSpec) -> Resolved:
             raise SpecError(f"a data folder was given, but {spec.task.use} has no parameter 'folder'", hint="leave --data out")
         parameters["folder"] = spec.data.folder
     return load(spec.task.use, parameters)
-
-
-def read_split(task: Resolved, split: str) -> Source:
-    """The task's data of `split`. Raises DataError for one it does not know, or cannot read, TaskError for an error in its code."""
-    try:
-        return as_source(task.task.data(split))
-    except SurefootError:
-        raise
-    except KeyError as error:
-        if error.args == (split,):  # looked up among those that the task knows
-            raise DataError(
-                f"task {task.name} has no split {split!r}", hint="name one that its data(split) knows: evaluate.split, --split"
-            ) from error
-        raise _failed_data(split, error) from error
-    except OSError as error:
-        with_folder = task.importable is not None and signature.takes_folder(task.importable)
-        raise DataError(
-            f"the data of split {split!r} cannot be read: {describe(error)}",
-            hint="name its folder with --data" if with_folder else "run with --traceback to see all of it",
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise _failed_data(split, error) from error
-
-
-def _failed_data(split: str, error: BaseException) -> TaskError:
-    return TaskError(
-        f"data({split!r}) failed: {describe(error)}", hint="does the task know this split? --traceback shows all of it"
-    )
 
 
 def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
@@ -302,29 +276,6 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
         optim.keep_on_host(model)
     notes += [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
     return notes + precision.convert(model, spec.precision, kept.values())
-
-
-def make_feed(spec: RunSpec, source: Source) -> Feed:
-    """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
-    train, batch = spec.train, spec.train.batch
-    if isinstance(source, Iterated):
-        batch = batch if "batch" in train.model_fields_set else 1
-        if (train.microbatch or batch) != 1:
-            raise SpecError(
-                f"train.batch is {batch}, and the source gives whole batches: {source.describe()}",
-                hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1",
-            )
-        if spec.optim.reference_batch is not None:
-            raise SpecError(
-                f"optim.reference_batch is given, and the source gives whole batches: {source.describe()}",
-                hint="leave it out, and set optim.lr for the batches that there are",
-            )
-    if train.ramp:
-        check_ramp(spec, source)
-    order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
-    return Feed(
-        source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
-    )  # fmt: skip
 
 
 def _curve(spec: RunSpec, task: Resolved, schedule: Curve, feed: Feed, total_steps: int | None) -> Callable[[int], float]:

@@ -29,10 +29,11 @@ from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError, hint_unwritten
-from surefoot.train.assemble import build_model, load_task, read_split, set_storage
+from surefoot.train.assemble import build_model, load_task, set_storage
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
+from surefoot.train.step.reading import read_split
 
 ENDINGS = (".safetensors", ".npz")
 EXPORT_BATCHES = (4, 3)  # two sizes show that the batch of a graph is free; 1 would be taken for a constant

@@ -154,6 +154,7 @@ class Run:
         self._opened.callback(console.close)
         compiling = watch(self.assembly.engine.compiled, self.spec.compile)
         self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling)
+        self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(self.folder, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         for trouble in troubles:

@@ -23,6 +23,8 @@ EDITS = {
     "observe.noise": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
     "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
     "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
+    "loader.workers": (2, "in place"), "loader.kind": ("process", "in place"), "loader.prefetch": (3, "in place"),
+    "loader.start": ("spawn", "in place"), "loader.timeout": (9.0, "in place"), "loader.memory": ("1 GiB", "in place"),
     "train.cudnn_benchmark": (True, "in place"), "train.attention": ("math", "in place"),
     "train.memory_format": ("channels_last", "refused"),
     "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
@@ -54,6 +56,7 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
+    "loader.prefetch": {"workers": 2},
     "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "compile.blocks": {"what": "blocks"},
     "precision.init_scale": {"compute": "fp16"}, "precision.emulate": {"compute": "float8"},
     "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"}, "optim.scaling": {"reference_batch": 64},

@@ -23,6 +23,7 @@ from surefoot.contract.spec.tables import (
     EvaluateTable,
     FaultTable,
     LaterTable,
+    LoaderTable,
     MemoryTable,
     ObserveTable,
     OptimTable,
@@ -61,6 +62,7 @@ class RunSpec(Table):
 
     task: TaskTable = TaskTable()
     data: DataTable = DataTable()
+    loader: LoaderTable = LoaderTable()
     optim: OptimTable = OptimTable()
     schedule: ScheduleTable = ScheduleSettings()
     train: TrainTable = TrainTable()
@@ -112,7 +114,7 @@ class RunSpec(Table):
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint", "memory", "compile"):
+        for table in ("observe", "checkpoint", "memory", "compile", "loader"):
             tables.pop(table, None)
         tables.get("data", {}).pop("folder", None)
         for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):

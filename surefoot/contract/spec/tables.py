@@ -291,6 +291,29 @@ class CompileTable(Table):
         return self
 
 
+class LoaderTable(Table):
+    workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = Field(
+        0, description="who reads ahead of the steps; auto finds how many it takes; 0: each step reads by itself"
+    )
+    kind: Literal["auto", "thread", "process"] = Field(
+        "auto", description="what a worker is; auto: a thread where the source says that threads may read it, else a process"
+    )
+    prefetch: Positive | None = Field(None, description="microbatches that each worker holds ahead; none: 2")
+    start: Literal["auto", "fork", "spawn"] = Field(
+        "auto", description="how worker processes begin; auto: forked on Linux, else spawned, which needs a source that pickles"
+    )
+    timeout: float = Field(4.0, gt=0, description="seconds after which a worker that is waited for is replaced")
+    memory: Annotated[str, _checked_by(parse_bytes)] = Field("2 GiB", description="what is read ahead takes so much at the most")
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.workers == 0 and self.prefetch is not None:
+            raise ValueError(
+                f"prefetch = {self.prefetch} is what workers hold ahead, and workers is 0; set workers, or leave it out"
+            )
+        return self
+
+
 class CheckpointTable(Table):
     every: DurationText | Never = Field("10 min", description="commit so often, besides the best and the last")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")

@@ -14,10 +14,11 @@ from surefoot.components.data import Keys, to_device
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
-from surefoot.train.assemble import Assembly, make_feed
+from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
+from surefoot.train.step.reading import make_feed
 
 NUM_SAMPLES = 8
 OVER_BATCHES = (

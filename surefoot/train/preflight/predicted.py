@@ -25,9 +25,10 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.recompute import How
-from surefoot.train.assemble import Assembly, assemble, make_feed, read_split, take_task
+from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.failure.blame import describe
 from surefoot.train.step import LiveUpdate
+from surefoot.train.step.reading import make_feed, read_split
 
 MARGIN = 0.03  # what is claimed; furthest off is a small convolutional network, by 0.2 %: benchmarks/memory_prediction
 VERSION = 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+from surefoot.components.data.loader import Loader, Told
 from surefoot.components.observe import Console, Journal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
@@ -78,6 +80,17 @@ class Telling:
         trouble = self.journal.write(event)
         if trouble is not None:
             self.console.warn(trouble)
+
+    def hear(self, loader: Loader) -> Callable[[], None]:
+        """Tell what the loader of the data finds: a worker that was lost, steps that wait, how many workers it takes; gives its end."""
+        loader.tell = self._tell_of_data
+        return loader.close
+
+    def _tell_of_data(self, told: Told) -> None:
+        if told.kind == "tuned":
+            self.say(f"step {told.step}: {told.what}")
+        else:
+            self.fault(GuardFault(told.step, told.kind, told.then, f"step {told.step}: {told.what}"))
 
     def close_tensorboard(self, step: int) -> None:
         try:

@@ -31,6 +31,7 @@ RULES = (
     Rule("observe.*", "in place", "what is recorded changes no number"),
     Rule("checkpoint.*", "in place", "when a run is saved changes no number"),
     Rule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
+    Rule("loader.*", "in place", "who reads ahead changes no sample and no number"),
     Rule("train.device", "in place", "another device computes other bits, the same run"),
     Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
     Rule("memory.*", "in place", "what is held and what is computed again changes no number"),

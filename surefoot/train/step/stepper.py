@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Feed, Iterated, Keys, Window, size_of, to_device
+from surefoot.components.data import Feed, Iterated, Keys, size_of
+from surefoot.components.data.loader import Ahead, Loader, Reader, Taken
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of, master_of
 from surefoot.components.precision import PLAIN, DtypeRecord, Policy
@@ -68,6 +69,9 @@ class Stepper:
             nullcontext  # nothing is compiled inside: not while operators are seen
         )
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
+        self._augments = task.augment is not None and device.type != "cpu"  # where the model is: else whoever reads does it
+        self.loader = Loader(feed, Reader(feed.source, None if self._augments else task.augment, seed))
+        self._ahead = Ahead(device)
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
@@ -83,12 +87,12 @@ class Stepper:
     def __call__(self, number: int) -> StepReport:
         started_ns = self.clock.switch(DATA)
         self.has_moved = False
-        window = self._feed.window(number - 1)
-        batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
-        self.consumed = window.ids
+        taken = self.loader.take(number)
+        batches = self._place(taken, self.loader.peek)
+        self.consumed = taken.window.ids
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
-        num_samples = sum(map(size_of, batches)) if self._counts_rows else len(window.ids)
+        num_samples = sum(map(size_of, batches)) if self._counts_rows else len(self.consumed)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
@@ -138,8 +142,7 @@ class Stepper:
 
     def look(self, number: int) -> None:
         """Forward and backward pass of a step once more, as they were and without the update, for whoever looks on."""
-        window = self._feed.window(number - 1)
-        batches = [self._read(window, ids) for ids in self._feed.microbatches(window)]
+        batches = self._place(self.loader.read(number))
         self._buffers.keep()
         for index, update in enumerate(self._updates):
             for position, batch in enumerate(batches):
@@ -152,17 +155,20 @@ class Stepper:
             update.guarded.clear_gradients()
         self._buffers.put_back()
 
-    def _read(self, window: Window, ids: np.ndarray) -> Batch:
-        batch = self._feed.source.read(ids)
+    def _place(self, taken: Taken, peek: Callable[[int], Taken | None] | None = None) -> list[Batch]:
+        """What was read, on the device; what the next step reads begins to go there, where `peek` has it."""
+        batches = taken.batches
         if self._moves:
             self.clock.switch(COPY)
-            batch = to_device(batch, self._device)
+            batches = self._ahead.take(taken, peek)
             self.clock.switch(DATA)
-        if self._task.augment is not None:
-            batch = self._task.augment(batch, Keys(self._seed, window.epoch, ids))
+        if self._augments and self._task.augment is not None:
+            draws = [Keys(self._seed, taken.window.epoch, ids) for ids in self._feed.microbatches(taken.window)]
+            batches = [self._task.augment(batch, keys) for batch, keys in zip(batches, draws, strict=True)]
         if self.saw is not None:
-            self.saw(batch)
-        return batch
+            for batch in batches:
+                self.saw(batch)
+        return batches
 
     def _is_whole(self, number: int) -> bool:
         """Whether a step is taken as one graph."""

@@ -1,0 +1,261 @@
+"""Workers of one kind: threads of this process, or processes of their own. They read what they are given, in the order they get it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from multiprocessing import connection, reduction
+from typing import Any, Literal, NamedTuple, Protocol
+
+import psutil
+import torch
+
+from surefoot.components.data.loader.jobs import Job, Reader
+from surefoot.components.data.loader.ring import Slot, unpack
+from surefoot.components.data.loader.worker import serve
+from surefoot.contract.task import Batch
+from surefoot.core.errors import DataError
+
+Start = Literal["auto", "fork", "spawn"]
+ENDS_WITHIN_S = 1.0
+
+
+class Message(NamedTuple):
+    """What became of a job: a batch, or words about what was raised, or about how the worker died (with no `serial`)."""
+
+    place: int
+    serial: int | None
+    batch: Batch = None
+    problem: str | None = None
+
+
+class Crew(Protocol):
+    """So many workers, each known by its place; a worker that is replaced keeps its place, and what it was given is lost."""
+
+    size: int
+
+    def has_room(self, place: int) -> bool:
+        """Whether a worker can be given one job more."""
+        ...
+
+    def give(self, place: int, serial: int, job: Job) -> None: ...
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """What came within a time, at least one message if any did."""
+        ...
+
+    def name(self, place: int) -> str: ...
+
+    def cpu_s(self, place: int) -> float:
+        """The CPU time that a worker has used: one that hangs uses none."""
+        ...
+
+    def replace(self, place: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Threads:
+    """Workers in this process, for sources that several threads may read and that let go of the interpreter's lock."""
+
+    def __init__(self, size: int, reader: Reader) -> None:
+        self.size, self._reader = size, reader
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inboxes: list[queue.SimpleQueue[tuple[int, Job] | None]] = []
+        self._threads: list[threading.Thread] = []
+        for place in range(size):
+            self._begin(place)
+
+    def _begin(self, place: int) -> None:
+        inbox: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._work, args=(place, inbox), name=f"surefoot-loader-{place}", daemon=True)
+        self._inboxes[place : place + 1], self._threads[place : place + 1] = [inbox], [thread]
+        thread.start()
+
+    def _work(self, place: int, inbox: queue.SimpleQueue[tuple[int, Job] | None]) -> None:
+        torch.set_num_threads(1)  # of this thread: as many threads as there are workers read at once
+        while (given := inbox.get()) is not None:
+            serial, job = given
+            try:
+                message = Message(place, serial, self._reader(job.window.epoch, job.ids))
+            except BaseException:  # noqa: BLE001 - whoever waits for the batch is told, and reads it again
+                message = Message(place, serial, problem=traceback.format_exc())
+            self._outbox.put(message)
+            del given, job, message
+
+    def has_room(self, place: int) -> bool:
+        return True
+
+    def give(self, place: int, serial: int, job: Job) -> None:
+        self._inboxes[place].put((serial, job))
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        try:
+            return [self._outbox.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+
+    def name(self, place: int) -> str:
+        return f"loader thread {place}"
+
+    def cpu_s(self, place: int) -> float:
+        wanted = self._threads[place].native_id
+        return float(sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == wanted))
+
+    def replace(self, place: int) -> None:
+        self._inboxes[place].put(None)  # a thread cannot be ended: should it ever return, it goes
+        self._begin(place)
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        until_s = time.monotonic() + ENDS_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+
+class _Process(NamedTuple):
+    process: Any
+    pipe: connection.Connection
+    slots: tuple[Slot, ...]
+    free: deque[int]  # slots that nothing lies in
+
+
+class Processes:
+    """Workers in processes of their own; what they read comes back through slots of shared memory, `num_slots` each."""
+
+    def __init__(self, size: int, reader: Reader, *, num_slots: int, start: Start = "auto") -> None:
+        self.size, self._reader, self._num_slots = size, reader, num_slots
+        self.start = find_start(start)
+        self._context: Any = multiprocessing.get_context(self.start)
+        if self.start != "fork":
+            check_picklable(reader)
+        self._workers: list[_Process] = []
+        for place in range(size):
+            self._begin(place)
+
+    def _begin(self, place: int) -> None:
+        slots = tuple(Slot() for _ in range(self._num_slots))
+        ours, theirs = self._context.Pipe()
+        inherited = [each.pipe for each in self._workers] + [ours] if self.start == "fork" else []
+        args = (theirs, slots, self._reader, os.getpid(), inherited)
+        process = self._context.Process(target=serve, args=args, name=f"surefoot-loader-{place}", daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads: none of them is used there
+            process.start()
+        theirs.close()
+        self._workers[place : place + 1] = [_Process(process, ours, slots, deque(range(self._num_slots)))]
+
+    def has_room(self, place: int) -> bool:
+        return bool(self._workers[place].free)
+
+    def give(self, place: int, serial: int, job: Job) -> None:
+        worker = self._workers[place]
+        slot = worker.free.popleft()
+        with contextlib.suppress(OSError):  # it is dead, as `receive` will tell
+            worker.pipe.send((serial, slot, job.window.epoch, job.ids))
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        pipes = {id(worker.pipe): place for place, worker in enumerate(self._workers)}
+        ready = connection.wait([worker.pipe for worker in self._workers], timeout_s)
+        return [self._take(pipes[id(pipe)]) for pipe in ready]
+
+    def _take(self, place: int) -> Message:
+        worker = self._workers[place]
+        try:
+            serial, slot, problem = worker.pipe.recv()
+            if problem is not None:
+                worker.free.append(slot)
+                return Message(place, serial, problem=problem)
+            content = worker.pipe.recv_bytes()
+        except (EOFError, OSError):
+            worker.process.join(ENDS_WITHIN_S)
+            return Message(place, None, problem=_how_it_ended(worker.process.exitcode))
+        batch = unpack(content, worker.slots[slot], lambda: worker.free.append(slot))
+        if not worker.free:  # whoever reads keeps what it read: there must be room to go on
+            batch = copy.deepcopy(batch)
+        return Message(place, serial, batch)
+
+    def name(self, place: int) -> str:
+        return f"loader worker {place} (process {self._workers[place].process.pid})"
+
+    def cpu_s(self, place: int) -> float:
+        try:
+            used = psutil.Process(self._workers[place].process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(used.user + used.system)
+
+    def replace(self, place: int) -> None:
+        self._end(self._workers[place])
+        self._begin(place)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.pipe.close()  # at which it ends by itself
+        for worker in self._workers:
+            worker.process.join(0.05)
+            self._end(worker)
+        self._workers = []
+
+    def _end(self, worker: _Process) -> None:
+        worker.pipe.close()
+        worker.process.kill()
+        worker.process.join(ENDS_WITHIN_S)
+        for slot in worker.slots:
+            slot.close()
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "closed its pipe"
+    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with code {exit_code}"
+
+
+def find_start(start: Start) -> str:
+    """How processes are begun: forked on Linux, where that is usual; else spawned."""
+    known = multiprocessing.get_all_start_methods()
+    if start == "auto":
+        return "fork" if sys.platform == "linux" else "spawn"
+    if start not in known:
+        raise DataError(f"loader.start is {start!r}, which this system has not", hint=f"use one of {', '.join(known)}")
+    return start
+
+
+def check_picklable(reader: Reader) -> None:
+    """Raise DataError, with the name of the attribute, for a source or an augmentation that cannot be sent to another process."""
+    for what, given in (("the source", reader.source), ("the task", reader.augment)):
+        found = _find_unpicklable(given, what)
+        if found is not None:
+            raise DataError(
+                f"{found[0]} cannot be sent to a worker that is spawned: {found[1]}",
+                hint='define it in a module, under a name of its own; or set loader.start = "fork", or loader.kind = "thread"',
+            )
+
+
+def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
+    """The innermost attribute that does not pickle, and why."""
+    try:
+        reduction.ForkingPickler.dumps(given)
+    except Exception as error:  # noqa: BLE001 - whatever an object raises when it is asked
+        inside = (_find_unpicklable(part, f"{path}{name}") for name, part in _parts_of(given))
+        return next((found for found in inside if found is not None), (path, str(error) or type(error).__name__))
+    return None
+
+
+def _parts_of(given: Any) -> list[tuple[str, Any]]:
+    if isinstance(given, dict):
+        return [(f"[{name!r}]", part) for name, part in given.items()]
+    if isinstance(given, list | tuple):
+        return [(f"[{number}]", part) for number, part in enumerate(given)]
+    attributes = getattr(getattr(given, "__self__", given), "__dict__", None)  # of a method those of its object
+    return [(f".{name}", part) for name, part in attributes.items()] if isinstance(attributes, dict) else []

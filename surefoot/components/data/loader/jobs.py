@@ -1,0 +1,51 @@
+"""What is read at once: the samples of one microbatch, the same wherever it is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from surefoot.components.data.feed import Window
+from surefoot.components.data.order import Keys
+from surefoot.contract.task import Batch, Source
+
+Augment = Callable[[Batch, Any], Batch]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One microbatch of the step numbered `number`, from 1: samples `ids` (int64) of its window."""
+
+    number: int
+    window: Window
+    ids: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Reads and augments the samples `ids` of an epoch: a pure function, so it does not matter which worker calls it, nor how often."""
+
+    source: Source
+    augment: Augment | None
+    seed: int
+
+    def __call__(self, epoch: int, ids: np.ndarray) -> Batch:
+        batch = self.source.read(ids)
+        return batch if self.augment is None else self.augment(batch, Keys(self.seed, epoch, ids))
+
+    def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
+        """The seconds that each part of reading these samples takes: as the source itself tells them, or as one."""
+        own = getattr(self.source, "explain", None)
+        begun_s = time.perf_counter()
+        batch = self.source.read(ids)
+        read_s = time.perf_counter() - begun_s
+        costs: dict[str, float] = {"read": read_s} if own is None else dict(own(ids))
+        if self.augment is not None:
+            begun_s = time.perf_counter()
+            self.augment(batch, Keys(self.seed, epoch, ids))
+            costs["augment"] = time.perf_counter() - begun_s
+        return costs

@@ -1,0 +1,337 @@
+"""The batches of a run, read ahead of its steps by any number of workers, in an order that none of them can change.
+
+What a step reads is a pure function of its number, so nothing is drawn ahead and nothing need be saved: a loader begins at any step at
+once. A worker that dies, hangs or raises is replaced, and what it was reading is read again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from surefoot.components.data.feed import Feed, Window
+from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads
+from surefoot.components.data.loader.jobs import Job, Reader
+from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
+from surefoot.contract.task import Batch
+from surefoot.core.errors import BadRecordError
+
+Kind = Literal["thread", "process"]
+MOST_TRIES = 3  # of one microbatch: what ends so many workers is its samples
+BUSY = 8.0  # a worker that computes is waited for so many times longer than one that does not
+LOOKS = 8  # at the workers, within the time that one may take
+
+
+class Told(NamedTuple):
+    """What a run should hear: of `kind` worker (one was lost), starving (steps wait for data) or tuned (how many workers were found)."""
+
+    kind: Literal["worker", "starving", "tuned"]
+    step: int
+    what: str
+    then: str  # what was done about it, or what to do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a loader reads: `workers` of a `kind`, each `prefetch` microbatches ahead, which take `memory_bytes` at the most in all.
+
+    A worker that gives nothing for `timeout_s` while it is waited for is replaced. 0 workers: each step reads by itself. With `most`
+    the number of workers, up to that one, is found while the run goes on.
+    """
+
+    workers: int = 0
+    most: int = 0
+    kind: Kind = "process"
+    prefetch: int = 2
+    start: Start = "auto"
+    timeout_s: float = 4.0
+    memory_bytes: int = 2 << 30
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A job that was given to a worker, and what came back."""
+
+    serial: int
+    job: Job
+    place: int
+    given_s: float
+    batch: Batch = None
+    is_there: bool = False
+    problem: str | None = None
+    tries: int = 1
+
+
+class Taken(NamedTuple):
+    """What step `number` reads: its window, and a batch for each microbatch."""
+
+    number: int
+    window: Window
+    batches: list[Batch]
+
+
+class Loader:
+    """Gives the step numbered n, from 1, what it reads: `loader.take(n)`. Steps in a row are read ahead, any other begins anew there."""
+
+    def __init__(self, feed: Feed, reader: Reader, settings: Settings | None = None, *, last: int | None = None) -> None:
+        """`last` is the last step that will be asked for; without settings each step reads by itself."""
+        self.settings = settings = settings or Settings()
+        self._feed, self._reader, self._last = feed, reader, last
+        self.tell: Callable[[Told], None] = lambda told: None
+        self._pilot = Pilot(settings.most) if settings.most else None
+        self._steps, self._last_take = Watch(), (0, 0.0, 0.0)
+        self._is_starving = False
+        self._crew: Crew | None = None
+        self._tickets: deque[_Ticket] = deque()  # in the order of the run
+        self._given: dict[int, _Ticket] = {}  # serial -> what a worker still has
+        self._jobs: Iterator[Job] = iter(())
+        self._next, self._serial = 0, 0
+        self._depth = settings.workers * settings.prefetch
+        self.batch_bytes = 0  # of one microbatch, the largest so far
+        self._heard_s: dict[int, float] = {}  # when a worker last gave something
+
+    def take(self, number: int) -> Taken:
+        """What step `number` reads. Raises what reading it raises, and BadRecordError for samples that no worker survives."""
+        begun_s = time.perf_counter()
+        taken = self._take(number) if self.settings.workers else self.read(number)
+        self._watch(number, begun_s, time.perf_counter())
+        return taken
+
+    def _take(self, number: int) -> Taken:
+        if number != self._next:
+            self._begin_at(number)
+        self._next = number + 1
+        batches, window = list[Batch](), None
+        self._top_up()
+        while self._tickets and self._tickets[0].job.number == number:
+            ticket = self._tickets[0]
+            self._await(ticket)
+            self._tickets.popleft()
+            self._top_up()
+            window = ticket.job.window
+            batches.append(ticket.batch)
+        if window is None:
+            return self.read(number)
+        if not self.batch_bytes:
+            self._bound_depth(batches[0])
+        return Taken(number, window, batches)
+
+    def peek(self, number: int) -> Taken | None:
+        """What step `number` reads, if that is there already."""
+        found = list(itertools.takewhile(lambda each: each.job.number <= number, self._tickets))
+        if not found or len(found) == len(self._tickets) or not all(each.is_there and each.problem is None for each in found):
+            return None
+        return Taken(number, found[0].job.window, [each.batch for each in found])
+
+    def read(self, number: int) -> Taken:
+        """The same, read here and now, whoever else reads what."""
+        window = self._feed.window(number - 1)
+        return Taken(number, window, [self._reader(window.epoch, ids) for ids in self._feed.microbatches(window)])
+
+    def close(self) -> None:
+        """End the workers; nothing of them stays. The loader can be used again."""
+        self._tickets.clear()
+        self._given.clear()
+        self._next = 0
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close()
+
+    def use(self, settings: Settings, *, last: int | None = None) -> None:
+        """Go on with other workers: what is read stays the same. `last` is the last step that will be asked for."""
+        self.close()
+        self._last = last or self._last
+        self.settings, self.batch_bytes = settings, 0
+        self._depth = settings.workers * settings.prefetch
+        self._steps, self._is_starving = Watch(), False
+        if not settings.most:
+            self._pilot = None
+        elif self._pilot is None:
+            self._pilot = Pilot(settings.most)
+
+    @property
+    def depth(self) -> int:
+        """The microbatches that are read ahead, or ready, at a time."""
+        return self._depth
+
+    def _begin_at(self, number: int) -> None:
+        """Forget what was read ahead: steps are taken from another place, or are cut in another way."""
+        self.close()
+        self._jobs = self._jobs_from(number)
+
+    def _jobs_from(self, number: int) -> Iterator[Job]:
+        while self._last is None or number <= self._last:
+            window = self._feed.window(number - 1)
+            for ids in self._feed.microbatches(window):
+                yield Job(number, window, ids)
+            number += 1
+
+    def _top_up(self) -> None:
+        crew = self._crew or self._make_crew()
+        while len(self._tickets) < self._depth:
+            loads = self._loads(crew)
+            place = min((place for place in range(crew.size) if crew.has_room(place)), key=loads.__getitem__, default=None)
+            job = next(self._jobs, None) if place is not None else None
+            if job is None or place is None:
+                return
+            self._serial += 1
+            ticket = _Ticket(self._serial, job, place, time.monotonic())
+            self._tickets.append(ticket)
+            self._give(crew, ticket)
+
+    def _loads(self, crew: Crew) -> list[int]:
+        loads = [0] * crew.size
+        for ticket in self._given.values():
+            loads[ticket.place] += 1
+        return loads
+
+    def _make_crew(self) -> Crew:
+        settings = self.settings
+        if settings.kind == "thread":
+            self._crew = Threads(settings.workers, self._reader)
+        else:
+            num_slots = 2 * settings.prefetch + 2
+            self._crew = Processes(settings.workers, self._reader, num_slots=num_slots, start=settings.start)
+        return self._crew
+
+    def _give(self, crew: Crew, ticket: _Ticket) -> None:
+        self._given[ticket.serial] = ticket
+        ticket.given_s = time.monotonic()
+        crew.give(ticket.place, ticket.serial, ticket.job)
+
+    def _await(self, ticket: _Ticket) -> None:
+        crew = self._crew or self._make_crew()
+        begun_s, used_s = time.monotonic(), None
+        while not ticket.is_there:
+            allowed_s = self.settings.timeout_s * 2 ** (ticket.tries - 1)
+            messages = crew.receive(allowed_s / LOOKS)
+            for message in messages:
+                self._sort_in(crew, message)
+            if messages:
+                used_s = None
+                continue
+            waited_s = time.monotonic() - max(begun_s, ticket.given_s, self._heard_s.get(ticket.place, 0.0))
+            now_s = crew.cpu_s(ticket.place)
+            used_s = now_s if used_s is None else used_s
+            is_busy = now_s - used_s > 0.05 * waited_s
+            if waited_s >= allowed_s * (BUSY if is_busy else 1.0):
+                self._lose(crew, ticket.place, f"gave nothing for {waited_s:.1f} s", ticket)
+                used_s = None
+        if ticket.problem is not None:
+            self._read_again(ticket)
+
+    def _sort_in(self, crew: Crew, message: Message) -> None:
+        self._heard_s[message.place] = time.monotonic()
+        if message.serial is None:
+            waiting = [each for each in self._given.values() if each.place == message.place]
+            self._lose(crew, message.place, message.problem or "ended", min(waiting, key=lambda each: each.serial, default=None))
+            return
+        ticket = self._given.pop(message.serial, None)
+        if ticket is not None:  # else it was forgotten meanwhile
+            ticket.batch, ticket.problem, ticket.is_there = message.batch, message.problem, True
+
+    def _lose(self, crew: Crew, place: int, how: str, guilty: _Ticket | None) -> None:
+        """Replace a worker; what it had is given to the new one, in the same order. `guilty` is what it was reading."""
+        name = crew.name(place)
+        lost = sorted((each for each in self._given.values() if each.place == place), key=lambda each: each.serial)
+        step = self._next - 1 if guilty is None else guilty.job.number
+        what = f"{name} {how}" + (
+            "" if guilty is None else f" while it read {_told(guilty.job.ids)} of step {guilty.job.number:,}"
+        )
+        if guilty is not None:
+            guilty.tries += 1
+            if guilty.tries > MOST_TRIES:
+                self.close()
+                raise BadRecordError(
+                    f"{what}; so did {MOST_TRIES - 1} workers before it",
+                    hint="read these samples by hand: source.read(ids); loader.timeout gives a slow one more time",
+                )
+        crew.replace(place)
+        for ticket in lost:
+            self._give(crew, ticket)
+        self.tell(Told("worker", step, what, "it was replaced, and the same samples are read again"))
+
+    def _read_again(self, ticket: _Ticket) -> None:
+        """In this process: what was raised is raised here, where a person sees where; or it was of that moment alone."""
+        job = ticket.job
+        ticket.batch = self._reader(job.window.epoch, job.ids)
+        raised = (ticket.problem or "").strip().splitlines()[-1]
+        crew = self._crew or self._make_crew()
+        what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
+        self.tell(Told("worker", job.number, what, "the same samples were read again, without an error"))
+
+    def _bound_depth(self, batch: Batch) -> None:
+        """Read no further ahead than the memory that was allowed holds; one microbatch for each worker at the least."""
+        settings = self.settings
+        self.batch_bytes = max(1, bytes_of(batch))
+        self._depth = min(self._depth, max(settings.workers, settings.memory_bytes // self.batch_bytes))
+
+    def _watch(self, number: int, begun_s: float, done_s: float) -> None:
+        """Look at the step before, from the beginning of its reading to that of this one."""
+        before, before_s, waiting_s = self._last_take
+        self._last_take = number, begun_s, done_s - begun_s
+        if before + 1 != number:
+            return
+        step_s = begun_s - before_s
+        if self._pilot is not None and not self._pilot.is_done:
+            changed = self._pilot.add(step_s, waiting_s)
+            if changed is not None:
+                self.use(replace(self.settings, workers=changed))
+            if self._pilot.is_done:
+                self.tell(Told("tuned", number, self._pilot.describe(), ""))
+            return
+        self._steps.add(step_s, waiting_s)
+        if not self._is_starving and self._steps.is_enough(STARVES_AFTER_STEPS, STARVES_AFTER_S):
+            seen, self._steps = self._steps.seen(self.settings.workers), Watch()
+            if seen.waiting > STARVES:
+                self._is_starving = True
+                self._tell_starving(number, seen)
+
+    def _tell_starving(self, number: int, seen: Seen) -> None:
+        window = self._feed.window(number - 1)
+        ids = self._feed.microbatches(window)[0]
+        costs = self._reader.explain(window.epoch, ids)
+        total_s = sum(costs.values()) or 1.0
+        causes = ", ".join(f"{name} {cost / total_s:.0%}" for name, cost in sorted(costs.items(), key=lambda each: -each[1]))
+        what = (
+            f"steps wait {seen.waiting:.0%} of their time for data, {seen.waiting * seen.step_s * 1e3:.3g} ms of "
+            f"{seen.step_s * 1e3:.3g}, with {seen.workers} workers; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
+        )
+        then = 'loader.workers = "auto" finds how many workers it takes; surefoot tune-loader SPEC shows what each number brings'
+        self.tell(Told("starving", number, what, then))
+
+    def describe(self) -> str:
+        """The workers, and what is read ahead, in words."""
+        settings = self.settings
+        if not settings.workers:
+            return "each step reads its own samples: no worker"
+        workers = f"{settings.workers} worker {'threads' if settings.kind == 'thread' else 'processes'}"
+        held = f", {math.ceil(self._depth * self.batch_bytes / 2**20):,} MiB" if self.batch_bytes else ""
+        return f"{workers} hold {self._depth} microbatches ahead{held}"
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_crew") is not None:
+            self.close()
+
+
+def bytes_of(batch: Batch) -> int:
+    """The memory of the tensors and arrays in a batch."""
+    if isinstance(batch, Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, np.ndarray):
+        return batch.nbytes
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return sum(map(bytes_of, parts))
+
+
+def _told(ids: np.ndarray) -> str:
+    shown = ", ".join(map(str, ids[:4].tolist()))
+    return f"sample {shown}" if len(ids) == 1 else f"samples {shown}{', ...' if len(ids) > 4 else ''} ({len(ids)} of them)"

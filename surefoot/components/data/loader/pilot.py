@@ -1,0 +1,99 @@
+"""How many workers a run needs, found while it goes on: the cheapest with which a step does not wait for its data.
+
+It begins with none. Where steps wait for more than 2 % of their time, the next larger number is tried, as long as that makes steps
+shorter; the best one is kept. What is read stays the same, so that trying changes no number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ENOUGH = 0.02  # of a step spent waiting: no worker is worth more
+GAIN = 0.03  # shorter steps: less is not told from noise
+SKIPPED_STEPS = 3  # after a change: workers begin, caches fill
+LEAST_STEPS, LEAST_S = 10, 1.0  # watched for each number of workers
+PAUSES = 5.0  # times the usual step: something else was done between two steps
+STARVES = 0.2  # of the time spent waiting is a finding
+STARVES_AFTER_STEPS, STARVES_AFTER_S = 50, 5.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What steps with so many workers took, in the middle, and the share of it that they waited for data."""
+
+    workers: int
+    step_s: float
+    waiting: float
+
+
+class Watch:
+    """The times of the steps so far."""
+
+    def __init__(self) -> None:
+        self._skipped = SKIPPED_STEPS
+        self._steps: list[tuple[float, float]] = []
+
+    def add(self, step_s: float, waiting_s: float) -> None:
+        if self._skipped:
+            self._skipped -= 1
+        else:
+            self._steps.append((step_s, waiting_s))
+
+    def is_enough(self, steps: int, seconds: float) -> bool:
+        return len(self._steps) >= steps and sum(step for step, _ in self._steps) >= seconds
+
+    def seen(self, workers: int) -> Seen:
+        middle_s = statistics.median(step for step, _ in self._steps)
+        usual = [each for each in self._steps if each[0] <= PAUSES * middle_s]  # no evaluation, no commit
+        total_s, waiting_s = map(sum, zip(*usual, strict=True))
+        return Seen(workers, middle_s, waiting_s / total_s if total_s else 0.0)
+
+
+def numbers(most: int) -> Iterator[int]:
+    """The numbers of workers that are tried: 0, 1, 2, 4, and so on."""
+    yield 0
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
+    if most:
+        yield most
+
+
+class Pilot:
+    """Told of each step; says which number of workers comes next, until one is found."""
+
+    def __init__(self, most: int) -> None:
+        self._left = list(numbers(most))
+        self.workers = self._left.pop(0)
+        self.tried: list[Seen] = []
+        self.is_done = False
+        self._watch = Watch()
+
+    def add(self, step_s: float, waiting_s: float) -> int | None:
+        """The number of workers to go on with, where it changes now."""
+        self._watch.add(step_s, waiting_s)
+        if self.is_done or not self._watch.is_enough(LEAST_STEPS, LEAST_S):
+            return None
+        seen = self._watch.seen(self.workers)
+        self._watch = Watch()
+        shortest_s = min((each.step_s for each in self.tried), default=math.inf)
+        self.tried.append(seen)
+        brings = (
+            seen.step_s < shortest_s * (1 - GAIN) or self.workers == 1
+        )  # one alone may hide little, where two read twice as fast
+        if brings and seen.waiting > ENOUGH and self._left:
+            self.workers = self._left.pop(0)
+            return self.workers
+        self.is_done = True
+        enough_s = min(each.step_s for each in self.tried) * (1 + GAIN)
+        before, self.workers = self.workers, next(each.workers for each in self.tried if each.step_s <= enough_s)
+        return self.workers if self.workers != before else None
+
+    def describe(self) -> str:
+        """What was tried, in words."""
+        tried = "; ".join(f"{each.workers}: {each.step_s * 1e3:.3g} ms a step, {each.waiting:.0%} waiting" for each in self.tried)
+        return f"{self.workers} workers for the data ({tried})"

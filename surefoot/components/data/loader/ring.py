@@ -1,0 +1,144 @@
+"""Batches from one process to another without a copy: tensors in memory that has no name, all else in a message that says where they lie.
+
+A slot is a file of memory (memfd) that lives as long as somebody has it open: after any death of any process nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.contract.task import Batch
+
+ALIGNED = 64  # bytes: a cache line, and what vector instructions like
+GROWS = 1 << 16  # bytes: slots are made in multiples of it
+
+
+class Slot:
+    """A file of memory. The worker makes room in it, its parent maps what was made."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = _open_nameless() if descriptor is None else descriptor
+        self._map: mmap.mmap | None = None
+
+    def mapped(self, num_bytes: int) -> mmap.mmap:
+        """The memory, at least so many bytes."""
+        if self._map is None or len(self._map) < num_bytes:
+            size = max(os.fstat(self._descriptor).st_size, -(-num_bytes // GROWS) * GROWS)
+            os.ftruncate(self._descriptor, size)
+            self._map = mmap.mmap(self._descriptor, size)
+        return self._map
+
+    def close(self) -> None:
+        """Give the memory back, once the last batch in it is gone."""
+        self._map = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __reduce__(self) -> tuple[Any, ...]:  # to a process that is spawned
+        return _opened_there, (reduction.DupFd(self._descriptor),)
+
+
+def _opened_there(handed: Any) -> Slot:
+    return Slot(handed.detach())
+
+
+def _open_nameless() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("surefoot-loader")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def pack(batch: Batch, slot: Slot) -> bytes:
+    """Lay the tensors and arrays of a batch into a slot; gives the message from which `unpack` makes it again."""
+    packer = _Packer()
+    packer.dump(batch)
+    if packer.parts:
+        memory = slot.mapped(packer.num_bytes)
+        for start, array in packer.parts:
+            if array.nbytes:
+                np.frombuffer(memory, np.uint8, array.nbytes, start).reshape(array.shape)[...] = array
+    return packer.num_bytes.to_bytes(8, "little") + packer.written.getvalue()
+
+
+def unpack(message: bytes, slot: Slot, release: Callable[[], None]) -> Batch:
+    """The batch that a message tells of, its tensors in the slot; `release` is called once the last of them is gone."""
+    num_bytes = int.from_bytes(message[:8], "little")
+    lease = _Lease(release)
+    made = _Unpacker(io.BytesIO(message[8:]), slot.mapped(num_bytes) if num_bytes else None, lease).load()
+    lease.end_of_parts()
+    return made
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self) -> None:
+        self.written = io.BytesIO()
+        super().__init__(self.written, protocol=pickle.HIGHEST_PROTOCOL)
+        self.parts: list[tuple[int, np.ndarray]] = []  # where each begins, its bytes
+        self.num_bytes = 0
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type == "cpu" and not obj.is_quantized:
+            dense = obj.detach().resolve_conj().resolve_neg()
+            flat = dense.contiguous().view(-1) if dense.numel() else dense.new_empty(0)
+            return "tensor", str(obj.dtype).removeprefix("torch."), tuple(obj.shape), self._lay(flat.view(torch.uint8).numpy())
+        if type(obj) is np.ndarray and obj.dtype.kind in "biufc":
+            return "array", obj.dtype.str, obj.shape, self._lay(np.ascontiguousarray(obj).reshape(-1).view(np.uint8))
+        return None
+
+    def _lay(self, content: np.ndarray) -> int:
+        start = self.num_bytes
+        self.parts.append((start, content))
+        self.num_bytes += -(-content.nbytes // ALIGNED) * ALIGNED
+        return start
+
+
+class _Unpacker(pickle.Unpickler):
+    """Of messages between a run and its own workers, and of nothing that comes from outside."""
+
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None, lease: _Lease) -> None:
+        super().__init__(file)
+        self._memory, self._lease = memory, lease
+
+    def persistent_load(self, pid: Any) -> Tensor | np.ndarray:
+        kind, named, shape, start = pid
+        dtype: Any = getattr(torch, named) if kind == "tensor" else np.dtype(named)
+        count = int(np.prod(shape, dtype=np.int64))
+        if count == 0 or self._memory is None:
+            return torch.empty(shape, dtype=dtype) if kind == "tensor" else np.empty(shape, dtype)
+        content = np.frombuffer(self._memory, np.uint8, count * dtype.itemsize, start)
+        self._lease.hold(content)
+        return torch.from_numpy(content).view(dtype).view(shape) if kind == "tensor" else content.view(dtype).reshape(shape)
+
+
+class _Lease:
+    """Counts what still lies in a slot: a tensor keeps the array that it is made of, and views of it do."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release, self._left, self._lock = release, 1, threading.RLock()
+
+    def hold(self, part: np.ndarray) -> None:
+        with self._lock:
+            self._left += 1
+        weakref.finalize(part, self.end_of_parts).atexit = False
+
+    def end_of_parts(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_free = self._left == 0
+        if is_free:
+            self._release()

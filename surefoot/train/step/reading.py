@@ -1,0 +1,90 @@
+"""What a spec says of the data, made: the source of a split, the order of its samples, and who reads them."""
+
+from __future__ import annotations
+
+from surefoot.components.data import Feed, Iterated, Order, as_source
+from surefoot.components.data.lengths import check_ramp
+from surefoot.components.data.loader import Kind, Settings
+from surefoot.contract import signature
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Resolved, Source
+from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
+from surefoot.core.hardware import count_cores
+from surefoot.core.units import parse_bytes
+from surefoot.train.failure.blame import describe
+
+MOST_FOUND = 8  # workers, of "auto": more cost more memory than they bring
+
+
+def read_split(task: Resolved, split: str) -> Source:
+    """The task's data of `split`. Raises DataError for one it does not know, or cannot read, TaskError for an error in its code."""
+    try:
+        return as_source(task.task.data(split))
+    except SurefootError:
+        raise
+    except KeyError as error:
+        if error.args == (split,):  # looked up among those that the task knows
+            raise DataError(
+                f"task {task.name} has no split {split!r}", hint="name one that its data(split) knows: evaluate.split, --split"
+            ) from error
+        raise _failed_data(split, error) from error
+    except OSError as error:
+        with_folder = task.importable is not None and signature.takes_folder(task.importable)
+        raise DataError(
+            f"the data of split {split!r} cannot be read: {describe(error)}",
+            hint="name its folder with --data" if with_folder else "run with --traceback to see all of it",
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _failed_data(split, error) from error
+
+
+def _failed_data(split: str, error: BaseException) -> TaskError:
+    return TaskError(
+        f"data({split!r}) failed: {describe(error)}", hint="does the task know this split? --traceback shows all of it"
+    )
+
+
+def make_feed(spec: RunSpec, source: Source) -> Feed:
+    """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
+    train, batch = spec.train, spec.train.batch
+    if isinstance(source, Iterated):
+        batch = batch if "batch" in train.model_fields_set else 1
+        if (train.microbatch or batch) != 1:
+            raise SpecError(
+                f"train.batch is {batch}, and the source gives whole batches: {source.describe()}",
+                hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1",
+            )
+        if spec.optim.reference_batch is not None:
+            raise SpecError(
+                f"optim.reference_batch is given, and the source gives whole batches: {source.describe()}",
+                hint="leave it out, and set optim.lr for the batches that there are",
+            )
+    if train.ramp:
+        check_ramp(spec, source)
+    order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
+    return Feed(
+        source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
+    )  # fmt: skip
+
+
+def make_settings(spec: RunSpec, source: Source) -> Settings:
+    """How the loader reads, as `[loader]` says it. Raises SpecError for a source that is read in its own order."""
+    table = spec.loader
+    if table.workers and isinstance(source, Iterated):
+        raise SpecError(
+            f"loader.workers is {table.workers!r}, and the source gives whole batches in its own order: {source.describe()}",
+            hint="leave loader.workers out; a DataLoader has workers of its own: num_workers",
+        )
+    finds = table.workers == "auto"
+    return Settings(
+        workers=0 if table.workers == "auto" else table.workers, most=min(MOST_FOUND, count_cores()) if finds else 0,
+        kind=find_kind(table.kind, source), prefetch=table.prefetch or Settings.prefetch, start=table.start,
+        timeout_s=table.timeout, memory_bytes=parse_bytes(table.memory),
+    )  # fmt: skip
+
+
+def find_kind(stated: str, source: Source) -> Kind:
+    """Threads for a source that says that several may read it at once, processes for any other."""
+    if stated != "auto":
+        return "thread" if stated == "thread" else "process"
+    return "thread" if getattr(source, "thread_safe", False) else "process"

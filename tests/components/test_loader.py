@@ -1,0 +1,334 @@
+"""The loader: whatever its workers are and whatever becomes of them, a step reads what it always reads."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from surefoot.components.data import Feed, Iterated, Order
+from surefoot.components.data.loader import Loader, Reader, Settings, Told
+from surefoot.components.data.loader.pilot import Pilot
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Source
+from surefoot.core.errors import BadRecordError, DataError, SpecError
+from surefoot.train.step.reading import make_settings
+from tests.components.loading import Locked, Numbers, Odds, Once, Troubled, shifted
+
+BATCH, STEPS, SEED = 16, 21, 5  # three epochs; the last batch of each has one sample
+CREWS = [Settings(workers=workers, kind=kind) for kind in ("thread", "process") for workers in (1, 2, 7)]
+
+
+def loader(source: Source, settings: Settings | None = None, *, microbatch: int | None = 6) -> Loader:
+    feed = Feed(source, Order(len(source), SEED), batch=BATCH, microbatch=microbatch)
+    return Loader(feed, Reader(source, shifted if type(source) is not Odds else None, SEED), settings or Settings(), last=STEPS)
+
+
+def rows(taken: Any) -> list[Any]:
+    return [taken.window.ids.tolist(), [(batch["number"].tolist(), batch["image"].clone()) for batch in taken.batches]]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return left[0] == right[0] and len(left[1]) == len(right[1]) and all(
+        mine[0] == other[0] and torch.equal(mine[1], other[1]) for mine, other in zip(left[1], right[1], strict=True)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[Any]]:
+    reading = loader(Numbers())
+    return [rows(reading.take(number)) for number in range(1, STEPS + 1)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Any:
+    """No worker, thread, descriptor or shared memory of a test outlives it."""
+    gc.collect()
+    resource_tracker.ensure_running()  # Python's own, which stays
+    before, shared = psutil.Process().num_fds(), set(os.listdir("/dev/shm"))
+    yield
+    gc.collect()
+    assert not multiprocessing.active_children()
+    assert psutil.Process().num_fds() <= before
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.parametrize("settings", CREWS, ids=lambda each: f"{each.workers} {each.kind}")
+def test_any_number_of_workers_reads_the_same(settings: Settings, expected: list[list[Any]]) -> None:
+    reading = loader(Numbers(), settings)
+    found = [rows(reading.take(number)) for number in range(1, STEPS + 1)]
+    reading.close()
+    assert all(map(same, found, expected))
+
+
+def test_workers_that_are_spawned_read_the_same(expected: list[list[Any]]) -> None:
+    reading = loader(Numbers(), Settings(workers=1, start="spawn"))
+    assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
+    reading.close()
+
+
+def test_steps_may_be_taken_from_anywhere(expected: list[list[Any]]) -> None:
+    reading = loader(Numbers(), Settings(workers=2))
+    for number in (20, 21, 3, 4, 4, 5, 1, 2, 21):
+        assert same(rows(reading.take(number)), expected[number - 1])
+    reading.close()
+
+
+def test_other_workers_in_the_middle_change_nothing(expected: list[list[Any]]) -> None:
+    reading = loader(Numbers(), Settings(workers=1))
+    for number in range(1, STEPS + 1):
+        assert same(rows(reading.take(number)), expected[number - 1])
+        if number in (3, 9, 15):
+            reading.use(Settings(workers=number // 3, kind="thread" if number == 9 else "process"))
+    reading.close()
+
+
+@pytest.mark.parametrize("settings", [Settings(workers=2), Settings(workers=2, kind="thread")], ids=["process", "thread"])
+def test_all_that_a_batch_may_hold_comes_through(settings: Settings) -> None:
+    here, there = loader(Odds()), loader(Odds(), settings)
+    for number in range(1, 9):
+        for one, other in zip(here.take(number).batches, there.take(number).batches, strict=True):
+            for mine, its in ((one[0].wide, other[0].wide), (one[1].left, other[1].left)):
+                assert mine.dtype == its.dtype
+                assert torch.equal(mine, its)
+            assert other[0].words == one[0].words
+            for name, part in one[1].right.items():
+                its = other[1].right[name]
+                assert type(its) is type(part)
+                if isinstance(part, Tensor):
+                    assert its.shape == part.shape
+                    assert torch.equal(its, part)
+                elif isinstance(part, np.ndarray):
+                    assert its.dtype == part.dtype
+                    assert np.array_equal(its, part)
+    there.close()
+
+
+def test_a_batch_that_is_kept_stays_as_it_was(expected: list[list[Any]]) -> None:
+    """Slots are used again, though never while somebody has what lies in them."""
+    reading = loader(Numbers(), Settings(workers=2))
+    kept = [reading.take(number) for number in range(1, STEPS + 1)]
+    reading.close()
+    gc.collect()
+    assert all(map(same, map(rows, kept), expected))
+
+
+def test_workers_killed_at_random_change_nothing(expected: list[list[Any]]) -> None:
+    drawn, told = random.Random(0), list[Told]()
+    for workers in (1, 2, 7):
+        reading = loader(Numbers(0.001), Settings(workers=workers))
+        reading.tell = told.append
+        for number in range(1, STEPS + 1):
+            if number > 1 and drawn.random() < 0.35:
+                os.kill(drawn.choice(multiprocessing.active_children()).pid or 0, signal.SIGKILL)
+            assert same(rows(reading.take(number)), expected[number - 1])
+        reading.close()
+    assert len(told) >= 5
+    assert all("was killed by signal 9" in each.what and "it was replaced" in each.then for each in told)
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(workers=2), Settings(workers=2, kind="thread", timeout_s=1)], ids=["process", "thread"]
+)
+def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
+    settings: Settings, tmp_path: Path, expected: list[list[Any]]
+) -> None:
+    reading, told = loader(Troubled("hangs", Once(tmp_path, 1)), settings), list[Told]()
+    reading.tell = told.append
+    longest_s = 0.0
+    for number in range(1, 8):
+        begun_s = time.monotonic()
+        assert same(rows(reading.take(number)), expected[number - 1])
+        longest_s = max(longest_s, time.monotonic() - begun_s)
+    tmp_path.with_suffix(".over").touch()
+    reading.close()
+    assert longest_s < 5.0
+    assert [each.kind for each in told] == ["worker"]
+    assert "loader" in told[0].what
+    assert "samples" in told[0].what
+    assert told[0].step == next(number for number in range(1, 8) if 40 in expected[number - 1][0])
+
+
+def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[list[Any]]) -> None:
+    reading, told = loader(Troubled("computes", Once(tmp_path, 1)), Settings(workers=1, timeout_s=0.5)), list[Told]()
+    reading.tell = told.append
+    begun_s = time.monotonic()
+    assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, 8))
+    reading.close()
+    assert len(told) == 1
+    assert time.monotonic() - begun_s > 3.5  # eight times as long
+
+
+def test_what_a_worker_raises_is_raised_where_a_person_sees_it(tmp_path: Path) -> None:
+    reading = loader(Troubled("raises", Once(tmp_path, 100)), Settings(workers=2))
+    with pytest.raises(OSError, match="the cable is loose") as raised:
+        for number in range(1, 8):
+            reading.take(number)
+    reading.close()
+    assert any(frame.name == "read" and "loading.py" in str(frame.path) for frame in raised.traceback)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_error_of_the_moment_is_told_and_read_again(kind: Any, tmp_path: Path, expected: list[list[Any]]) -> None:
+    reading, told = loader(Troubled("raises", Once(tmp_path, 1)), Settings(workers=2, kind=kind)), list[Told]()
+    reading.tell = told.append
+    assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, 8))
+    reading.close()
+    assert [each.then for each in told] == ["the same samples were read again, without an error"]
+    assert "OSError: the cable is loose" in told[0].what
+
+
+def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(tmp_path: Path, expected: list[list[Any]]) -> None:
+    reading = loader(Troubled("dies", Once(tmp_path, 100)), Settings(workers=2))
+    with pytest.raises(
+        BadRecordError, match=r"killed by signal 9 while it read samples .* of step \d; so did 2 workers"
+    ) as raised:
+        for number in range(1, 8):
+            reading.take(number)
+    assert "source.read(ids)" in raised.value.hint
+
+
+def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
+    reading = loader(Numbers(), Settings(workers=2, prefetch=9))
+    reading.take(1)
+    assert reading.depth == 18
+    reading.use(Settings(workers=2, prefetch=9, memory_bytes=6 * reading.batch_bytes))
+    reading.take(1)
+    assert reading.depth == 6
+    assert "2 worker processes hold 6 microbatches ahead" in reading.describe()
+    reading.use(Settings(workers=2, prefetch=9, memory_bytes=1))
+    reading.take(1)
+    reading.close()
+    assert reading.depth == 2
+
+
+def test_a_source_that_cannot_be_sent_is_told_with_the_attribute() -> None:
+    reading = loader(Locked(), Settings(workers=1, start="spawn"))
+    with pytest.raises(DataError, match=r"the source\.settings\['transform'\] cannot be sent") as raised:
+        reading.take(1)
+    assert 'loader.start = "fork"' in raised.value.hint
+
+
+def test_threads_leave_the_threads_of_torch_alone() -> None:
+    before = torch.get_num_threads()
+    reading = loader(Numbers(), Settings(workers=2, kind="thread"))
+    reading.take(1)
+    reading.close()
+    assert torch.get_num_threads() == before
+    assert not [each for each in threading.enumerate() if each.name.startswith("surefoot-loader")]
+
+
+def test_workers_die_with_the_process_that_began_them() -> None:
+    code = (
+        "import sys, multiprocessing, time\n"
+        "from tests.components.test_loader import loader\nfrom tests.components.loading import Numbers\n"
+        "from surefoot.components.data.loader import Settings\n"
+        "reading = loader(Numbers(0.2), Settings(workers=3)); reading.take(1)\n"
+        "print(*(each.pid for each in multiprocessing.active_children()), flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert parent.stdout is not None
+    workers = [int(number) for number in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert len(workers) == 3
+    until_s = time.monotonic() + 2
+    while any(map(psutil.pid_exists, workers)) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not [number for number in workers if psutil.pid_exists(number)]
+
+
+def test_what_goes_together_in_a_spec() -> None:
+    with pytest.raises(SpecError, match="prefetch = 4 is what workers hold ahead, and workers is 0"):
+        RunSpec(loader={"prefetch": 4})
+    with pytest.raises(SpecError, match=r"loader\.workers is 2, and the source gives whole batches") as raised:
+        make_settings(RunSpec(loader={"workers": 2}), Iterated([torch.zeros(2)]))
+    assert "num_workers" in raised.value.hint
+    assert make_settings(RunSpec(loader={"workers": 2}), Numbers()).kind == "thread"
+    assert make_settings(RunSpec(loader={"workers": 2, "kind": "process"}), Numbers()).kind == "process"
+
+
+class Steps:
+    """A run whose reading takes `read_s` of one core, and its computing `compute_s`."""
+
+    def __init__(self, read_s: float, compute_s: float) -> None:
+        self.read_s, self.compute_s = read_s, compute_s
+
+    def times(self, workers: int) -> tuple[float, float]:
+        if not workers:
+            return self.read_s + self.compute_s, self.read_s
+        step_s = max(self.compute_s, self.read_s / workers)
+        return step_s, step_s - self.compute_s
+
+
+@pytest.mark.parametrize(
+    ("read_s", "compute_s", "most", "found"),
+    [
+        (0.001, 0.2, 8, 0),  # it hardly waits: no worker is worth it
+        (0.05, 0.2, 8, 1),  # one hides all
+        (0.3, 0.2, 8, 2), (0.7, 0.2, 8, 4), (5.0, 0.2, 8, 8), (5.0, 0.2, 3, 3), (0.2, 0.2, 1, 1), (0.5, 1e-4, 8, 8), (0.2, 0.2, 0, 0),
+    ],
+)  # fmt: skip
+def test_the_cheapest_number_of_workers_is_found_with_which_no_step_waits(
+    read_s: float, compute_s: float, most: int, found: int
+) -> None:
+    pilot, run = Pilot(most), Steps(read_s, compute_s)
+    for _ in range(500):
+        pilot.add(*run.times(pilot.workers))
+    assert pilot.is_done
+    assert pilot.workers == found
+    assert f"{found} workers for the data" in pilot.describe()
+
+
+def test_workers_that_bring_nothing_are_let_go() -> None:
+    """Where steps and workers want the same cores."""
+    pilot = Pilot(8)
+    for _ in range(500):
+        pilot.add(0.1 if not pilot.workers else 0.12, 0.03)
+    assert pilot.is_done
+    assert pilot.workers == 0
+
+
+def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_S", 0.05)
+    monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_STEPS", 5)
+    told = list[Told]()
+    reading = loader(Numbers(0.005))
+    reading.tell = told.append
+    for number in range(1, STEPS + 1):
+        reading.take(number)
+    assert [each.kind for each in told] == ["starving"]
+    assert "% of their time for data" in told[0].what
+    assert ": read 9" in told[0].what
+    assert "augment" in told[0].what
+    assert "tune-loader" in told[0].then
+
+
+def test_workers_are_found_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, expected: list[list[Any]]) -> None:
+    monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_S", 0.0)
+    monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_STEPS", 3)
+    monkeypatch.setattr("surefoot.components.data.loader.pilot.SKIPPED_STEPS", 1)
+    told = list[Told]()
+    reading = loader(Numbers(0.004), Settings(most=4))
+    reading.tell = told.append
+    assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
+    found = reading.settings.workers
+    reading.close()
+    assert [each.kind for each in told] == ["tuned"]
+    assert found in (2, 4)  # which of them depends on the machine, and no batch does
