@@ -121,3 +121,17 @@ class Locked(Numbers):
     def __init__(self) -> None:
         super().__init__()
         self.settings = {"transform": lambda image: image}
+
+
+class Unsafe(Numbers):
+    """Lets no two threads read."""
+
+    thread_safe = False
+
+
+class Counting(Numbers):
+    """Holds the interpreter's lock all the time."""
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        sum(range(300_000))
+        return super().read(ids)

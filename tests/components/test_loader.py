@@ -28,7 +28,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
 from surefoot.train.step.reading import make_settings
-from tests.components.loading import Locked, Numbers, Odds, Once, Troubled, shifted
+from tests.components.loading import Counting, Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
 
 BATCH, STEPS, SEED = 16, 21, 5  # three epochs; the last batch of each has one sample
 CREWS = [Settings(workers=workers, kind=kind) for kind in ("thread", "process") for workers in (1, 2, 7)]
@@ -77,20 +77,20 @@ def test_any_number_of_workers_reads_the_same(settings: Settings, expected: list
 
 
 def test_workers_that_are_spawned_read_the_same(expected: list[list[Any]]) -> None:
-    reading = loader(Numbers(), Settings(workers=1, start="spawn"))
+    reading = loader(Numbers(), Settings(workers=1, kind="process", start="spawn"))
     assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
     reading.close()
 
 
 def test_steps_may_be_taken_from_anywhere(expected: list[list[Any]]) -> None:
-    reading = loader(Numbers(), Settings(workers=2))
+    reading = loader(Numbers(), Settings(workers=2, kind="process"))
     for number in (20, 21, 3, 4, 4, 5, 1, 2, 21):
         assert same(rows(reading.take(number)), expected[number - 1])
     reading.close()
 
 
 def test_other_workers_in_the_middle_change_nothing(expected: list[list[Any]]) -> None:
-    reading = loader(Numbers(), Settings(workers=1))
+    reading = loader(Numbers(), Settings(workers=1, kind="process"))
     for number in range(1, STEPS + 1):
         assert same(rows(reading.take(number)), expected[number - 1])
         if number in (3, 9, 15):
@@ -98,7 +98,9 @@ def test_other_workers_in_the_middle_change_nothing(expected: list[list[Any]]) -
     reading.close()
 
 
-@pytest.mark.parametrize("settings", [Settings(workers=2), Settings(workers=2, kind="thread")], ids=["process", "thread"])
+@pytest.mark.parametrize(
+    "settings", [Settings(workers=2, kind="process"), Settings(workers=2, kind="thread")], ids=["process", "thread"]
+)
 def test_all_that_a_batch_may_hold_comes_through(settings: Settings) -> None:
     here, there = loader(Odds()), loader(Odds(), settings)
     for number in range(1, 9):
@@ -121,7 +123,7 @@ def test_all_that_a_batch_may_hold_comes_through(settings: Settings) -> None:
 
 def test_a_batch_that_is_kept_stays_as_it_was(expected: list[list[Any]]) -> None:
     """Slots are used again, though never while somebody has what lies in them."""
-    reading = loader(Numbers(), Settings(workers=2))
+    reading = loader(Numbers(), Settings(workers=2, kind="process"))
     kept = [reading.take(number) for number in range(1, STEPS + 1)]
     reading.close()
     gc.collect()
@@ -131,7 +133,7 @@ def test_a_batch_that_is_kept_stays_as_it_was(expected: list[list[Any]]) -> None
 def test_workers_killed_at_random_change_nothing(expected: list[list[Any]]) -> None:
     drawn, told = random.Random(0), list[Told]()
     for workers in (1, 2, 7):
-        reading = loader(Numbers(0.001), Settings(workers=workers))
+        reading = loader(Numbers(0.001), Settings(workers=workers, kind="process"))
         reading.tell = told.append
         for number in range(1, STEPS + 1):
             if number > 1 and drawn.random() < 0.35:
@@ -143,7 +145,7 @@ def test_workers_killed_at_random_change_nothing(expected: list[list[Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    "settings", [Settings(workers=2), Settings(workers=2, kind="thread", timeout_s=1)], ids=["process", "thread"]
+    "settings", [Settings(workers=2, kind="process"), Settings(workers=2, kind="thread", timeout_s=1)], ids=["process", "thread"]
 )
 def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
     settings: Settings, tmp_path: Path, expected: list[list[Any]]
@@ -165,7 +167,10 @@ def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
 
 
 def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[list[Any]]) -> None:
-    reading, told = loader(Troubled("computes", Once(tmp_path, 1)), Settings(workers=1, timeout_s=0.5)), list[Told]()
+    reading, told = (
+        loader(Troubled("computes", Once(tmp_path, 1)), Settings(workers=1, kind="process", timeout_s=0.5)),
+        list[Told](),
+    )
     reading.tell = told.append
     begun_s = time.monotonic()
     assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, 8))
@@ -175,7 +180,7 @@ def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[l
 
 
 def test_what_a_worker_raises_is_raised_where_a_person_sees_it(tmp_path: Path) -> None:
-    reading = loader(Troubled("raises", Once(tmp_path, 100)), Settings(workers=2))
+    reading = loader(Troubled("raises", Once(tmp_path, 100)), Settings(workers=2, kind="process"))
     with pytest.raises(OSError, match="the cable is loose") as raised:
         for number in range(1, 8):
             reading.take(number)
@@ -194,7 +199,7 @@ def test_an_error_of_the_moment_is_told_and_read_again(kind: Any, tmp_path: Path
 
 
 def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(tmp_path: Path, expected: list[list[Any]]) -> None:
-    reading = loader(Troubled("dies", Once(tmp_path, 100)), Settings(workers=2))
+    reading = loader(Troubled("dies", Once(tmp_path, 100)), Settings(workers=2, kind="process"))
     with pytest.raises(
         BadRecordError, match=r"killed by signal 9 while it read samples .* of step \d; so did 2 workers"
     ) as raised:
@@ -204,21 +209,21 @@ def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(tmp_path
 
 
 def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
-    reading = loader(Numbers(), Settings(workers=2, prefetch=9))
+    reading = loader(Numbers(), Settings(workers=2, kind="process", prefetch=9))
     reading.take(1)
     assert reading.depth == 18
-    reading.use(Settings(workers=2, prefetch=9, memory_bytes=6 * reading.batch_bytes))
+    reading.use(Settings(workers=2, kind="process", prefetch=9, memory_bytes=6 * reading.batch_bytes))
     reading.take(1)
     assert reading.depth == 6
     assert "2 worker processes hold 6 microbatches ahead" in reading.describe()
-    reading.use(Settings(workers=2, prefetch=9, memory_bytes=1))
+    reading.use(Settings(workers=2, kind="process", prefetch=9, memory_bytes=1))
     reading.take(1)
     reading.close()
     assert reading.depth == 2
 
 
 def test_a_source_that_cannot_be_sent_is_told_with_the_attribute() -> None:
-    reading = loader(Locked(), Settings(workers=1, start="spawn"))
+    reading = loader(Locked(), Settings(workers=1, kind="process", start="spawn"))
     with pytest.raises(DataError, match=r"the source\.settings\['transform'\] cannot be sent") as raised:
         reading.take(1)
     assert 'loader.start = "fork"' in raised.value.hint
@@ -238,7 +243,7 @@ def test_workers_die_with_the_process_that_began_them() -> None:
         "import sys, multiprocessing, time\n"
         "from tests.components.test_loader import loader\nfrom tests.components.loading import Numbers\n"
         "from surefoot.components.data.loader import Settings\n"
-        "reading = loader(Numbers(0.2), Settings(workers=3)); reading.take(1)\n"
+        "reading = loader(Numbers(0.2), Settings(workers=3, kind='process')); reading.take(1)\n"
         "print(*(each.pid for each in multiprocessing.active_children()), flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
@@ -260,8 +265,12 @@ def test_what_goes_together_in_a_spec() -> None:
     with pytest.raises(SpecError, match=r"loader\.workers is 2, and the source gives whole batches") as raised:
         make_settings(RunSpec(loader={"workers": 2}), Iterated([torch.zeros(2)]))
     assert "num_workers" in raised.value.hint
-    assert make_settings(RunSpec(loader={"workers": 2}), Numbers()).kind == "thread"
-    assert make_settings(RunSpec(loader={"workers": 2, "kind": "process"}), Numbers()).kind == "process"
+
+
+def test_workers_are_threads_where_two_of_them_are_faster(expected: list[list[Any]]) -> None:
+    made = {each: loader(each, Settings(workers=1)).kind for each in (Numbers(0.01), Counting(), Unsafe(0.01))}
+    assert list(made.values()) == ["thread", "process", "process"]
+    assert loader(Unsafe(), Settings(workers=1, kind="thread")).kind == "thread"
 
 
 class Steps:

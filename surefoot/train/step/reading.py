@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp
-from surefoot.components.data.loader import Kind, Settings
+from surefoot.components.data.loader import Settings
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source
@@ -78,13 +78,6 @@ def make_settings(spec: RunSpec, source: Source) -> Settings:
     finds = table.workers == "auto"
     return Settings(
         workers=0 if table.workers == "auto" else table.workers, most=min(MOST_FOUND, count_cores()) if finds else 0,
-        kind=find_kind(table.kind, source), prefetch=table.prefetch or Settings.prefetch, start=table.start,
+        kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start,
         timeout_s=table.timeout, memory_bytes=parse_bytes(table.memory),
     )  # fmt: skip
-
-
-def find_kind(stated: str, source: Source) -> Kind:
-    """Threads for a source that says that several may read it at once, processes for any other."""
-    if stated != "auto":
-        return "thread" if stated == "thread" else "process"
-    return "thread" if getattr(source, "thread_safe", False) else "process"

@@ -6,6 +6,7 @@ once. A worker that dies, hangs or raises is replaced, and what it was reading i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -18,15 +19,17 @@ import numpy as np
 from torch import Tensor
 
 from surefoot.components.data.feed import Feed, Window
-from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads
+from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads, gain_of_threads
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
 from surefoot.contract.task import Batch
 from surefoot.core.errors import BadRecordError
 
-Kind = Literal["thread", "process"]
+Kind = Literal["auto", "thread", "process"]
 MOST_TRIES = 3  # of one microbatch: what ends so many workers is its samples
 BUSY = 8.0  # a worker that computes is waited for so many times longer than one that does not
+WORTH = 1.5  # times as fast with two threads as with one: less, and the interpreter's lock holds them up
+MOST_TRIED = 64  # samples
 LOOKS = 8  # at the workers, within the time that one may take
 
 
@@ -41,15 +44,16 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a loader reads: `workers` of a `kind`, each `prefetch` microbatches ahead, which take `memory_bytes` at the most in all.
+    """How a loader reads: `workers` of a `kind` (auto: what is found to be faster), each `prefetch` microbatches ahead.
 
+    What is held ahead takes `memory_bytes` at the most.
     A worker that gives nothing for `timeout_s` while it is waited for is replaced. 0 workers: each step reads by itself. With `most`
     the number of workers, up to that one, is found while the run goes on.
     """
 
     workers: int = 0
     most: int = 0
-    kind: Kind = "process"
+    kind: Kind = "auto"
     prefetch: int = 2
     start: Start = "auto"
     timeout_s: float = 4.0
@@ -150,12 +154,23 @@ class Loader:
         self.close()
         self._last = last or self._last
         self.settings, self.batch_bytes = settings, 0
+        self.__dict__.pop("kind", None)
         self._depth = settings.workers * settings.prefetch
         self._steps, self._is_starving = Watch(), False
         if not settings.most:
             self._pilot = None
         elif self._pilot is None:
             self._pilot = Pilot(settings.most)
+
+    @functools.cached_property
+    def kind(self) -> Kind:
+        """What the workers are: threads where a source lets several read and two of them are faster than one, else processes."""
+        if self.settings.kind != "auto":
+            return self.settings.kind
+        if not getattr(self._reader.source, "thread_safe", False):
+            return "process"
+        window = self._feed.window(max(self._next - 2, 0))
+        return "thread" if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH else "process"
 
     @property
     def depth(self) -> int:
@@ -195,7 +210,7 @@ class Loader:
 
     def _make_crew(self) -> Crew:
         settings = self.settings
-        if settings.kind == "thread":
+        if self.kind == "thread":
             self._crew = Threads(settings.workers, self._reader)
         else:
             num_slots = 2 * settings.prefetch + 2
@@ -313,7 +328,7 @@ class Loader:
         settings = self.settings
         if not settings.workers:
             return "each step reads its own samples: no worker"
-        workers = f"{settings.workers} worker {'threads' if settings.kind == 'thread' else 'processes'}"
+        workers = f"{settings.workers} worker {'threads' if self.kind == 'thread' else 'processes'}"
         held = f", {math.ceil(self._depth * self.batch_bytes / 2**20):,} MiB" if self.batch_bytes else ""
         return f"{workers} hold {self._depth} microbatches ahead{held}"
 

@@ -8,6 +8,8 @@ import io
 import os
 import re
 import tarfile
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +42,7 @@ class Tars:
     """
 
     guarantee: Guarantee = "proven"
+    thread_safe = True
 
     def __init__(
         self, paths: str | Path | Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None,
@@ -52,9 +55,7 @@ class Tars:
         below = Path(cache).expanduser() if cache else cache_folder() / "tars"
         self.index: Index = open_index([Path(path).expanduser() for path in named], below, tell=tell)
         self.digest = self.index.digest
-        self._open: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # the descriptor of each shard that is open, the one used last at the end
+        self._local = threading.local()  # each thread has its own shards open, and none closes what another one reads
 
     def __len__(self) -> int:
         return len(self.index)
@@ -63,8 +64,20 @@ class Tars:
         if len(ids) == 0:
             raise DataError("no sample is asked for", hint="give one number or more")
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
-        rows = [self._decode(sample) for sample in samples]
+        rows = [self._transform(self._decode(sample)) for sample in samples]
         return {name: _join(name, [row[name] for row in rows], samples) for name in rows[0]}
+
+    def explain(self, ids: np.ndarray) -> dict[str, float]:
+        """The seconds that reading, decoding and the transform of these samples take."""
+        marks = [time.perf_counter()]
+        samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
+        marks.append(time.perf_counter())
+        rows = [self._decode(sample) for sample in samples]
+        marks.append(time.perf_counter())
+        for row in rows:
+            self._transform(row)
+        marks.append(time.perf_counter())
+        return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
     def sample(self, shard: int, first: int, count: int) -> Sample:
         """The sample that lies at these bytes of a shard. Raises DataError where another one, or none, lies there by now."""
@@ -89,25 +102,48 @@ class Tars:
 
     def _decode(self, sample: Sample) -> dict[str, Any]:
         complete(sample, tuple(self.parts.values()))
-        row = {name: decoders.decode(sample, extension) for name, extension in self.parts.items()}
+        return {name: decoders.decode(sample, extension) for name, extension in self.parts.items()}
+
+    def _transform(self, row: dict[str, Any]) -> dict[str, Any]:
         return row if self.transform is None else self.transform(row)
 
     def _descriptor(self, shard: int, path: Path) -> int:
-        if shard in self._open:
-            self._open.move_to_end(shard)
-        else:
-            if len(self._open) >= MOST_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[shard] = os.open(path, os.O_RDONLY)
-            if os.fstat(self._open[shard]).st_size != self.index.shards[shard].num_bytes:
+        if not hasattr(self._local, "opened"):
+            self._local.opened = _Opened()
+        opened: _Opened = self._local.opened
+        descriptor = opened.find(shard)
+        if descriptor is None:
+            descriptor = opened.open(shard, path)
+            if os.fstat(descriptor).st_size != self.index.shards[shard].num_bytes:
                 raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
-        return self._open[shard]
+        return descriptor
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens its own
-        return {**self.__dict__, "_open": OrderedDict()}
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=threading.local())
+
+
+class _Opened:
+    """The shards that a thread has open, the one used last at the end."""
+
+    def __init__(self) -> None:
+        self._descriptors: OrderedDict[int, int] = OrderedDict()
+
+    def find(self, shard: int) -> int | None:
+        if shard in self._descriptors:
+            self._descriptors.move_to_end(shard)
+        return self._descriptors.get(shard)
+
+    def open(self, shard: int, path: Path) -> int:
+        if len(self._descriptors) >= MOST_OPEN:
+            os.close(self._descriptors.popitem(last=False)[1])
+        self._descriptors[shard] = os.open(path, os.O_RDONLY)
+        return self._descriptors[shard]
 
     def __del__(self) -> None:
-        for descriptor in self.__dict__.get("_open", {}).values():
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
 
 
