@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,18 @@ def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
 def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
     source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
+    before = len(os.listdir("/proc/self/fd"))
     assert source.read(np.arange(12)[::-1])["label"].tolist() == list(range(12))[::-1]
-    assert len(source._open) == 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 3  # one more to list them
+
+
+def test_threads_read_at_once_with_few_shards_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None closes what another one reads."""
+    monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
+    source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
+    drawn = [np.random.default_rng(number).integers(0, 12, 40) for number in range(50)]
+    with ThreadPoolExecutor(4) as pool:
+        assert all(read["label"].tolist() == ids.tolist() for ids, read in zip(drawn, pool.map(source.read, drawn), strict=True))
 
 
 def test_a_transform_brings_images_to_one_size(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from surefoot.core.errors import DataError
 
 Start = Literal["auto", "fork", "spawn"]
 ENDS_WITHIN_S = 1.0
-LONG_ENOUGH_S, MOST_TIMES = 0.02, 256  # to tell two threads from one
+LONG_ENOUGH_S, MOST_TIMES, ROUNDS = 0.01, 256, 3  # to tell two threads from one
 
 
 class Message(NamedTuple):
@@ -133,20 +133,19 @@ def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
         for _ in range(times):
             reader(epoch, ids)
 
-    times, took_s = 1, 0.0
-    read()  # whatever happens the first time alone
-    while took_s < LONG_ENOUGH_S and times < MOST_TIMES:
-        times *= 2
-        took_s = _seconds(read)
-    threads = [threading.Thread(target=read) for _ in range(2)]
-
     def read_twice() -> None:
+        threads = [threading.Thread(target=read) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    return 2 * took_s / _seconds(read_twice)
+    times = 1
+    read()  # whatever happens the first time alone
+    while _seconds(read) < LONG_ENOUGH_S and times < MOST_TIMES:
+        times *= 2
+    alone_s, both_s = zip(*((_seconds(read), _seconds(read_twice)) for _ in range(ROUNDS)), strict=True)
+    return 2 * min(alone_s) / min(both_s)
 
 
 def _seconds(do: Callable[[], object]) -> float:
