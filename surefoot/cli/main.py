@@ -12,7 +12,7 @@ import typer
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
 from surefoot.cli.operate import checkpoint, data
-from surefoot.cli.prove import bench, explain, formats, ladder, memory, promise, roofline, verify, whatif
+from surefoot.cli.prove import bench, explain, formats, ladder, memory, promise, roofline, tune_loader, verify, whatif
 from surefoot.cli.train import demo, evaluate, init, predict, resume, train
 from surefoot.core.errors import (
     EXIT_INTERNAL,
@@ -55,6 +55,7 @@ app.command(cls=Verb, rich_help_panel=PROVE)(explain.explain)
 app.command(cls=Verb, rich_help_panel=PROVE)(formats.formats)
 app.command(cls=Verb, rich_help_panel=PROVE)(whatif.whatif)
 app.command(cls=Verb, rich_help_panel=PROVE)(memory.memory)
+app.command("tune-loader", cls=Verb, rich_help_panel=PROVE)(tune_loader.tune_loader)
 app.add_typer(bench.app, name="bench", rich_help_panel=PROVE)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=OPERATE)
 app.add_typer(data.app, name="data", rich_help_panel=OPERATE)

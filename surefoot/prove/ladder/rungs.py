@@ -25,6 +25,9 @@ PLAIN: Mapping[str, Any] = {
     "observe.noise": None,  # which needs a microbatch
     "optim.fused": False,
     "optim.state": None,
+    "loader.kind": None,
+    "loader.prefetch": None,
+    "loader.workers": 0,
     "memory.blocks": None,
     "memory.offload": None,
     "memory.recompute": "none",
@@ -114,6 +117,8 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int, blocks: Sequence[str] 
              expected={"time": 0.95}),
         Rung(name="threads", kind="nothing", change={"train.threads": cores}, purpose="wall time", expected={"wall": 1 / cores},
              needs="a CPU with two cores or more", is_here=cores > 1 and not gpu),
+        Rung(name="workers", kind="nothing", change={"loader.workers": min(cores, 4)}, purpose="wall time", expected={"wall": 0.9},
+             needs="two cores or more", is_here=cores > 1),
         Rung(name="microbatch", kind="nothing", change={"train.microbatch": part}, purpose="memory",
              expected={"memory": 1.0 if part is None else part / spec.train.batch},
              needs="a batch that can be divided", is_here=part is not None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from surefoot.components.data import Feed, Iterated, Order, as_source
 from surefoot.components.data.lengths import check_ramp
 from surefoot.components.data.loader import Settings
+from surefoot.components.data.loader.pilot import MOST_WORKERS
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source
@@ -12,8 +13,6 @@ from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.hardware import count_cores
 from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
-
-MOST_FOUND = 8  # workers, of "auto": more cost more memory than they bring
 
 
 def read_split(task: Resolved, split: str) -> Source:
@@ -77,7 +76,7 @@ def make_settings(spec: RunSpec, source: Source) -> Settings:
         )
     finds = table.workers == "auto"
     return Settings(
-        workers=0 if table.workers == "auto" else table.workers, most=min(MOST_FOUND, count_cores()) if finds else 0,
+        workers=0 if table.workers == "auto" else table.workers, most=min(MOST_WORKERS, count_cores()) if finds else 0,
         kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start,
         timeout_s=table.timeout, memory_bytes=parse_bytes(table.memory),
     )  # fmt: skip

@@ -145,7 +145,7 @@ def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
     while _seconds(read) < LONG_ENOUGH_S and times < MOST_TIMES:
         times *= 2
     alone_s, both_s = zip(*((_seconds(read), _seconds(read_twice)) for _ in range(ROUNDS)), strict=True)
-    return 2 * min(alone_s) / min(both_s)
+    return float(2 * min(alone_s) / min(both_s))
 
 
 def _seconds(do: Callable[[], object]) -> float:

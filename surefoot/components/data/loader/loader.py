@@ -22,7 +22,7 @@ from surefoot.components.data.feed import Feed, Window
 from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads, gain_of_threads
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
-from surefoot.contract.task import Batch
+from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError
 
 Kind = Literal["auto", "thread", "process"]
@@ -161,6 +161,11 @@ class Loader:
             self._pilot = None
         elif self._pilot is None:
             self._pilot = Pilot(settings.most)
+
+    @property
+    def source(self) -> Source:
+        """What is read."""
+        return self._reader.source
 
     @functools.cached_property
     def kind(self) -> Kind:

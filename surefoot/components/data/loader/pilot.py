@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+MOST_WORKERS = 8  # that are found: more cost more memory than they bring
 ENOUGH = 0.02  # of a step spent waiting: no worker is worth more
 GAIN = 0.03  # shorter steps: less is not told from noise
 SKIPPED_STEPS = 3  # after a change: workers begin, caches fill

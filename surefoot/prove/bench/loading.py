@@ -1,0 +1,189 @@
+"""How many workers a spec's data need: what a step could take, what loaders of several settings give, and both together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from surefoot.components.data.loader import Kind, Loader, Settings, Taken
+from surefoot.components.data.loader.pilot import ENOUGH, GAIN, MOST_WORKERS, numbers
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError
+from surefoot.core.hardware import count_cores
+from surefoot.prove.bench.rehearsal import Rehearsal
+from surefoot.train.step import Stepper
+
+SPARE = 1.2  # times what the steps need: a loader that gives it is not what they wait for, if it once falls behind
+MANY_STEPS = 10**6  # no measurement takes so many
+LEAST = 3  # steps, however long they are
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One setting: the samples a second that the loader gives alone, and those of steps with it, `waiting` of whose time is for data."""
+
+    workers: int
+    kind: Kind
+    prefetch: int
+    pinned: bool
+    supply_per_s: float
+    samples_per_s: float
+    waiting: float
+
+    @property
+    def step_cost(self) -> tuple[int, int]:
+        """Less is cheaper: processes, then what they hold."""
+        return self.workers, self.prefetch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """`demand_per_s` are the samples a second of steps whose data is there already; `why` says why `chosen` is."""
+
+    demand_per_s: float
+    tried: tuple[Tried, ...]
+    chosen: Tried
+    why: str
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "demand_per_s": self.demand_per_s, "tried": [asdict(each) for each in self.tried], "chosen": asdict(self.chosen),
+            "why": self.why,
+        }  # fmt: skip
+
+
+class _Again:
+    """Stands in for a loader: every step reads what the first one read."""
+
+    def __init__(self, taken: Taken) -> None:
+        self._taken = taken
+
+    def take(self, number: int) -> Taken:
+        return self._taken._replace(number=number)
+
+    def peek(self, number: int) -> Taken | None:
+        return self._taken._replace(number=number)
+
+
+class Trials:
+    """Measures settings on the steps of one process, each for some seconds."""
+
+    def __init__(self, rehearsal: Rehearsal, seconds: float) -> None:
+        self._stepper: Stepper = rehearsal.assembly.engine.stepper
+        self.loader: Loader = self._stepper.loader
+        self._rehearsal, self._seconds, self._step = rehearsal, seconds, 0
+        self.samples = rehearsal.num_samples
+        self._pins = rehearsal.device.type == "cuda"
+
+    def demand(self) -> float:
+        """Samples a second of steps that wait for no data."""
+        again: Any = _Again(self.loader.take(1))
+        self._stepper.loader = again
+        try:
+            self._steps(LEAST)
+            return self._steps(None)[0]
+        finally:
+            self._stepper.loader = self.loader
+
+    def measure(self, settings: Settings) -> Tried:
+        """The loader alone, then under the steps."""
+        self.loader.use(settings)
+        supply_per_s = self._supply()
+        self._steps(LEAST)
+        samples_per_s, waiting = self._steps(None)
+        kind = self.loader.kind if settings.workers else "auto"
+        self.loader.close()
+        return Tried(
+            workers=settings.workers, kind=kind, prefetch=settings.prefetch if settings.workers else 0, pinned=self._pins,
+            supply_per_s=supply_per_s, samples_per_s=samples_per_s, waiting=waiting,
+        )  # fmt: skip
+
+    def _supply(self) -> float:
+        for _ in range(LEAST):  # workers begin
+            self._take()
+        begun_s, samples, done = time.perf_counter(), 0, 0
+        while done < LEAST or time.perf_counter() - begun_s < self._seconds:
+            samples, done = samples + self._take(), done + 1
+        return samples / (time.perf_counter() - begun_s)
+
+    def _take(self) -> int:
+        """Read for one step more; gives its samples."""
+        self._step += 1
+        return len(self.loader.take(self._step).window.ids)
+
+    def _steps(self, count: int | None) -> tuple[float, float]:
+        """So many steps, or as many as the time allows: their samples a second, and the share of them spent waiting."""
+        self._rehearsal.synchronise()
+        begun_s, samples, waiting_s, done = time.perf_counter(), 0, 0.0, 0
+        while done < (count or LEAST) or (count is None and time.perf_counter() - begun_s < self._seconds):
+            self._step, done = self._step + 1, done + 1
+            report = self._stepper(self._step)
+            samples, waiting_s = samples + report.num_samples, waiting_s + report.waiting_s
+        self._rehearsal.synchronise()
+        elapsed_s = time.perf_counter() - begun_s
+        return samples / elapsed_s, waiting_s / elapsed_s
+
+
+def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None) -> Tuned:
+    """Try 0, 1, 2, 4 workers and so on, up to `most` (the cores, and 8), for `seconds` each, alone and under the steps.
+
+    Stops where more bring less than 3 %. Then the other kind of worker and twice the prefetch are tried with the best number. Raises
+    InputError for no time, and what a run of the spec raises.
+    """
+    if not seconds > 0 or (most is not None and most < 0):
+        raise InputError(f"{seconds} seconds a setting, up to {most} workers, measure nothing", hint="use --seconds 2 --most 4")
+    most = min(count_cores(), MOST_WORKERS) if most is None else most
+    plain = spec.replace(loader={"workers": 0, "prefetch": None})
+    with Rehearsal(plain, steps=MANY_STEPS) as rehearsal:
+        trials = Trials(rehearsal, seconds)
+        tell("the steps alone")
+        demand = trials.demand()
+        tried: list[Tried] = []
+        for settings in _worth_trying(spec, trials, tried, most, demand):
+            tell(
+                "no worker"
+                if not settings.workers
+                else f"{settings.workers} workers ({settings.kind}), {settings.prefetch} ahead"
+            )
+            tried.append(trials.measure(settings))
+    chosen, why = choose(tried, demand)
+    return Tuned(demand_per_s=demand, tried=tuple(tried), chosen=chosen, why=why)
+
+
+def _worth_trying(spec: RunSpec, trials: Trials, tried: list[Tried], most: int, demand_per_s: float) -> Iterator[Settings]:
+    """The next setting, as what was measured before calls for it."""
+    table = spec.loader
+    base = Settings(kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start)
+    for workers in numbers(most):
+        yield replace(base, workers=workers)
+        if is_enough(tried, demand_per_s):
+            break
+    best = max(tried, key=lambda each: each.samples_per_s)
+    if not best.workers or best.waiting <= ENOUGH:
+        return
+    settings = replace(base, workers=best.workers, kind=best.kind)
+    if table.kind == "auto" and getattr(trials.loader.source, "thread_safe", False):
+        yield replace(settings, kind="process" if best.kind == "thread" else "thread")
+        best = max(tried, key=lambda each: each.samples_per_s)
+    yield replace(settings, kind=best.kind, prefetch=2 * settings.prefetch)
+
+
+def is_enough(tried: list[Tried], demand_per_s: float) -> bool:
+    """Whether more workers than the last ones are not worth trying: nothing waits, or they brought nothing."""
+    *before, last = tried
+    if last.waiting <= ENOUGH:
+        return last.supply_per_s >= SPARE * demand_per_s
+    return last.workers > 1 and last.samples_per_s < max(each.samples_per_s for each in before) * (1 + GAIN)
+
+
+def choose(tried: list[Tried], demand_per_s: float) -> tuple[Tried, str]:
+    """The cheapest that keeps the steps from waiting with a fifth to spare; where none does, the cheapest of the fastest."""
+    enough = [each for each in tried if each.waiting <= ENOUGH and each.supply_per_s >= SPARE * demand_per_s]
+    if enough:
+        return min(enough, key=lambda each: each.step_cost), "the cheapest with which steps do not wait, with a fifth to spare"
+    fastest = max(each.samples_per_s for each in tried)
+    near = [each for each in tried if each.samples_per_s >= fastest / (1 + GAIN)]
+    return min(near, key=lambda each: each.step_cost), "none gives what the steps could take; this is the cheapest of the fastest"
