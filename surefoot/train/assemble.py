@@ -6,17 +6,19 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from surefoot.components import optim, precision
 from surefoot.components.compiler import Compiled, lay_channels_last
-from surefoot.components.data import Feed, Iterated
+from surefoot.components.data import Feed, Iterated, Keys, to_device
 from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
+from surefoot.components.data.loader import Read, Sound, Told, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
@@ -24,16 +26,16 @@ from surefoot.components.stability import GradientNoise, Noise, convert_batchnor
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
-from surefoot.contract.task import Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
-from surefoot.core.errors import SpecError, TaskError
+from surefoot.contract.task import Batch, Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
+from surefoot.core.errors import DataError, SpecError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
-from surefoot.train.evaluate import find_direction
+from surefoot.train.evaluate import Reading, find_direction
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
-from surefoot.train.step.reading import make_feed, make_settings, read_split
+from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,20 @@ class Assembly:
     @property
     def feed(self) -> Feed:
         return self.course.feed
+
+    def read(self, epoch: int, ids: np.ndarray) -> Batch:
+        """Some samples as a step reads them: on the device, augmented. Raises what reading them raises."""
+        source, augment = self.feed.source, self.task.augment
+        found = read_sound(source, ids) if self.spec.data.on_bad == "skip" else Read(source.read(ids))
+        if found.batch is None:
+            raise DataError(f"none of {len(ids)} samples can be read: {found.bad[-1].reason}", hint="is this the right data?")
+        batch = to_device(found.batch, self.engine.device)
+        return batch if augment is None else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
+
+    def reading(self, tell: Callable[[Told], None]) -> Reading:
+        """How an evaluation reads: with the workers that the steps have now."""
+        settings = replace(self.engine.stepper.loader.settings, most=0)
+        return lambda source, batch, device: read_once(self.spec, source, batch, device, settings, tell)
 
     @property
     def noise(self) -> Noise | None:
@@ -164,8 +180,9 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     def read(split: str) -> Source:
         return read_split(resolved, split)
 
+    skips = spec.data.on_bad == "skip"
     better = better or find_direction(
-        model, resolved, read(split), split=split, score=spec.evaluate.score, device=device,
+        model, resolved, Sound(read(split)) if skips else read(split), split=split, score=spec.evaluate.score, device=device,
         precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
     )  # fmt: skip
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
@@ -190,6 +207,8 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
     stepper.loader.use(settings, last=total_steps)
+    if skips:
+        stepper.loader.skip_bad(spec.data.max_bad)
     if spec.observe.noise:
         stepper.noise = _noise(feed, updates)
     compiled = compile_as_stated(spec, resolved, model, stepper, updates, recomputed)

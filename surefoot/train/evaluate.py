@@ -21,6 +21,7 @@ from surefoot.train.quiet import untouched
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
+Reading = Callable[[Source, int, torch.device], Iterator[tuple[Batch, int]]]
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
 
@@ -53,9 +54,11 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
-    precision: Compute = "fp32", tell: Tell | None = None,
+    precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None,
 ) -> Evaluation:  # fmt: skip
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
+
+    `read` gives the batches with their samples, another way than one after another here.
 
     Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
     since its terms are those of one batch. Raises SpecError when `score` is no metric of the task, TaskError when the task's parts
@@ -68,7 +71,7 @@ def evaluate(
     terms: dict[str, tuple[Mean, float]] = {}
     compute = compute_context(precision, device)
     with untouched(model, task.state):
-        for inputs in batches(source, batch, device):
+        for inputs, count in (read or _counted)(source, size, device):
             with compute():
                 output, loss = _outcome(model, task, inputs)
             if loss is not None:
@@ -78,7 +81,7 @@ def evaluate(
                     terms[term.name] = (partial if old is None else old[0].merge(partial), term.weight)
             for name, metric in _metrics(task, output, inputs).items():
                 merged[name] = merged[name].merge(metric) if name in merged else metric
-            num_samples = num_samples + size_of(inputs) if total_samples is None else min(num_samples + size, total_samples)
+            num_samples += count
             if tell is not None:
                 tell(num_samples, total_samples)
     values = {name: metric.value() for name, metric in merged.items()}
@@ -97,6 +100,13 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
     for start in range(0, len(source), size):
         ids = np.arange(start, min(start + size, len(source)), dtype=np.int64)
         yield to_device(source.read(ids), device)
+
+
+def _counted(source: Source, batch: int, device: torch.device) -> Iterator[tuple[Batch, int]]:
+    left = len(source)
+    for inputs in batches(source, batch, device):
+        yield inputs, size_of(inputs) if isinstance(source, Iterated) else min(batch, left)
+        left -= batch
 
 
 def _batch_size(source: Source, batch: int) -> int:

@@ -14,13 +14,11 @@ from typing import Any, Self
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.checkpoint import Saved
 from surefoot.components.data.consumed import plan_of
 from surefoot.components.observe import Console, Journal, Meter, TensorBoard
 from surefoot.components.profiler import CHECKPOINT, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
 from surefoot.contract import events, ledger
-from surefoot.contract.ledger import Ledger
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core import signals
@@ -70,8 +68,7 @@ class Run:
         self._given_task, self._wanted = task, None if folder is None else Path(folder)
         self._fresh, self._accept, self._quiet = fresh, accept_code_change, quiet
         self._stop: tuple[str, str] | None = None
-        self._stop_code = EXIT_INTERRUPTED
-        self._asked: set[int] = set()  # the exit codes of the signals that came
+        self._stop_code, self._asked = EXIT_INTERRUPTED, set[int]()  # and the exit codes of the signals that came
         self._is_leaving = self._is_open = self._is_taken = False
         self._meter = Meter()
         self.step = self.num_samples = 0
@@ -140,7 +137,7 @@ class Run:
         )
         journal = Journal(self.folder)
         self._opened.callback(journal.abandon)
-        self._ledger = Ledger(self.folder, plan_of(self.assembly.feed), self.generation)
+        self._ledger = ledger.Ledger(self.folder, plan_of(self.assembly.feed), self.generation)
         self._opened.callback(self._ledger.close)
         self._ends_window = course.rhythm(self.spec.observe.every)
         self._clock = self.assembly.engine.stepper.clock
@@ -186,6 +183,7 @@ class Run:
             if saved["scores"] is not None:
                 self._scores.restore(saved["scores"])
             self._guard.restore(saved["guard"])
+            self.assembly.engine.stepper.loader.restore(saved)
         self._before_s = self.training_s
         self._is_taken = True
 
@@ -202,9 +200,9 @@ class Run:
             ledger.begin_fork(start.run, self.folder, plan_of(self.assembly.feed), begun.step)
         return begun
 
-    def _commit_first(self, begun: Begun) -> list[Saved]:
+    def _commit_first(self, begun: Begun) -> list[checkpoint.Saved]:
         """Commit what the run begins with before anything tells of it: a kill leaves a fork, or a folder that is no run."""
-        clock, done = {"training_s": self.training_s}, list[Saved]()
+        clock, done = {"training_s": self.training_s}, list[checkpoint.Saved]()
         self._keeper.saved_step = -1
         folder.announce_fork(self.folder, environment.as_run(self.spec))
         self._keeper.save(begun.step, self._more(), clock, self._scores.score_of(begun.step), done.append, last=True)
@@ -343,6 +341,7 @@ class Run:
                     self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=self.assembly.engine.policy.compute,
                     tell=functools.partial(self._evaluating, name),
+                    read=self.assembly.reading(self._telling.of_evaluation(name, self.step)),
                 )  # fmt: skip
         except (Exception, SystemExit) as error:
             if self._is_leaving:
@@ -412,9 +411,10 @@ class Run:
 
     def _more(self) -> dict[str, Any]:
         """What is saved beside the state of the objects."""
-        return {"num_samples": self.num_samples, "scores": self._scores.state(), "guard": self._guard.state()}
+        more = {"num_samples": self.num_samples, "scores": self._scores.state(), "guard": self._guard.state()}
+        return more | self.assembly.engine.stepper.loader.state()
 
-    def _saved(self, saved: Saved) -> None:
+    def _saved(self, saved: checkpoint.Saved) -> None:
         """Record what became of a save."""
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():
             self._telling.give_up("this commit", saved.error, saved.step)

@@ -72,6 +72,10 @@ class DataTable(Table):
     folder: str | None = Field(None, description="the data set's own folder, or its parent")
     shuffle: bool = Field(True, description="a new order each epoch, a pure function of (seed, epoch)")
     last_batch: Literal["keep", "drop"] = Field("keep", description="the short last training batch; evaluation never drops any")
+    on_bad: Literal["stop", "skip"] = Field(
+        "stop", description="a sample that cannot be read ends the run, or is left out and told"
+    )
+    max_bad: float = Field(0.001, ge=0, le=1, description="the share of a set that skip leaves out, rounded up; more end the run")
 
 
 class OptimTable(Table):

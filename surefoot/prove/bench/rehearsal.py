@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Keys, to_device
 from surefoot.components.optim import backward
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
@@ -80,13 +79,8 @@ class Rehearsal:
     def _read(self) -> list[Batch]:
         """The microbatches of the first step, augmented and on the device."""
         assembly, feed = self.assembly, self.assembly.feed
-        window, augment = feed.window(0), assembly.task.augment
-
-        def read(ids: Any) -> Batch:
-            batch = to_device(feed.source.read(ids), self.device)
-            return batch if augment is None else augment(batch, Keys(assembly.spec.train.seed, window.epoch, ids))
-
-        return [read(ids) for ids in feed.microbatches(window)]
+        window = feed.window(0)
+        return [assembly.read(window.epoch, ids) for ids in feed.microbatches(window)]
 
 
 def _long_enough(spec: RunSpec, steps: int) -> Assembly:

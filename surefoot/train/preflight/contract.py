@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import Keys, to_device
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
@@ -40,9 +39,7 @@ def check(assembly: Assembly) -> list[str]:
     source = assembly.feed.source
 
     def read(part: np.ndarray) -> Batch:
-        batch = to_device(source.read(part), assembly.engine.device)
-        augment = assembly.task.augment
-        return batch if augment is None else augment(batch, Keys(assembly.spec.train.seed, window.epoch, part))
+        return assembly.read(window.epoch, part)
 
     def attempt(update: LiveUpdate, batch: Batch) -> Loss:
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does

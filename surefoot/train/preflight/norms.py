@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Keys, to_device
 from surefoot.components.optim import leaf_of
 from surefoot.components.stability import find_batch_norms
 from surefoot.contract.task import Batch
@@ -30,11 +29,9 @@ def check(assembly: Assembly) -> list[str]:
     if len(parts) < 2 or not norms or feed.source.guarantee != "proven":
         return []
     parts = parts[:MOST_MICROBATCHES]
-    seed, augment = assembly.spec.train.seed, assembly.task.augment
 
     def read(ids: np.ndarray) -> Batch:
-        batch = to_device(feed.source.read(ids), assembly.engine.device)
-        return batch if augment is None else augment(batch, Keys(seed, window.epoch, ids))
+        return assembly.read(window.epoch, ids)
 
     with untouched(assembly.model, assembly.task.state), torch.enable_grad():
         for module in norms:

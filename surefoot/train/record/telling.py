@@ -86,6 +86,10 @@ class Telling:
         loader.tell = self._tell_of_data
         return loader.close
 
+    def of_evaluation(self, split: str, step: int) -> Callable[[Told], None]:
+        """The same of an evaluation of the weights after `step`."""
+        return lambda told: self._tell_of_data(told._replace(step=step, what=f"evaluating on {split}: {told.what}"))
+
     def _tell_of_data(self, told: Told) -> None:
         if told.kind == "tuned":
             self.say(f"step {told.step}: {told.what}")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from surefoot.components.data import Feed, Iterated, Order, as_source
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from surefoot.components.data import Feed, Iterated, Order, as_source, size_of
 from surefoot.components.data.lengths import check_ramp
-from surefoot.components.data.loader import Settings
+from surefoot.components.data.loader import Ahead, Loader, Reader, Settings, Told
 from surefoot.components.data.loader.pilot import MOST_WORKERS
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, Source
+from surefoot.contract.task import Batch, Resolved, Source
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.hardware import count_cores
 from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
+
+LEAST_BATCHES = 4  # for fewer no worker is begun
 
 
 def read_split(task: Resolved, split: str) -> Source:
@@ -64,6 +71,28 @@ def make_feed(spec: RunSpec, source: Source) -> Feed:
     return Feed(
         source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
     )  # fmt: skip
+
+
+def read_once(
+    spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None]
+) -> Iterator[tuple[Batch, int]]:  # fmt: skip
+    """Every sample of a source once, in order, `batch` at a time, with the number of samples; read ahead as `settings` say.
+
+    What cannot be read is left out where `data.on_bad` says so; `tell` hears of it, and of workers that were lost.
+    """
+    feed = Feed(source, Order(len(source), 0, shuffle=False), batch=batch)
+    steps = feed.steps_per_epoch or 0
+    plain = steps < LEAST_BATCHES or isinstance(source, Iterated)
+    loader = Loader(feed, Reader(source, None, 0), Settings() if plain else settings, last=steps)
+    if spec.data.on_bad == "skip":
+        loader.skip_bad(spec.data.max_bad)
+    loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record") else None
+    ahead = Ahead(device)
+    with contextlib.closing(loader):
+        for number in range(1, steps + 1):
+            taken = loader.take(number)
+            for inputs in ahead.take(taken, loader.peek):
+                yield inputs, size_of(inputs) if isinstance(source, Iterated) else taken.num_samples
 
 
 def make_settings(spec: RunSpec, source: Source) -> Settings:

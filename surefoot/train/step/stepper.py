@@ -27,7 +27,7 @@ from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWA
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
-from surefoot.core.errors import NumbersError, TaskError
+from surefoot.core.errors import BadRecordError, NumbersError, TaskError
 
 if TYPE_CHECKING:
     from surefoot.train.step.whole import WholeStep
@@ -88,11 +88,15 @@ class Stepper:
         started_ns = self.clock.switch(DATA)
         self.has_moved = False
         taken = self.loader.take(number)
+        if not taken.batches:
+            raise BadRecordError(
+                f"none of the {len(taken.window.ids)} samples can be read", hint="use larger batches, or mend the data"
+            )
         batches = self._place(taken, self.loader.peek)
-        self.consumed = taken.window.ids
+        self.consumed, num_samples = taken.window.ids, taken.num_samples
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
-        num_samples = sum(map(size_of, batches)) if self._counts_rows else len(self.consumed)
+        num_samples = sum(map(size_of, batches)) if self._counts_rows else num_samples
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
@@ -163,7 +167,7 @@ class Stepper:
             batches = self._ahead.take(taken, peek)
             self.clock.switch(DATA)
         if self._augments and self._task.augment is not None:
-            draws = [Keys(self._seed, taken.window.epoch, ids) for ids in self._feed.microbatches(taken.window)]
+            draws = [Keys(self._seed, taken.window.epoch, ids) for ids in taken.ids]
             batches = [self._task.augment(batch, keys) for batch, keys in zip(batches, draws, strict=True)]
         if self.saw is not None:
             for batch in batches:

@@ -1,7 +1,8 @@
 """The loader: batches read ahead by workers, in the order of the run."""
 
 from surefoot.components.data.loader.ahead import Ahead
+from surefoot.components.data.loader.bad import Read, Sound, read_sound
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.loader import Kind, Loader, Settings, Taken, Told, bytes_of
 
-__all__ = ["Ahead", "Job", "Kind", "Loader", "Reader", "Settings", "Taken", "Told", "bytes_of"]
+__all__ = ["Ahead", "Job", "Kind", "Loader", "Read", "Reader", "Settings", "Sound", "Taken", "Told", "bytes_of", "read_sound"]

@@ -21,10 +21,10 @@ import numpy as np
 import psutil
 import torch
 
+from surefoot.components.data.loader.bad import Read
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.ring import Slot, unpack
 from surefoot.components.data.loader.worker import serve
-from surefoot.contract.task import Batch
 from surefoot.core.errors import DataError
 
 Start = Literal["auto", "fork", "spawn"]
@@ -33,11 +33,11 @@ LONG_ENOUGH_S, MOST_TIMES, ROUNDS = 0.01, 256, 3  # to tell two threads from one
 
 
 class Message(NamedTuple):
-    """What became of a job: a batch, or words about what was raised, or about how the worker died (with no `serial`)."""
+    """What became of a job: what was read, or words about what was raised, or about how the worker died (with no `serial`)."""
 
     place: int
     serial: int | None
-    batch: Batch = None
+    read: Read = Read(None)
     problem: str | None = None
 
 
@@ -211,10 +211,10 @@ class Processes:
         except (EOFError, OSError):
             worker.process.join(ENDS_WITHIN_S)
             return Message(place, None, problem=_how_it_ended(worker.process.exitcode))
-        batch = unpack(content, worker.slots[slot], lambda: worker.free.append(slot))
+        read = unpack(content, worker.slots[slot], lambda: worker.free.append(slot))
         if not worker.free:  # whoever reads keeps what it read: there must be room to go on
-            batch = copy.deepcopy(batch)
-        return Message(place, serial, batch)
+            read = copy.deepcopy(read)
+        return Message(place, serial, read)
 
     def name(self, place: int) -> str:
         return f"loader worker {place} (process {self._workers[place].process.pid})"

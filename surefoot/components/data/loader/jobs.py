@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from surefoot.components.data.feed import Window
+from surefoot.components.data.loader.bad import Read, read_sound
 from surefoot.components.data.order import Keys
 from surefoot.contract.task import Batch, Source
 
@@ -32,10 +33,13 @@ class Reader:
     source: Source
     augment: Augment | None
     seed: int
+    skips: bool = False  # what cannot be read, instead of raising
 
-    def __call__(self, epoch: int, ids: np.ndarray) -> Batch:
-        batch = self.source.read(ids)
-        return batch if self.augment is None else self.augment(batch, Keys(self.seed, epoch, ids))
+    def __call__(self, epoch: int, ids: np.ndarray) -> Read:
+        read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids))
+        if self.augment is None or read.batch is None:
+            return read
+        return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
         """The seconds that each part of reading these samples takes: as the source itself tells them, or as one."""

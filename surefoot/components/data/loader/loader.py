@@ -11,14 +11,15 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from torch import Tensor
 
 from surefoot.components.data.feed import Feed, Window
+from surefoot.components.data.loader.bad import Bad, BadRecords, Read
 from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads, gain_of_threads
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
@@ -34,9 +35,10 @@ LOOKS = 8  # at the workers, within the time that one may take
 
 
 class Told(NamedTuple):
-    """What a run should hear: of `kind` worker (one was lost), starving (steps wait for data) or tuned (how many workers were found)."""
+    """What a run should hear: of `kind` worker (one was lost), starving (steps wait for data), tuned (how many workers were found) or
+    bad-record (a sample is left out)."""
 
-    kind: Literal["worker", "starving", "tuned"]
+    kind: Literal["worker", "starving", "tuned", "bad-record"]
     step: int
     what: str
     then: str  # what was done about it, or what to do
@@ -60,6 +62,9 @@ class Settings:
     memory_bytes: int = 2 << 30
 
 
+NOTHING = Read(None)
+
+
 @dataclass(eq=False)
 class _Ticket:
     """A job that was given to a worker, and what came back."""
@@ -68,18 +73,32 @@ class _Ticket:
     job: Job
     place: int
     given_s: float
-    batch: Batch = None
+    read: Read = NOTHING
     is_there: bool = False
     problem: str | None = None
     tries: int = 1
 
 
 class Taken(NamedTuple):
-    """What step `number` reads: its window, and a batch for each microbatch."""
+    """What step `number` reads: its window, and a batch for each microbatch that has samples, with their `ids`."""
 
     number: int
     window: Window
     batches: list[Batch]
+    ids: list[np.ndarray]
+    bad: tuple[Bad, ...] = ()
+
+    @classmethod
+    def of(cls, number: int, window: Window, cut: Iterable[np.ndarray], reads: Iterable[Read]) -> Self:
+        """The reads of the microbatches of a step, whose samples `cut` holds."""
+        kept = [(read.batch, read.kept(ids)) for ids, read in zip(cut, reads, strict=True) if read.batch is not None]
+        bad = tuple(bad for read in reads for bad in read.bad)
+        return cls(number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad)
+
+    @property
+    def num_samples(self) -> int:
+        """The samples that are there."""
+        return len(self.window.ids) - len(self.bad)
 
 
 class Loader:
@@ -89,6 +108,7 @@ class Loader:
         """`last` is the last step that will be asked for; without settings each step reads by itself."""
         self.settings = settings = settings or Settings()
         self._feed, self._reader, self._last = feed, reader, last
+        self.bad = BadRecords(len(feed.source), 0.0)
         self.tell: Callable[[Told], None] = lambda told: None
         self._pilot = Pilot(settings.most) if settings.most else None
         self._steps, self._last_take = Watch(), (0, 0.0, 0.0)
@@ -106,6 +126,8 @@ class Loader:
         """What step `number` reads. Raises what reading it raises, and BadRecordError for samples that no worker survives."""
         begun_s = time.perf_counter()
         taken = self._take(number) if self.settings.workers else self.read(number)
+        if taken.bad:
+            self._leave_out(taken)
         self._watch(number, begun_s, time.perf_counter())
         return taken
 
@@ -113,32 +135,38 @@ class Loader:
         if number != self._next:
             self._begin_at(number)
         self._next = number + 1
-        batches, window = list[Batch](), None
+        tickets = list[_Ticket]()
         self._top_up()
         while self._tickets and self._tickets[0].job.number == number:
             ticket = self._tickets[0]
             self._await(ticket)
             self._tickets.popleft()
             self._top_up()
-            window = ticket.job.window
-            batches.append(ticket.batch)
-        if window is None:
+            tickets.append(ticket)
+        if not tickets:
             return self.read(number)
         if not self.batch_bytes:
-            self._bound_depth(batches[0])
-        return Taken(number, window, batches)
+            self._bound_depth(tickets[0].read.batch)
+        return _joined(number, tickets)
 
     def peek(self, number: int) -> Taken | None:
         """What step `number` reads, if that is there already."""
         found = list(itertools.takewhile(lambda each: each.job.number <= number, self._tickets))
         if not found or len(found) == len(self._tickets) or not all(each.is_there and each.problem is None for each in found):
             return None
-        return Taken(number, found[0].job.window, [each.batch for each in found])
+        return _joined(number, found)
 
     def read(self, number: int) -> Taken:
         """The same, read here and now, whoever else reads what."""
         window = self._feed.window(number - 1)
-        return Taken(number, window, [self._reader(window.epoch, ids) for ids in self._feed.microbatches(window)])
+        cut = self._feed.microbatches(window)
+        return Taken.of(number, window, cut, [self._reader(window.epoch, ids) for ids in cut])
+
+    def _leave_out(self, taken: Taken) -> None:
+        for each in self.bad.add(taken.bad):
+            what = f"sample {each.sample} cannot be read: {each.reason}"
+            then = f"it is left out, as {len(self.bad.found):,} of {self.bad.limit:,} that may be"
+            self.tell(Told("bad-record", taken.number, what, then))
 
     def close(self) -> None:
         """End the workers; nothing of them stays. The loader can be used again."""
@@ -176,6 +204,19 @@ class Loader:
             return "process"
         window = self._feed.window(max(self._next - 2, 0))
         return "thread" if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH else "process"
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: the records that were left out, where there are any."""
+        return {"bad_records": self.bad.state()} if self.bad.found else {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Know again what was left out before."""
+        self.bad.restore(saved.get("bad_records", ()))
+
+    def skip_bad(self, share: float) -> None:
+        """Leave out samples that cannot be read, up to a share of the set."""
+        self.close()
+        self._reader, self.bad = replace(self._reader, skips=True), BadRecords(len(self._feed.source), share)
 
     @property
     def depth(self) -> int:
@@ -256,7 +297,7 @@ class Loader:
             return
         ticket = self._given.pop(message.serial, None)
         if ticket is not None:  # else it was forgotten meanwhile
-            ticket.batch, ticket.problem, ticket.is_there = message.batch, message.problem, True
+            ticket.read, ticket.problem, ticket.is_there = message.read, message.problem, True
 
     def _lose(self, crew: Crew, place: int, how: str, guilty: _Ticket | None) -> None:
         """Replace a worker; what it had is given to the new one, in the same order. `guilty` is what it was reading."""
@@ -282,7 +323,7 @@ class Loader:
     def _read_again(self, ticket: _Ticket) -> None:
         """In this process: what was raised is raised here, where a person sees where; or it was of that moment alone."""
         job = ticket.job
-        ticket.batch = self._reader(job.window.epoch, job.ids)
+        ticket.read = self._reader(job.window.epoch, job.ids)
         raised = (ticket.problem or "").strip().splitlines()[-1]
         crew = self._crew or self._make_crew()
         what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
@@ -340,6 +381,10 @@ class Loader:
     def __del__(self) -> None:
         if self.__dict__.get("_crew") is not None:
             self.close()
+
+
+def _joined(number: int, tickets: list[_Ticket]) -> Taken:
+    return Taken.of(number, tickets[0].job.window, [each.job.ids for each in tickets], [each.read for each in tickets])
 
 
 def bytes_of(batch: Batch) -> int:

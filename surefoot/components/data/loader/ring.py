@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.contract.task import Batch
-
 ALIGNED = 64  # bytes: a cache line, and what vector instructions like
 GROWS = 1 << 16  # bytes: slots are made in multiples of it
 
@@ -63,7 +61,7 @@ def _open_nameless() -> int:
         return os.dup(file.fileno())
 
 
-def pack(batch: Batch, slot: Slot) -> bytes:
+def pack(batch: Any, slot: Slot) -> bytes:
     """Lay the tensors and arrays of a batch into a slot; gives the message from which `unpack` makes it again."""
     packer = _Packer()
     packer.dump(batch)
@@ -75,7 +73,7 @@ def pack(batch: Batch, slot: Slot) -> bytes:
     return packer.num_bytes.to_bytes(8, "little") + packer.written.getvalue()
 
 
-def unpack(message: bytes, slot: Slot, release: Callable[[], None]) -> Batch:
+def unpack(message: bytes, slot: Slot, release: Callable[[], None]) -> Any:
     """The batch that a message tells of, its tensors in the slot; `release` is called once the last of them is gone."""
     num_bytes = int.from_bytes(message[:8], "little")
     lease = _Lease(release)
