@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
 
-from surefoot.components.data.sources import Tokens
+from surefoot.components.data.sources import Packed, Tokens
 from surefoot.components.metrics import Mean, bits_per_byte
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.core.errors import DataError
@@ -29,7 +29,8 @@ HELD_OUT_SHARE = 0.1  # of the files, by a hash of their name
 class PyCorpus:
     """Windows of `length` bytes: batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is none.
 
-    With `chunked_loss` training computes head and loss a few bytes at a time, and the logits of a batch never exist.
+    With `chunked_loss` training computes head and loss a few bytes at a time, and the logits of a batch never exist. When `packed`,
+    rows hold whole files, or pieces of `length` bytes of longer ones, and no byte sees another file.
 
     `folder` holds .py files at any depth; by default it is the standard library of this Python. Raises DataError without any.
     """
@@ -46,10 +47,11 @@ class PyCorpus:
         length: int = 256,
         dropout: float = 0.0,
         chunked_loss: bool = False,
+        packed: bool = False,
     ) -> None:
         self.folder = Path(folder or sysconfig.get_paths()["stdlib"]).expanduser()
         self.layers, self.width, self.heads, self.length, self.dropout = layers, width, heads, length, dropout
-        self.chunked_loss = chunked_loss
+        self.chunked_loss, self.packed = chunked_loss, packed
         self._sources: dict[str, Files] = {}
 
     def model(self) -> nn.Module:
@@ -64,11 +66,11 @@ class PyCorpus:
             raise DataError(f"pycorpus has no split {split!r}", hint='use "train" or "heldout"')
         if split not in self._sources:
             names = [name for name in find_files(self.folder) if is_held_out(name) == (split == "heldout")]
-            self._sources[split] = Files(self.folder, names, self.length)
+            self._sources[split] = Files(self.folder, names, self.length, packed=self.packed)
         return self._sources[split]
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | Unprojected:
-        output: Tensor | Unprojected = model(batch["inputs"])
+        output: Tensor | Unprojected = model(*(batch[name] for name in ("inputs", "positions", "documents") if name in batch))
         return output
 
     def loss(self, output: Tensor | Unprojected, batch: dict[str, Tensor]) -> Loss:
@@ -79,18 +81,21 @@ class PyCorpus:
 
 
 class Files:
-    """The bytes of `names` below `folder`, one after another, as windows of `length`. Its digest covers names, bytes and Python."""
+    """The bytes of `names` below `folder`, as windows of `length` over all, or `packed`. Its digest covers names, bytes and Python."""
 
     guarantee: Guarantee = "proven"
+    thread_safe = True
 
-    def __init__(self, folder: Path, names: list[str], length: int) -> None:
+    def __init__(self, folder: Path, names: list[str], length: int, *, packed: bool = False) -> None:
         contents = [_read(folder / name) for name in names]
         if sum(map(len, contents)) < 2:
             raise DataError(
                 f"{folder} holds no Python source for this split", hint="name a folder of .py files with --data DIR, or none"
             )
-        self._tokens = Tokens(np.frombuffer(bytearray(b"".join(contents)), dtype=np.uint8), length)
-        self.names, self.tokens_per_sample = names, length
+        stream = np.frombuffer(bytearray(b"".join(contents)), dtype=np.uint8)
+        sizes = np.array([len(content) for content in contents if content])
+        self._tokens = Packed(stream, np.append(0, np.cumsum(sizes)), length) if packed else Tokens(stream, length)
+        self.names, self.tokens_per_sample = names, self._tokens.tokens_per_sample
         self.listing = hashlib.sha256("\n".join(names).encode()).hexdigest()
         self.digest = hashlib.sha256(f"{platform.python_version()} {self.listing} {self._tokens.digest}".encode()).hexdigest()
 

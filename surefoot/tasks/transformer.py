@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surefoot.components.data.sources.packed import block_diagonal
 from surefoot.components.memory import linear_cross_entropy
 
 ROTARY_BASE = 10_000.0
@@ -32,7 +33,8 @@ class Unprojected(NamedTuple):
 class Transformer(nn.Module):
     """Token ids (B, T), T up to `length`, to logits of the next token (B, T, V); with `chunked_loss` to Unprojected while it trains.
 
-    Raises ValueError for sizes that do not fit each other.
+    With the `positions` and `documents` (B, T) of packed rows a token sees those of its own document alone. Raises ValueError for
+    sizes that do not fit each other.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class Transformer(nn.Module):
         self.register_buffer("cos", cos_TH, persistent=False)
         self.register_buffer("sin", sin_TH, persistent=False)
 
-    def forward(self, ids_BT: Tensor) -> Tensor | Unprojected:
-        num_tokens = ids_BT.shape[1]
+    def forward(
+        self, ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None
+    ) -> Tensor | Unprojected:  # fmt: skip
         x_BTD = self.dropout(self.norm(self.embedding(ids_BT)))
+        where = slice(ids_BT.shape[1]) if positions_BT is None else positions_BT[:, None]  # the same for all heads
+        mask = () if documents_BT is None else (block_diagonal(documents_BT),)
         for block in self.blocks:
-            x_BTD = block(x_BTD, self.cos[:num_tokens], self.sin[:num_tokens])
+            x_BTD = block(x_BTD, self.cos[where], self.sin[where], *mask)
         hidden_BTD = self.norm(x_BTD)
         if self.chunked_loss and self.training:
             return Unprojected(hidden_BTD, self.head.weight)
@@ -83,18 +88,18 @@ class Block(nn.Module):
         nn.init.zeros_(self.mix.weight)
         nn.init.zeros_(self.narrow.weight)
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self._attend(self.norm(x_BTD), cos_TH, sin_TH))
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self._attend(self.norm(x_BTD), cos_TH, sin_TH, mask_BNTT))
         fed_BTD: Tensor = self.dropout(self.narrow(F.relu(self.widen(self.norm(x_BTD))).square()))
         return x_BTD + fed_BTD
 
-    def _attend(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    def _attend(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None) -> Tensor:
         q_BNTH, k_BNTH, v_BNTH = (
             part(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
         q_BNTH = _turn(self.head_norm(q_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
         k_BNTH = _turn(self.head_norm(k_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
-        mixed_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
+        mixed_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_BNTT, is_causal=mask_BNTT is None)
         mixed_BTD: Tensor = self.mix(mixed_BNTH.transpose(1, 2).flatten(2))
         return mixed_BTD
 

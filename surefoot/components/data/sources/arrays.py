@@ -1,0 +1,94 @@
+"""Rows of arrays: tensors, numpy arrays, memory maps, .npy files."""
+
+from __future__ import annotations
+
+import hashlib
+import tokenize
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data.sources.asked import check_asked
+from surefoot.contract.task import Batch, Guarantee
+from surefoot.core.errors import DataError
+
+ArrayLike = Tensor | np.ndarray
+DIGEST_SAMPLES = 256  # rows hashed of each array: enough to tell two sets apart without reading a memory map whole
+NO_NPY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, RecursionError, tokenize.TokenError)  # what numpy raises
+
+
+def as_tensor(array: ArrayLike) -> Tensor:
+    if isinstance(array, Tensor):
+        return array
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; a source never writes into them
+        return torch.from_numpy(np.asarray(array))
+
+
+def open_npy(path: str | Path) -> np.ndarray:
+    """The array of a .npy file as a read-only memory map.
+
+    Raises DataError for a file that is missing, cut, no .npy, or holds Python objects.
+    """
+    given = Path(path).expanduser()
+    try:
+        return np.lib.format.open_memmap(given, mode="r")
+    except OSError as error:
+        raise DataError(
+            f"{given} cannot be read: {error.strerror or error}", hint="check the name, and who may read it"
+        ) from None
+    except NO_NPY as error:
+        hint = "write numbers with numpy.save, and copy the file again if it is cut"
+        raise DataError(f"{given} cannot be mapped as a .npy file: {error}", hint=hint) from None
+
+
+class Arrays:
+    """Rows of equally long arrays: `Arrays(images, labels)` reads tuples, `Arrays(images=..., labels=...)` dicts.
+
+    Tensors, numpy arrays and memory maps; a row is a sample. Raises DataError for none or unequal lengths.
+    """
+
+    guarantee: Guarantee = "proven"
+    thread_safe = True
+
+    def __init__(self, *arrays: ArrayLike, **named: ArrayLike) -> None:
+        if bool(arrays) == bool(named):
+            raise DataError("Arrays takes arrays either by position or by name", hint="Arrays(images=x, labels=y)")
+        self._names = tuple(named) or None
+        self._tensors = [as_tensor(array) for array in (named.values() if named else arrays)]
+        lengths = {len(tensor) if tensor.ndim else 0 for tensor in self._tensors}
+        if len(lengths) != 1 or lengths == {0}:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
+            raise DataError(f"arrays of shapes {shapes} are no set of samples", hint="give arrays of one length, at least 1")
+        self._length = lengths.pop()
+        self.digest = self._digest()
+
+    @classmethod
+    def of_files(cls, *paths: str | Path, **named: str | Path) -> Arrays:
+        """Rows of .npy files, mapped and not read: `Arrays.of_files(images="x.npy", labels="y.npy")`. Raises what `open_npy` raises."""
+        return cls(*map(open_npy, paths), **{name: open_npy(path) for name, path in named.items()})
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(repr(self._names).encode())
+        rows = np.unique(np.linspace(0, self._length - 1, DIGEST_SAMPLES).astype(np.int64))
+        for tensor in self._tensors:
+            digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor[torch.from_numpy(rows)].contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, ids: np.ndarray) -> Batch:
+        check_asked(ids, self._length)
+        rows = torch.from_numpy(ids)
+        read = [tensor.index_select(0, rows) for tensor in self._tensors]
+        return dict(zip(self._names, read, strict=True)) if self._names else tuple(read)
+
+    def describe(self) -> str:
+        names = self._names or tuple(str(number) for number in range(len(self._tensors)))
+        parts = (f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in zip(names, self._tensors, strict=True))
+        return f"{self._length:,} samples: {', '.join(parts)}"

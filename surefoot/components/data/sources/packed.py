@@ -1,0 +1,283 @@
+"""Whole documents packed into rows of one length, and the mask that keeps them apart.
+
+The packing is best-fit decreasing over the histogram of lengths (M. Krell et al., "Efficient Sequence Packing without
+Cross-contamination", 2021): it asks how many documents of a length there are, not for each of them, so that its time depends on the
+length of a row and hardly on the number of documents.
+"""
+
+# B batch, T tokens of a row, N pieces of documents, R rows
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data.sources.arrays import ArrayLike, open_npy
+from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.sources.tokens import IGNORED, Tokens, check_stream, digest_of, open_tokens, to_int64
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import DataError
+
+SCAN_TOKENS = 1 << 24  # of a memory map at a time, to find where documents end
+NO_DOCUMENT = -1  # of what is padding
+
+
+class Packed:
+    """Documents of one stream, packed into rows of `length`: four int64 tensors (B, T).
+
+    `inputs` (0 where padded), `targets` (-100 where padded and at a document's last token), `positions`, which begin at 0 in every
+    document, and `documents`: which document of the row, -1 where padded; `block_diagonal` makes the mask of attention of them.
+
+    Document k is ids[offsets[k]:offsets[k + 1]]. Longer ones than a row are cut into pieces that know nothing of each other; every
+    token but the first of a document is still a target once. Documents of one token have nothing to predict and are left out. Raises
+    DataError for offsets that do not rise from 0 to the end of the stream, and where nothing is left.
+    """
+
+    guarantee: Guarantee = "proven"
+    thread_safe = True
+
+    def __init__(self, ids: ArrayLike, offsets: np.ndarray, length: int) -> None:
+        self._ids, self._length = check_stream(ids), length
+        if length < 1:
+            raise DataError(f"a row of {length} tokens is none", hint="use a length of 1 or more")
+        offsets = check_offsets(offsets, len(self._ids))
+        starts, lengths, is_end = _cut(offsets, length)
+        if not len(starts):
+            raise DataError(
+                f"{len(offsets) - 1:,} documents of one token each have nothing to predict",
+                hint="is the end token the right one?",
+            )
+        order, self._rows = pack(lengths, length)
+        self._starts, self._lengths, self._is_end = starts[order], lengths[order].astype(np.int64), is_end[order]
+        self.num_documents, self.num_tokens = len(offsets) - 1, int(lengths.sum())
+        self.tokens_per_sample = self.num_tokens / len(self)
+        digest = hashlib.sha256(f"packed {length} {digest_of(self._ids)}".encode())
+        digest.update(offsets.data)
+        self.digest = digest.hexdigest()
+
+    @property
+    def efficiency(self) -> float:
+        """Real tokens by all tokens of the rows."""
+        return self.num_tokens / (len(self) * self._length)
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor]:
+        check_asked(ids, len(self))
+        first, count = self._rows[ids], self._rows[ids + 1] - self._rows[ids]
+        within = _count_up(count)  # which document of the row each piece is
+        pieces = np.repeat(first, count) + within
+        lengths = self._lengths[pieces]
+        positions = _count_up(lengths)
+        places = positions + np.repeat(_places(lengths, within, np.repeat(np.arange(len(ids)), count) * self._length), lengths)
+        tokens = positions + np.repeat(self._starts[pieces], lengths)
+        targets = to_int64(self._ids[np.minimum(tokens + 1, len(self._ids) - 1)])
+        targets[torch.from_numpy(np.cumsum(lengths)[self._is_end[pieces]] - 1)] = IGNORED
+        filled = {
+            "inputs": (to_int64(self._ids[tokens]), 0), "targets": (targets, IGNORED), "positions": (torch.from_numpy(positions), 0),
+            "documents": (torch.from_numpy(np.repeat(within, lengths)), NO_DOCUMENT),
+        }  # fmt: skip
+        where = torch.from_numpy(places)
+        return {
+            name: torch.full((len(ids) * self._length,), padding).scatter_(0, where, values).view(len(ids), self._length)
+            for name, (values, padding) in filled.items()
+        }
+
+    def describe(self) -> str:
+        return (
+            f"{self.num_tokens:,} tokens of {self.num_documents:,} documents packed into {len(self):,} rows of {self._length}: "
+            f"{self.efficiency:.2%} of their tokens are real"
+        )
+
+
+class TokenFile:
+    """A file of tokens, mapped and not read: `TokenFile("train.bin", 1024)` reads windows, as `Tokens` does.
+
+    A .npy file, or numbers of `dtype`, little-endian, and nothing else. With the token that `end`s each document, or the `offsets` at
+    which documents begin (a .npy file, or raw int64), whole documents are packed, as `Packed` does. `end` reads the file once, to
+    find them; `find_documents` makes offsets that can be kept. Raises DataError for files that are no such thing.
+    """
+
+    guarantee: Guarantee = "proven"
+    thread_safe = True
+
+    def __init__(
+        self, path: str | Path, length: int, *, dtype: str = "uint16", end: int | None = None, offsets: str | Path | None = None
+    ) -> None:  # fmt: skip
+        if end is not None and offsets is not None:
+            raise DataError("TokenFile is given an end token and offsets", hint="give one of the two")
+        self.path = Path(path).expanduser()
+        self._again = partial(TokenFile, length=length, dtype=dtype, end=end, offsets=offsets)
+        ids = open_tokens(self.path, dtype)
+        found = find_documents(ids, end) if end is not None else None if offsets is None else _open_offsets(offsets)
+        self._source = Tokens(ids, length) if found is None else Packed(ids, found, length)
+        self.digest, self.tokens_per_sample = self._source.digest, self._source.tokens_per_sample
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor]:
+        return self._source.read(ids)
+
+    def describe(self) -> str:
+        return f"{self.path.name}: {self._source.describe()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process maps the file itself
+        return self._again, (self.path,)
+
+
+def block_diagonal(documents_BT: Tensor) -> Tensor:
+    """The causal mask (B, 1, T, T) for `scaled_dot_product_attention`: True where a token sees another of its own document, or itself.
+
+    Padding sees padding: a row of a mask without any True would be NaN.
+
+    >>> block_diagonal(torch.tensor([[0, 0, 1]])).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return same_BTT.tril()[:, None]
+
+
+def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
+    """Where each document of a stream begins, and where the last one ends, int64 (documents + 1,); `end` belongs to what it ends.
+
+    Raises DataError where `end` does not stand in the stream.
+
+    >>> find_documents(np.array([5, 6, 0, 7, 0, 8]), end=0).tolist()
+    [0, 3, 5, 6]
+    """
+    tokens = check_stream(ids)
+    ends = [
+        np.flatnonzero(tokens[start : start + SCAN_TOKENS] == end) + start + 1 for start in range(0, len(tokens), SCAN_TOKENS)
+    ]
+    found = np.concatenate(ends)
+    if not len(found):
+        raise DataError(
+            f"the token {end} stands nowhere in the {len(tokens):,} of the stream", hint="which token ends a document?"
+        )
+    return np.concatenate(([0], found, [len(tokens)] if found[-1] < len(tokens) else [])).astype(np.int64)
+
+
+def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
+    """The offsets as contiguous int64, their last one the end of the stream. Raises DataError for any that are none."""
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
+        raise DataError(
+            f"offsets of {offsets.dtype} {offsets.shape} are none", hint="give one row of int64: where documents begin"
+        )
+    whole = np.ascontiguousarray(offsets, dtype=np.int64)
+    if whole[-1] < num_tokens:
+        whole = np.append(whole, num_tokens)
+    wrong = np.flatnonzero(np.diff(whole) <= 0)
+    if len(wrong):
+        at = int(wrong[0])
+        raise DataError(
+            f"document {at:,} begins at token {whole[at]:,} and ends at {whole[at + 1]:,}", hint="offsets rise, by 1 or more"
+        )
+    if whole[0] != 0 or whole[-1] != num_tokens:
+        raise DataError(
+            f"the offsets go from {whole[0]:,} to {whole[-1]:,}, the stream has {num_tokens:,} tokens",
+            hint="the first is 0, and the last one at most the number of tokens",
+        )
+    return whole
+
+
+@dataclass(frozen=True)
+class Group:
+    """So many rows alike: `runs` are the pieces in each, as (length, how many)."""
+
+    rows: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def filled(self, rows: int, length: int, count: int) -> Group:
+        return Group(rows, (*self.runs, (length, count)))
+
+
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces of 1 to `capacity` tokens to rows: their numbers in the order of rows (N,), and where each row begins there (R + 1,).
+
+    Longest first, each into the fullest row that still takes it; of equal ones the first comes first. The same for the same lengths.
+
+    >>> order, rows = pack(np.array([3, 5, 2, 6]), 8)
+    >>> [order[rows[i] : rows[i + 1]].tolist() for i in range(len(rows) - 1)]
+    [[3, 2], [1, 0]]
+    """
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    order = np.argsort(capacity - lengths.astype(np.int32), kind="stable")
+    first = dict(enumerate((len(lengths) - np.cumsum(counts)).tolist()))  # of a length, where its pieces begin in `order`
+    parts, sizes = [], []
+    for group in _pack_histogram(counts, capacity):
+        columns = []
+        for length, count in group.runs:
+            columns.append(order[first[length] : first[length] + group.rows * count].reshape(group.rows, count))
+            first[length] += group.rows * count
+        parts.append(np.hstack(columns))
+        sizes.append(np.full(group.rows, parts[-1].shape[1]))
+    return np.concatenate([part.ravel() for part in parts]), np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
+
+
+def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
+    """Best-fit decreasing for all pieces of one length at a time: equal ones fill a row until it takes no more of them."""
+    open_rows: dict[int, list[Group]] = {}  # by the space that is left
+    spaces: list[int] = []  # those there are, sorted
+
+    def put(space: int, group: Group) -> None:
+        if space not in open_rows:
+            bisect.insort(spaces, space)
+        open_rows.setdefault(space, []).append(group)
+
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            at = bisect.bisect_left(spaces, length)
+            space = spaces[at] if at < len(spaces) else capacity
+            group = open_rows[space].pop() if at < len(spaces) else Group(-(-left // (capacity // length)))
+            if at < len(spaces) and not open_rows[space]:
+                del open_rows[space], spaces[at]
+            each = space // length
+            full = min(group.rows, left // each)
+            rest = left - full * each if full < group.rows else 0  # of what fills one more row in part
+            if full:
+                put(space - each * length, group.filled(full, length, each))
+            if rest:
+                put(space - rest * length, group.filled(1, length, rest))
+            if group.rows > full + (rest > 0):
+                put(space, Group(group.rows - full - (rest > 0), group.runs))
+            left -= full * each + rest
+    return [group for space in spaces for group in open_rows[space]]
+
+
+def _cut(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each piece with something to predict: where it starts, how long it is, and whether its document ends with it."""
+    counts = -(-(np.diff(offsets) - 1) // length)
+    starts = np.repeat(offsets[:-1], counts) + length * _count_up(counts)
+    stops = np.repeat(offsets[1:], counts)
+    lengths = np.minimum(stops - starts, length)
+    return starts, lengths, np.equal(starts + lengths, stops)
+
+
+def _count_up(counts: np.ndarray) -> np.ndarray:
+    """0 to each count - 1, one after another: [2, 3] is [0, 1, 0, 1, 2]."""
+    ends = np.cumsum(counts)
+    counted: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return counted
+
+
+def _places(lengths: np.ndarray, within: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
+    """Where each piece begins in the batch: its row's begin and the lengths of those before it in the row."""
+    before = np.cumsum(lengths) - lengths
+    firsts = np.flatnonzero(within == 0)
+    places: np.ndarray = row_starts + before - np.repeat(before[firsts], np.diff(np.append(firsts, len(within))))
+    return places
+
+
+def _open_offsets(path: str | Path) -> np.ndarray:
+    return open_npy(path) if Path(path).suffix == ".npy" else open_tokens(path, "int64")

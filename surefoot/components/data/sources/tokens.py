@@ -1,0 +1,125 @@
+"""Streams of tokens: windows of one length, out of an array, a memory map or a file."""
+
+# B batch, T tokens of a window
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data.sources.arrays import ArrayLike, open_npy
+from surefoot.components.data.sources.asked import check_asked
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import DataError
+
+IGNORED = -100  # the target that is none
+WHOLE_BYTES = 64 << 20  # a longer stream is known by pieces of it: hashing 20 GB would take half a minute
+PIECES, PIECE_TOKENS = 256, 2048
+
+
+class Tokens:
+    """Windows of `length` tokens out of one stream: inputs (B, T) and the next tokens as targets (B, T), int64.
+
+    Arrays, tensors and memory maps of whole numbers. Every token but the first is a target once; the last window is padded with
+    target -100 (and input 0). Raises DataError for a stream of fewer than two tokens or of no whole numbers, a length under 1, and,
+    when they are read, negative tokens.
+    """
+
+    guarantee: Guarantee = "proven"
+    thread_safe = True
+    IGNORED = IGNORED
+
+    def __init__(self, ids: ArrayLike, length: int) -> None:
+        self._ids = check_stream(ids)
+        if length < 1:
+            raise DataError(f"a window of {length} tokens is none", hint="use a length of 1 or more")
+        self._length = self.tokens_per_sample = length
+        num_whole, left = divmod(len(self._ids) - 1, length)
+        stride = self._ids.strides[0]
+        self._windows = np.lib.stride_tricks.as_strided(
+            self._ids, (num_whole, length + 1), (length * stride, stride), writeable=False
+        )
+        tail = to_int64(self._ids[num_whole * length :].copy()).numpy()
+        self._last_inputs = np.pad(tail[:-1], (0, length - left))
+        self._last_targets = np.pad(tail[1:], (0, length - left), constant_values=IGNORED)
+        self.digest = digest_of(self._ids)
+
+    def __len__(self) -> int:
+        return -(-(len(self._ids) - 1) // self._length)
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor]:
+        check_asked(ids, len(self))
+        is_padded = ids >= len(self._windows)
+        if not is_padded.any():
+            windows = to_int64(self._windows[ids])
+            return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+        inputs, targets = (np.empty((len(ids), self._length), dtype=np.int64) for _ in range(2))
+        inputs[is_padded], targets[is_padded] = self._last_inputs, self._last_targets
+        whole = to_int64(self._windows[ids[~is_padded]]).numpy()
+        inputs[~is_padded], targets[~is_padded] = whole[:, :-1], whole[:, 1:]
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+
+    def describe(self) -> str:
+        return f"{len(self._ids):,} tokens in {len(self):,} windows of {self._length}"
+
+
+def check_stream(ids: ArrayLike) -> np.ndarray:
+    """The tokens of a stream as an array, not copied. Raises DataError for what is no stream of whole numbers with a next one."""
+    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+    if array.ndim != 1 or len(array) < 2:
+        raise DataError(f"a token stream of shape {array.shape} has nothing to predict", hint="give 2 tokens or more, in one row")
+    if array.dtype.kind not in "iu":
+        raise DataError(f"tokens of {array.dtype} are no token ids", hint="give whole numbers: uint16, uint32, int32 or int64")
+    return array
+
+
+def to_int64(tokens: np.ndarray) -> Tensor:
+    """Tokens as torch takes them. Raises DataError for negative ones: an embedding would read beside its table."""
+    wide = tokens.astype(np.int64, copy=False)
+    if tokens.dtype.kind == "i" and wide.size and wide.min() < 0:
+        raise DataError(
+            f"the stream holds the token {wide.min()}", hint="token ids are 0 or more; is the dtype that of the writer?"
+        )
+    return torch.from_numpy(wide)
+
+
+def digest_of(ids: np.ndarray) -> str:
+    """SHA-256 of a stream: of all of it up to 64 MiB, of 256 pieces, the first and the last among them, and its size above."""
+    if ids.nbytes <= WHOLE_BYTES:
+        return hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest()
+    digest = hashlib.sha256(f"{len(ids)} {ids.dtype.str}".encode())
+    for start in np.linspace(0, len(ids) - PIECE_TOKENS, PIECES).astype(np.int64):
+        digest.update(np.ascontiguousarray(ids[start : start + PIECE_TOKENS]).data)
+    return digest.hexdigest()
+
+
+def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
+    """A file of tokens as a memory map: .npy, or little-endian numbers of `dtype` and nothing else.
+
+    Raises DataError for a dtype of no whole numbers, and a file that is missing, empty, or no multiple of the dtype's size.
+    """
+    given = Path(path).expanduser()
+    if given.suffix == ".npy":
+        return open_npy(given)
+    try:
+        kind = np.dtype(dtype).newbyteorder("<")
+    except TypeError:
+        raise DataError(f"{dtype!r} is no dtype", hint="use uint16, uint32, int32 or int64") from None
+    if kind.kind not in "iu":
+        raise DataError(f"tokens of {kind} are no token ids", hint="use uint16, uint32, int32 or int64")
+    try:
+        num_bytes = given.stat().st_size
+        if num_bytes and num_bytes % kind.itemsize == 0:
+            return np.memmap(given, dtype=kind, mode="r")
+    except OSError as error:
+        raise DataError(f"{given} cannot be read: {error.strerror}", hint="check the name, and who may read it") from None
+    if num_bytes == 0:
+        raise DataError(f"{given} is empty", hint="write its tokens first: ids.astype('uint16').tofile(path)")
+    raise DataError(
+        f"{given} has {num_bytes:,} bytes, which is no multiple of the {kind.itemsize} of {kind.name}",
+        hint="name the dtype that it was written in, or copy it again",
+    )
