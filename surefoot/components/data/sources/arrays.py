@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import tokenize
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +49,22 @@ def open_npy(path: str | Path) -> np.ndarray:
         raise DataError(f"{given} cannot be mapped as a .npy file: {error}", hint=hint) from None
 
 
+@contextmanager
+def without_readahead(array: ArrayLike) -> Iterator[None]:
+    """Inside, a page that is missing of a memory map is read alone: a few rows of a large one would else read up to 8 MiB each."""
+    held: Any = array
+    while isinstance(held, np.ndarray):
+        held = held.base
+    if not isinstance(held, mmap.mmap):
+        yield
+        return
+    held.madvise(mmap.MADV_RANDOM)
+    try:
+        yield
+    finally:
+        held.madvise(mmap.MADV_NORMAL)
+
+
 class Arrays:
     """Rows of equally long arrays: `Arrays(images, labels)` reads tuples, `Arrays(images=..., labels=...)` dicts.
 
@@ -58,13 +78,17 @@ class Arrays:
         if bool(arrays) == bool(named):
             raise DataError("Arrays takes arrays either by position or by name", hint="Arrays(images=x, labels=y)")
         self._names = tuple(named) or None
-        self._tensors = [as_tensor(array) for array in (named.values() if named else arrays)]
+        given = list(named.values() if named else arrays)
+        self._tensors = [as_tensor(array) for array in given]
         lengths = {len(tensor) if tensor.ndim else 0 for tensor in self._tensors}
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
             raise DataError(f"arrays of shapes {shapes} are no set of samples", hint="give arrays of one length, at least 1")
         self._length = lengths.pop()
-        self.digest = self._digest()
+        with ExitStack() as stack:
+            for array in given:
+                stack.enter_context(without_readahead(array))
+            self.digest = self._digest()
 
     @classmethod
     def of_files(cls, *paths: str | Path, **named: str | Path) -> Arrays:

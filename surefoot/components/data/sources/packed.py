@@ -74,10 +74,10 @@ class Packed:
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
         check_asked(ids, len(self))
         first, count = self._rows[ids], self._rows[ids + 1] - self._rows[ids]
-        within = _count_up(count)  # which document of the row each piece is
+        within = count_up(count)  # which document of the row each piece is
         pieces = np.repeat(first, count) + within
         lengths = self._lengths[pieces]
-        positions = _count_up(lengths)
+        positions = count_up(lengths)
         places = positions + np.repeat(_places(lengths, within, np.repeat(np.arange(len(ids)), count) * self._length), lengths)
         tokens = positions + np.repeat(self._starts[pieces], lengths)
         targets = to_int64(self._ids[np.minimum(tokens + 1, len(self._ids) - 1)])
@@ -258,13 +258,13 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
 def _cut(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each piece with something to predict: where it starts, how long it is, and whether its document ends with it."""
     counts = -(-(np.diff(offsets) - 1) // length)
-    starts = np.repeat(offsets[:-1], counts) + length * _count_up(counts)
+    starts = np.repeat(offsets[:-1], counts) + length * count_up(counts)
     stops = np.repeat(offsets[1:], counts)
     lengths = np.minimum(stops - starts, length)
     return starts, lengths, np.equal(starts + lengths, stops)
 
 
-def _count_up(counts: np.ndarray) -> np.ndarray:
+def count_up(counts: np.ndarray) -> np.ndarray:
     """0 to each count - 1, one after another: [2, 3] is [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     counted: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

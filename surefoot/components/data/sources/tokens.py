@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data.sources.arrays import ArrayLike, open_npy
+from surefoot.components.data.sources.arrays import ArrayLike, open_npy, without_readahead
 from surefoot.components.data.sources.asked import check_asked
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
@@ -92,8 +92,9 @@ def digest_of(ids: np.ndarray) -> str:
     if ids.nbytes <= WHOLE_BYTES:
         return hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest()
     digest = hashlib.sha256(f"{len(ids)} {ids.dtype.str}".encode())
-    for start in np.linspace(0, len(ids) - PIECE_TOKENS, PIECES).astype(np.int64):
-        digest.update(np.ascontiguousarray(ids[start : start + PIECE_TOKENS]).data)
+    with without_readahead(ids):
+        for start in np.linspace(0, len(ids) - PIECE_TOKENS, PIECES).astype(np.int64):
+            digest.update(np.ascontiguousarray(ids[start : start + PIECE_TOKENS]).data)
     return digest.hexdigest()
 
 

@@ -77,7 +77,7 @@ def _decode_image(sample: Sample, extension: str, kind: str = "", size: tuple[in
             return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises for damaged files
         reason = str(error) if "BytesIO" not in str(error) else f"no {kind} begins there"
-        raise sample.fault(extension, f"is a broken {kind}: {reason}", "copy the shard again") from None
+        raise sample.fault(extension, f"is a broken {kind}: {reason}", "copy the file again") from None
 
 
 def _decode_array(sample: Sample, extension: str) -> np.ndarray:
@@ -88,14 +88,14 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, in_fortran, dtype = read(file)
     except (ValueError, SyntaxError, TypeError, RecursionError, OverflowError, tokenize.TokenError) as error:
-        raise sample.fault(extension, f"is no npy file: {error}", "copy the shard again") from None
+        raise sample.fault(extension, f"is no npy file: {error}", "copy the file again") from None
     held = len(content) - file.tell()
     if dtype.hasobject:
         raise sample.fault(
             extension, "holds Python objects, which could run code", "write numbers: numpy.save(..., allow_pickle=False)"
         )
     if math.prod(shape) * dtype.itemsize != held or min(shape, default=0) < 0:
-        raise sample.fault(extension, f"says that it is {dtype} {shape}, and holds {held:,} bytes", "copy the shard again")
+        raise sample.fault(extension, f"says that it is {dtype} {shape}, and holds {held:,} bytes", "copy the file again")
     try:
         flat = np.frombuffer(content, dtype=dtype, offset=file.tell()).copy()
         return flat.reshape(shape, order="F" if in_fortran else "C")
@@ -130,7 +130,7 @@ def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
     except KeyError as error:
         raise sample.fault(extension, f"holds numbers that numpy does not have: {error}", "write them as F32 or F16") from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
-        raise sample.fault(extension, f"is no safetensors file: {error}", "copy the shard again") from None
+        raise sample.fault(extension, f"is no safetensors file: {error}", "copy the file again") from None
 
 
 DECODERS: dict[str, Callable[[Sample, str], Any]] = {

@@ -55,7 +55,8 @@ class Tars:
         below = Path(cache).expanduser() if cache else cache_folder() / "tars"
         self.index: Index = open_index([Path(path).expanduser() for path in named], below, tell=tell)
         self.digest = self.index.digest
-        self._local = threading.local()  # each thread has its own shards open, and none closes what another one reads
+        self._open: OrderedDict[int, Descriptor] = OrderedDict()  # of each shard that is open, the one used last at the end
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -65,7 +66,7 @@ class Tars:
             raise DataError("no sample is asked for", hint="give one number or more")
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
         rows = [self._transform(self._decode(sample)) for sample in samples]
-        return {name: _join(name, [row[name] for row in rows], samples) for name in rows[0]}
+        return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """The seconds that reading, decoding and the transform of these samples take."""
@@ -83,7 +84,8 @@ class Tars:
         """The sample that lies at these bytes of a shard. Raises DataError where another one, or none, lies there by now."""
         path = self.index.folder / self.index.shards[shard].name
         try:
-            content = os.pread(self._descriptor(shard, path), count, first)
+            held = self._descriptor(shard, path)
+            content = os.pread(held.number, count, first)
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}", hint="is the disk sound, and the file still there?"
@@ -107,44 +109,36 @@ class Tars:
     def _transform(self, row: dict[str, Any]) -> dict[str, Any]:
         return row if self.transform is None else self.transform(row)
 
-    def _descriptor(self, shard: int, path: Path) -> int:
-        if not hasattr(self._local, "opened"):
-            self._local.opened = _Opened()
-        opened: _Opened = self._local.opened
-        descriptor = opened.find(shard)
-        if descriptor is None:
-            descriptor = opened.open(shard, path)
-            if os.fstat(descriptor).st_size != self.index.shards[shard].num_bytes:
-                raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
-        return descriptor
+    def _descriptor(self, shard: int, path: Path) -> Descriptor:
+        with self._lock:
+            if shard not in self._open:
+                opened = Descriptor(path)
+                if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
+                    raise DataError(
+                        f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read"
+                    )
+                self._open[shard] = opened
+                if len(self._open) > MOST_OPEN:
+                    self._open.popitem(last=False)
+            self._open.move_to_end(shard)
+            return self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens its own
-        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local())
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        self.__dict__ |= {**held, "_open": OrderedDict(), "_lock": threading.Lock()}
 
 
-class _Opened:
-    """The shards that a thread has open, the one used last at the end."""
+class Descriptor:
+    """A file that is open while anyone holds this: a thread may still read a shard that another one put out of the list."""
 
-    def __init__(self) -> None:
-        self._descriptors: OrderedDict[int, int] = OrderedDict()
-
-    def find(self, shard: int) -> int | None:
-        if shard in self._descriptors:
-            self._descriptors.move_to_end(shard)
-        return self._descriptors.get(shard)
-
-    def open(self, shard: int, path: Path) -> int:
-        if len(self._descriptors) >= MOST_OPEN:
-            os.close(self._descriptors.popitem(last=False)[1])
-        self._descriptors[shard] = os.open(path, os.O_RDONLY)
-        return self._descriptors[shard]
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        if "number" in self.__dict__:
+            os.close(self.number)
 
 
 def read_sample(path: Path, content: bytes) -> Sample:
@@ -203,7 +197,11 @@ def _read_slowly(path: Path, content: bytes) -> Sample:
     return sample
 
 
-def _join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:
+def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:
+    """A part of the samples of a batch: arrays as one tensor, whole numbers int64 (B,), all else a list.
+
+    Raises DataError for arrays of two shapes.
+    """
     if all(type(value) is int and -(1 << 63) <= value < 1 << 63 for value in values):
         return torch.tensor(values)
     if not all(isinstance(value, Tensor | np.ndarray) for value in values):

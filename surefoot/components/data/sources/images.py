@@ -1,0 +1,133 @@
+"""Folders of images, a subfolder a class: any of them by number, decoded when it is read."""
+
+# B batch, H height, W width
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.tars.decoders import IMAGES, decode
+from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, Sample
+from surefoot.components.data.tars.source import join
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import DataError
+
+Transform = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class ImageFolder:
+    """`folder/cat/1.jpg` is an image of the class `cat`; batches are dict(images (B, H, W, 3) uint8, labels (B,) int64).
+
+    Classes are numbered by their names in order, `classes` has them; images may lie deeper in a class. jpg, jpeg, png and webp are read,
+    and names that begin with a dot left out. `transform` is called on each sample's dict: to bring images to one size. Links are
+    refused, or followed with `follow_links`, wherever they lead.
+
+    Raises DataError for a folder without classes, a class without images, any other file, and, when they are read, images that are
+    damaged, too large or of several sizes.
+    """
+
+    guarantee: Guarantee = "proven"
+    thread_safe = True
+
+    def __init__(self, folder: str | Path, *, transform: Transform | None = None, follow_links: bool = False) -> None:
+        self.folder, self._transform = Path(folder).expanduser(), transform
+        files: list[tuple[str, int]] = []
+        labels: list[int] = []
+        try:
+            self.classes = tuple(_find_classes(self.folder, follow_links))
+            for label, name in enumerate(self.classes):
+                found = sorted(_find_images(self.folder, name, follow_links, ()))
+                if not found:
+                    raise DataError(f"{self.folder / name} holds no image", hint=f"put {', '.join(IMAGES)} there, or remove it")
+                files += found
+                labels += [label] * len(found)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or self.folder} cannot be read: {error.strerror}", hint="check the name, and who may read it"
+            ) from None
+        self._names, self._sizes, self._labels = [name for name, _ in files], [size for _, size in files], labels
+        self.digest = hashlib.sha256(
+            "\n".join(f"{name} {size}" for name, size in files).encode("utf-8", "surrogateescape")
+        ).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
+        check_asked(ids, len(self))
+        if not len(ids):
+            raise DataError("no sample is asked for", hint="give one number or more")
+        samples = [self._sample(number) for number in ids.tolist()]
+        rows = [
+            {"images": decode(sample, next(iter(sample.parts))), "labels": self._labels[number]}
+            for number, sample in zip(ids.tolist(), samples, strict=True)
+        ]
+        if self._transform is not None:
+            rows = [self._transform(row) for row in rows]
+        return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
+
+    def describe(self) -> str:
+        return f"{len(self):,} images of {len(self.classes):,} classes in {self.folder.name}, {sum(self._sizes) / 1e9:.3g} GB"
+
+    def _sample(self, number: int) -> Sample:
+        name, size = self._names[number], self._sizes[number]
+        try:
+            with (self.folder / name).open("rb") as file:
+                content = file.read(size + 1)
+        except OSError as error:
+            raise DataError(f"{self.folder / name} cannot be read: {error.strerror}", hint="is it still there?") from None
+        if len(content) != size:
+            raise DataError(
+                f"{self.folder / name} had {size:,} bytes when it was found", hint="leave images alone while they are read"
+            )
+        key, _, extension = name.rpartition(".")
+        return Sample(self.folder, key, {extension.lower(): content})
+
+
+def _find_classes(folder: Path, follow_links: bool) -> list[str]:
+    names = []
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        _check_link(entry, follow_links)
+        if not entry.is_dir():
+            raise DataError(f"{entry.path} lies beside the classes", hint="each image lies in the folder of its class: cat/1.jpg")
+        names.append(entry.name)
+    if not names:
+        raise DataError(f"{folder} has no folder of a class", hint="each image lies in the folder of its class: cat/1.jpg")
+    return sorted(names)
+
+
+def _find_images(folder: Path, below: str, follow_links: bool, above: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each image below a folder; `above` are the real folders it lies in, since links can lead in a circle."""
+    real = os.path.realpath(folder / below)
+    if real in above:
+        raise DataError(f"{folder / below} leads back to {real}", hint="remove the link that leads in a circle")
+    for entry in os.scandir(folder / below):
+        if entry.name.startswith("."):
+            continue
+        _check_link(entry, follow_links)
+        name = f"{below}/{entry.name}"
+        if entry.is_dir():
+            yield from _find_images(folder, name, follow_links, (*above, real))
+            continue
+        if entry.name.rpartition(".")[2].lower() not in IMAGES or not entry.is_file():
+            raise DataError(f"{entry.path} is no image", hint=f"images are files named {', '.join(IMAGES)}; move all else away")
+        size = entry.stat().st_size
+        if not 0 < size <= MAX_MEMBER_BYTES:
+            raise DataError(f"{entry.path} has {size:,} bytes", hint=f"an image has 1 to {MAX_MEMBER_BYTES:,}")
+        yield name, size
+
+
+def _check_link(entry: os.DirEntry[str], follow_links: bool) -> None:
+    if entry.is_symlink() and not follow_links:
+        hint = "give follow_links=True where you know where it leads, or put the file there"
+        raise DataError(f"{entry.path} is a link to {os.readlink(entry.path)}", hint=hint)

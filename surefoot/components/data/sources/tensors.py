@@ -1,0 +1,159 @@
+"""Rows of the tensors of a safetensors file, mapped and not read; its header is checked before anything it says is used."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data.sources.arrays import DIGEST_SAMPLES, without_readahead
+from surefoot.components.data.sources.asked import check_asked
+from surefoot.contract.manifest import ITEM_BYTES, MAX_DIMS
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import DataError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
+TORCH = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
+    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a header says of one tensor; its bytes lie from `start` to `stop` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Safetensors:
+    """Rows of equally long tensors of one file: `Safetensors("set.safetensors", images="x", labels="y")` reads dicts.
+
+    Without names all tensors of the file, under their own. Only the rows asked for are read. Raises DataError for a file that is no
+    safetensors file or is cut, a header whose sizes do not fit, a name that is not in it, and tensors of several lengths.
+    """
+
+    guarantee: Guarantee = "proven"
+    thread_safe = True
+
+    def __init__(self, path: str | Path, **parts: str) -> None:
+        self.path = Path(path).expanduser()
+        self._again = partial(Safetensors, **parts)
+        held = read_header(self.path)
+        missing = sorted(set(parts.values()) - held.keys())
+        if missing:
+            raise DataError(f"{self.path} has no tensor {', '.join(missing)}", hint=f"it has {', '.join(sorted(held)) or 'none'}")
+        self.entries = {name: held[tensor] for name, tensor in parts.items()} if parts else dict(held)
+        shapes = ", ".join(f"{name} {each.shape}" for name, each in self.entries.items())
+        lengths = {each.shape[0] if each.shape else 0 for each in self.entries.values()}
+        if len(lengths) != 1 or 0 in lengths:
+            hint = "name tensors of one length, at least 1: Safetensors(path, images='x', labels='y')"
+            raise DataError(f"{self.path}: {shapes or 'no tensors'} are no set of samples", hint=hint)
+        self._length = lengths.pop()
+        content = np.memmap(self.path, dtype=np.uint8, mode="r")
+        self._rows = {name: _as_rows(content, each) for name, each in self.entries.items()}
+        self.digest = self._digest(content)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, ids: np.ndarray) -> dict[str, Tensor]:
+        check_asked(ids, self._length)
+        return {name: torch.from_numpy(rows[ids]).view(TORCH[self.entries[name].dtype]) for name, rows in self._rows.items()}
+
+    def describe(self) -> str:
+        parts = ", ".join(f"{name} {each.shape} {each.dtype}" for name, each in self.entries.items())
+        return f"{self._length:,} samples of {self.path.name}: {parts}"
+
+    def _digest(self, content: np.ndarray) -> str:
+        digest = hashlib.sha256()
+        chosen = np.unique(np.linspace(0, self._length - 1, DIGEST_SAMPLES).astype(np.int64))
+        with without_readahead(content):
+            for name, rows in self._rows.items():
+                digest.update(f"{name} {self.entries[name].dtype} {rows.shape} ".encode())
+                digest.update(rows[chosen].data)
+        return digest.hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process maps the file itself
+        return self._again, (self.path,)
+
+
+def read_header(path: Path) -> Mapping[str, Entry]:
+    """What a safetensors file holds, by name. Reads the header alone.
+
+    Raises DataError for anything that is not as the format says: types, sizes, bytes beyond the end, tensors that overlap.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if num_bytes < LENGTH_BYTES or length > min(num_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+                raise _fault(path, f"its header has {length:,} bytes by its own word, the file {num_bytes:,}")
+            text = file.read(length)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the name, and who may read it") from None
+    try:
+        header = json.loads(text, object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        raise _fault(path, f"its header is no JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise _fault(path, "its header is no table of tensors")
+    begin = LENGTH_BYTES + length
+    held = {name: _entry(path, name, row, begin, num_bytes) for name, row in header.items() if name != "__metadata__"}
+    ordered = sorted(held.items(), key=lambda item: (item[1].start, item[1].stop))
+    for (before, one), (after, other) in itertools.pairwise(ordered):
+        if other.start < one.stop:
+            raise _fault(path, f"its tensors {before} and {after} overlap")
+    return held
+
+
+def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Entry:
+    said: dict[str, Any] = row if isinstance(row, dict) else {}
+    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise _fault(path, f"its tensor {name} is of the dtype {dtype!r:.40}; read are {', '.join(ITEM_BYTES)}")
+    if not (_are_counts(shape) and len(shape) <= MAX_DIMS and _are_counts(offsets) and len(offsets) == 2):
+        raise _fault(path, f"its tensor {name} has no shape, or no place: {shape!r:.80}, {offsets!r:.80}")
+    start, stop = (begin + offset for offset in offsets)
+    if start > stop or stop > num_bytes:
+        raise _fault(path, f"its tensor {name} lies at bytes {start:,} to {stop:,}, and the file has {num_bytes:,}")
+    if math.prod(shape) * ITEM_BYTES[dtype] != stop - start:
+        raise _fault(path, f"its tensor {name} is {dtype} {tuple(shape)} and has {stop - start:,} bytes")
+    return Entry(dtype, tuple(shape), start, stop)
+
+
+def _are_counts(given: Any) -> TypeGuard[list[int]]:
+    return isinstance(given, list) and all(type(each) is int and 0 <= each < 1 << 48 for each in given)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return made
+
+
+def _fault(path: Path, reason: str) -> DataError:
+    return DataError(f"{path} is no sound safetensors file: {reason}", hint="copy it again, or write it with safetensors")
+
+
+def _as_rows(content: np.ndarray, entry: Entry) -> np.ndarray:
+    """The tensor's bytes as whole numbers of its item's size: numpy has no bfloat16, and bytes may lie at any place."""
+    kind = np.dtype(f"<u{ITEM_BYTES[entry.dtype]}")
+    return np.ndarray(entry.shape, dtype=kind, buffer=content, offset=entry.start)
