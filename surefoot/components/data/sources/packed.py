@@ -208,7 +208,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
     >>> order, rows = pack(np.array([3, 5, 2, 6]), 8)
     >>> [order[rows[i] : rows[i + 1]].tolist() for i in range(len(rows) - 1)]
-    [[3, 2], [1, 0]]
+    [[1, 0], [3, 2]]
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     order = np.argsort(capacity - lengths.astype(np.int32), kind="stable")

@@ -109,7 +109,7 @@ def read_header(path: Path) -> Mapping[str, Entry]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the name, and who may read it") from None
     try:
-        header = json.loads(text, object_pairs_hook=_without_doubles)
+        header = json.loads(text, object_pairs_hook=partial(_without_doubles, path))
     except (ValueError, RecursionError) as error:
         raise _fault(path, f"its header is no JSON: {error}") from None
     if not isinstance(header, dict):
@@ -142,10 +142,10 @@ def _are_counts(given: Any) -> TypeGuard[list[int]]:
     return isinstance(given, list) and all(type(each) is int and 0 <= each < 1 << 48 for each in given)
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_doubles(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name stands there twice")
+        raise _fault(path, "a name of its header stands there twice")
     return made
 
 
