@@ -93,6 +93,22 @@ def test_a_source_that_lacks_a_part_is_told_which() -> None:
         as_source(Half())
 
 
+def test_the_class_of_a_source_is_none() -> None:
+    class Whole:
+        guarantee, digest = "proven", "mine"
+
+        def __len__(self) -> int: ...
+
+        def read(self, ids: np.ndarray) -> Any: ...
+
+        def describe(self) -> str: ...
+
+    whole = Whole()
+    assert as_source(whole) is whole
+    with pytest.raises(DataError, match=r"hint: give an object of that class"):
+        as_source(Whole)
+
+
 def test_what_was_a_source_is_one_still() -> None:
     assert isinstance(as_source(MappingProxyType({"x": torch.zeros(3)})), Arrays)
     assert isinstance(as_source([1, 2, 3]), TorchDataset)
@@ -121,7 +137,15 @@ def test_threads_read_tars_at_once_though_few_of_them_stay_open(tmp_path: Path, 
     parts = {name: PARTS[name] for name in ("image", "label", "vector")}
     source = Tars(write_set(tmp_path, shards=6), cache=tmp_path / "cache", **parts)
     read_by_many(source)
-    assert len(source._open) == 1
+    assert count_open(tmp_path) == 1
+    del source
+    assert count_open(tmp_path) == 0
+
+
+def count_open(folder: Path) -> int:
+    """The tars below a folder that this process holds open."""
+    held = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(str(path).startswith(str(folder)) and path.suffix == ".tar" for path in held)
 
 
 def test_threads_read_windows_and_packed_documents_at_once() -> None:
