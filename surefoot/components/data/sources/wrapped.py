@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -14,6 +16,8 @@ from surefoot.components.data.sources.arrays import ArrayLike, Arrays
 from surefoot.components.data.sources.asked import check_asked
 from surefoot.contract.task import Batch, Guarantee, Source
 from surefoot.core.errors import DataError
+
+KEPT_STATES = 16
 
 
 class TorchDataset:
@@ -61,6 +65,9 @@ class Iterated:
 
     It can only be read forwards: to go on at batch k the first k are drawn again (*replayed*), which is right only if the
     iterable gives the same batches each time. Raises DataError when it ends before `num_batches`.
+
+    One with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is put where it was instead; that outlives the process
+    where the task's `state()` names this source. The states after the last batches are kept, since what reads ahead is ahead of training.
     """
 
     guarantee: Guarantee = "replayed"
@@ -77,6 +84,8 @@ class Iterated:
         self._num_batches = length
         self._iterator: Iterator[Batch] | None = None
         self._next = 0
+        self._has_state = all(callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict"))
+        self._states: deque[tuple[int, Any]] = deque(maxlen=KEPT_STATES)  # how many batches were drawn, and the state after them
         self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -87,9 +96,11 @@ class Iterated:
             raise DataError(f"an iterable gives whole batches, {len(ids)} were asked for at once", hint="set train.batch = 1")
         wanted = int(ids[0])
         if self._iterator is None or wanted < self._next:
-            self._iterator, self._next = iter(self._iterable), 0
+            self._iterator = self._begin(wanted)
         for batch in self._iterator:
             self._next += 1
+            if self._has_state:
+                self._states.append((self._next, copy.deepcopy(self._iterable.state_dict())))  # type: ignore[attr-defined]
             if self._next == wanted + 1:
                 return batch
         raise DataError(
@@ -98,6 +109,24 @@ class Iterated:
 
     def describe(self) -> str:
         return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to go on"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states after the last batches that were drawn; empty where the iterable has none."""
+        return {"states": [list(each) for each in self._states]}
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        self._iterator = None
+        self._states = deque(((int(drawn), state) for drawn, state in held["states"]), maxlen=KEPT_STATES)
+
+    def _begin(self, wanted: int) -> Iterator[Batch]:
+        """At the last state before batch `wanted`, else anew."""
+        while self._states and self._states[-1][0] > wanted:
+            self._states.pop()
+        self._next = 0
+        if self._states:
+            self._next, state = self._states[-1]
+            self._iterable.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
+        return iter(self._iterable)
 
 
 def _length_of(iterable: Any) -> int:
