@@ -125,6 +125,9 @@ def test_npy_files_are_mapped_by_name(tmp_path: Path) -> None:
     for wrong in (-1, 6):
         with pytest.raises(DataError, match=f"sample {wrong} was asked for"):
             source.read(np.array([wrong]))
+    for wrong in (np.array(["a", "b"]), np.arange(4, dtype=">i4"), np.arange(4)[::-1]):
+        with pytest.raises(DataError, match="is none that torch takes"):
+            Arrays(wrong)
     (tmp_path / "cut.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-3])
     with pytest.raises(DataError, match=r"cut\.npy cannot be mapped"):
         Arrays.of_files(tmp_path / "cut.npy")

@@ -25,11 +25,19 @@ NO_NPY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, Recursion
 
 
 def as_tensor(array: ArrayLike) -> Tensor:
+    """The array as a tensor, not copied. Raises DataError for numbers that torch does not have."""
     if isinstance(array, Tensor):
         return array
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; a source never writes into them
-        return torch.from_numpy(np.asarray(array))
+        try:
+            return torch.from_numpy(np.asarray(array))
+        except (TypeError, ValueError) as error:  # strings and objects; another byte order, rows that run backwards
+            held = np.asarray(array)
+            raise DataError(
+                f"an array of {held.dtype} {held.shape} is none that torch takes: {error}",
+                hint="copy it as numbers: x.astype('float32')",
+            ) from None
 
 
 def open_npy(path: str | Path) -> np.ndarray:

@@ -171,7 +171,9 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 def _value_of(sample: Sample, column: str, value: Any) -> Any:
     """One value of a column as a part of a sample: an int, an array, an image, or what pyarrow makes of it."""
-    kind = str(value.type)
+    inside = getattr(value, "values", None)
+    if inside is not None and not callable(inside):  # a list; of a struct it is the method of a dict
+        return _list_of(sample, column, value, inside)
     plain = value.as_py()
     if isinstance(plain, dict) and "bytes" in plain:
         plain = plain["bytes"]
@@ -185,17 +187,18 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
             )
         return decode(Sample(sample.shard, f"{sample.key}.{column}", {extension: plain}), extension)
     if isinstance(plain, bool | float):
-        return np.asarray(plain, dtype={"float": np.float32, "halffloat": np.float16}.get(kind))
-    if not isinstance(plain, list):
-        return plain
-    if value.values.null_count:
+        return np.asarray(plain, dtype={"float": np.float32, "halffloat": np.float16}.get(str(value.type)))
+    return plain
+
+
+def _list_of(sample: Sample, column: str, value: Any, inside: Any) -> Any:
+    if inside.null_count:
         raise DataError(f"{sample.shard}: {sample.key} has no {column} in a place", hint="leave such rows out, or fill them")
-    is_nested = bool(plain) and isinstance(plain[0], list)
     try:
-        array = np.asarray(plain) if is_nested else np.asarray(value.values)
+        array = np.asarray(value.as_py()) if hasattr(inside, "flatten") else inside.to_numpy(zero_copy_only=False)
     except ValueError:  # lists in it of several lengths
-        return plain
-    return array if array.dtype.kind in "biuf" else plain
+        return value.as_py()
+    return array if array.dtype.kind in "biuf" else value.as_py()
 
 
 def _digest(files: Sequence[Opened], columns: dict[str, str]) -> str:
