@@ -32,6 +32,7 @@ from benchmarks.startup import run as startup_run
 from benchmarks.step_cost import run as step_cost_run
 from benchmarks.step_cost import tables
 from benchmarks.step_cost.watch import Watch
+from benchmarks.tokens import run as tokens_run
 from surefoot.trial import Outcome, Trial, read_report, read_trial
 
 RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
@@ -39,6 +40,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     startup_run.RESULTS: (startup_run.render, measured.render_conditions),
     memory_run.RESULTS: (memory_run.render, measured.render_conditions),
     input_run.RESULTS: (input_run.render, measured.render_conditions),
+    tokens_run.RESULTS: (tokens_run.render, measured.render_conditions),
     large_batch_run.RESULTS: (large_batch_run.render_step, measured.render_conditions),
     large_batch_run.SCORES: (large_batch_run.render_score, measured.render_conditions),
     roofline_run.RESULTS: (roofline_run.render_spreads, roofline_run.render_shares, measured.render_conditions),
