@@ -1,11 +1,18 @@
-"""Augmentation of whole batches of uint8 images, vectorised; each draw is the caller's, so that it can depend on the sample."""
+"""Images moved and mirrored, whole pixels at a time; each draw is the caller's, so that it can depend on the sample."""
 
 # B batch, H height, W width, C channels
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from surefoot.components.data.order import Keys
+from surefoot.components.data.transforms.checks import check_images, check_range, check_size
+from surefoot.core.errors import DataError
 
 
 def reflect_pad(images_BHWC: Tensor, size: int) -> Tensor:
@@ -51,3 +58,44 @@ def mirror(images_BHWC: Tensor, chosen_B: Tensor) -> Tensor:
     places = torch.arange(len(images_BHWC), device=images_BHWC.device)
     places[which] = len(images_BHWC) + torch.arange(len(which), device=images_BHWC.device)
     return torch.cat([images_BHWC, mirrored]).index_select(0, places)
+
+
+@dataclass(frozen=True)
+class Translate:
+    """Each image moved by up to `size` pixels each way, its border mirrored. In evaluation nothing happens."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_size("a shift", self.size)
+
+    def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
+        check_images(images_BHWC)
+        if self.size >= min(images_BHWC.shape[1:3]):
+            raise DataError(
+                f"images {tuple(images_BHWC.shape)} cannot be moved by {self.size} pixels",
+                hint="move them by less than their size",
+            )
+        return translate(images_BHWC, keys.integers(0, 2 * self.size + 1, 2).to(images_BHWC.device), self.size)
+
+    def settled(self) -> tuple[Any, ...]:
+        """What stands for it in evaluation: nothing."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """Left and right exchanged in some images. In evaluation nothing happens."""
+
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_range("a probability", (0.0, self.probability), 0.0, 1.0)
+
+    def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
+        check_images(images_BHWC)
+        return mirror(images_BHWC, (keys.uniform()[:, 0] < self.probability).to(images_BHWC.device))
+
+    def settled(self) -> tuple[Any, ...]:
+        """What stands for it in evaluation: nothing."""
+        return ()

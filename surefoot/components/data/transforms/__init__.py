@@ -1,0 +1,27 @@
+"""Augmentation of whole batches of images: functions whose draws are the caller's, and steps that draw by sample, in a pipeline.
+
+The functions take every draw as an argument; the steps (`Crop`, `Mirror`, `Jitter` ...) take the keys of a batch, so that what happens
+to a sample depends on the run's seed, the epoch and the sample alone. `mixup` and `cutmix` join samples, and their labels with them.
+"""
+
+from surefoot.components.data.transforms.colours import (
+    Jitter,
+    Normalise,
+    adjust_brightness,
+    adjust_contrast,
+    adjust_hue,
+    adjust_saturation,
+    color_jitter,
+    normalise,
+)  # fmt: skip
+from surefoot.components.data.transforms.erasing import Cutout, Erase, cutout, erase
+from surefoot.components.data.transforms.mixing import cutmix, mixup, soft_targets
+from surefoot.components.data.transforms.moving import Mirror, Translate, crop, mirror, reflect_pad, translate
+from surefoot.components.data.transforms.pipeline import Cost, Pipeline
+from surefoot.components.data.transforms.resizing import CenterCrop, Crop, Resize, center_crop, random_resized_crop, resize
+
+__all__ = [
+    "CenterCrop", "Cost", "Crop", "Cutout", "Erase", "Jitter", "Mirror", "Normalise", "Pipeline", "Resize", "Translate",
+    "adjust_brightness", "adjust_contrast", "adjust_hue", "adjust_saturation", "center_crop", "color_jitter", "crop", "cutmix",
+    "cutout", "erase", "mirror", "mixup", "normalise", "random_resized_crop", "reflect_pad", "resize", "soft_targets", "translate",
+]  # fmt: skip

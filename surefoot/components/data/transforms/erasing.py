@@ -1,0 +1,98 @@
+"""Parts of images painted over: random erasing and cutout."""
+
+# B batch, H height, W width, C channels, K tries
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.components.data.order import Keys
+from surefoot.components.data.transforms.checks import check_images, check_range, check_size
+from surefoot.components.data.transforms.resizing import LARGEST_RATIO, TRIES
+from surefoot.core.errors import DataError
+
+
+def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] = 0) -> Tensor:
+    """The images with the box (top, left, rows, columns) of each painted in `value`, one number or one a colour; what leaves is cut."""
+    check_images(images_BHWC)
+    channels = images_BHWC.shape[3]
+    colour = torch.as_tensor(value, dtype=images_BHWC.dtype)
+    if colour.ndim > 1 or colour.numel() not in (1, channels):
+        raise DataError(f"{value} is no colour of {channels}", hint="give one number, or one a colour")
+    painted = images_BHWC.clone()
+    for image, (top, left, rows, columns) in zip(painted, boxes_B4.tolist(), strict=True):
+        image[max(0, top) : max(0, top + rows), max(0, left) : max(0, left + columns)] = colour
+    return painted
+
+
+def cutout(images_BHWC: Tensor, centres_B2: Tensor, size: int, value: float | Sequence[float] = 0) -> Tensor:
+    """The images with a square of `size` pixels about each centre (row, column) painted over, cut at the border (DeVries, 2017)."""
+    corners = centres_B2 - size // 2
+    return erase(images_BHWC, torch.cat([corners, torch.full_like(corners, size)], dim=1), value)
+
+
+@dataclass(frozen=True)
+class Erase:
+    """A random box of some images painted over: torchvision's RandomErasing (Zhong et al., 2017), with its defaults.
+
+    Its area is drawn from `scale` of the image's, its height over its width from `ratio`; the first of 10 that fit is taken, and the
+    image left alone where none does. `value` is in the images' own units. In evaluation nothing happens.
+    """
+
+    probability: float = 0.5
+    scale: tuple[float, float] = (0.02, 0.33)
+    ratio: tuple[float, float] = (0.3, 3.3)
+    value: float | tuple[float, ...] = 0
+
+    def __post_init__(self) -> None:
+        check_range("a probability", (0.0, self.probability), 0.0, 1.0)
+        check_range("the scale", self.scale, 0.0, 1.0)
+        check_range("the ratio", self.ratio, 1 / LARGEST_RATIO, LARGEST_RATIO)
+
+    def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
+        check_images(images_BHWC)
+        return erase(images_BHWC, self.draw(keys, images_BHWC.shape[1], images_BHWC.shape[2]), self.value)
+
+    def draw(self, keys: Keys, height: int, width: int) -> Tensor:
+        """The box (top, left, rows, columns) of each sample, (B, 4) int64, empty where nothing is painted."""
+        low, high = map(math.log, self.ratio)
+        area_BK = (self.scale[0] + (self.scale[1] - self.scale[0]) * keys.uniform(TRIES, stream=0).double()) * (height * width)
+        aspect_BK = (low + (high - low) * keys.uniform(TRIES, stream=1).double()).exp()
+        rows, columns = (area_BK * aspect_BK).sqrt().round().long(), (area_BK / aspect_BK).sqrt().round().long()
+        fits = (rows < height) & (columns < width)
+        first = fits.long().argmax(1, keepdim=True)
+        size = torch.cat([rows.gather(1, first), columns.gather(1, first)], dim=1)
+        free = (torch.tensor([height, width]) - size).clamp(min=0)
+        corner = torch.minimum((keys.uniform(2, stream=2) * (free + 1)).long(), free)
+        chosen = fits.any(1, keepdim=True) & (keys.uniform(stream=3) < self.probability)
+        return torch.where(chosen, torch.cat([corner, size], dim=1), 0)
+
+    def settled(self) -> tuple[Any, ...]:
+        """What stands for it in evaluation: nothing."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Cutout:
+    """A square of `size` pixels about a random pixel of every image painted in `value`. In evaluation nothing happens."""
+
+    size: int
+    value: float | tuple[float, ...] = 0
+
+    def __post_init__(self) -> None:
+        check_size("a square", self.size)
+
+    def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
+        check_images(images_BHWC)
+        rows, columns = (keys.integers(0, size, stream=number) for number, size in enumerate(images_BHWC.shape[1:3]))
+        return cutout(images_BHWC, torch.cat([rows, columns], dim=1), self.size, self.value)
+
+    def settled(self) -> tuple[Any, ...]:
+        """What stands for it in evaluation: nothing."""
+        return ()

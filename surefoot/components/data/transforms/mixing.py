@@ -1,0 +1,123 @@
+"""Samples joined, and their labels with them: mixup (Zhang et al., 2018) and cutmix (Yun et al., 2019).
+
+A sample's partner is its neighbour: the samples at places 0 and 1 of a batch are joined, 2 and 3, and so on; the last of an odd number
+stays alone. Each of a pair draws its own share. So a batch gives the same pixels however it is cut into ranks, workers or
+microbatches, as long as the pieces are runs of an even number of samples; who the neighbours are is shuffled with the samples.
+"""
+
+# B batch, H height, W width, C channels, N classes
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surefoot.components.data.order import Keys
+from surefoot.components.data.transforms.checks import check_images, check_range
+from surefoot.components.data.transforms.pipeline import keys_of
+from surefoot.core.errors import DataError
+
+POINTS = 4097  # of the table of the Beta distribution: its inverse is right to 1e-4
+LARGEST_ALPHA = 100.0
+
+
+def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
+    """Labels (B,) as rows (B, N) of float32 with one 1; rows are taken as they are. `cross_entropy` of torch takes such rows.
+
+    Raises DataError for labels that are no classes from 0 to `num_classes` - 1.
+    """
+    if labels_B.ndim == 2 and labels_B.shape[1] == num_classes and labels_B.dtype.is_floating_point:
+        return labels_B
+    if labels_B.ndim != 1 or labels_B.dtype.is_floating_point or (len(labels_B) and not _are_classes(labels_B, num_classes)):
+        raise DataError(
+            f"labels {tuple(labels_B.shape)} of {labels_B.dtype} are no classes from 0 to {num_classes - 1}",
+            hint="give whole numbers (B,), or rows (B, num_classes) of shares",
+        )
+    return F.one_hot(labels_B.long(), num_classes).float()
+
+
+def mixup(
+    images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 0.2
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each image and its target, s times itself and 1 - s times its partner, s drawn from Beta(alpha, alpha): images float32.
+
+    Images of any shape (B, ...), after normalising too. Targets are rows (B, N).
+    """
+    share_B = draw_shares(keys_of(keys, "mixup"), alpha)
+    partner_B, targets_BN = _pair(images_BHWC, labels_B, num_classes)
+    share_B = torch.where(partner_B == torch.arange(len(partner_B)), 1.0, share_B).to(images_BHWC.device)
+    ours = images_BHWC.float()
+    mixed = torch.lerp(ours[partner_B.to(ours.device)], ours, share_B.view(-1, *[1] * (images_BHWC.ndim - 1)))
+    return mixed, _join(targets_BN, partner_B, share_B)
+
+
+def cutmix(
+    images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 1.0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each image (B, H, W, C) with a box of its partner's, which covers 1 - s of it, s drawn from Beta(alpha, alpha); targets (B, N).
+
+    The box lies about a random pixel and is cut at the border; the target's shares are those of the pixels that are there.
+    """
+    check_images(images_BHWC)
+    own = keys_of(keys, "cutmix")
+    _, height, width, _ = images_BHWC.shape
+    partner_B, targets_BN = _pair(images_BHWC, labels_B, num_classes)
+    side = (1 - draw_shares(own, alpha)).sqrt()
+    places = own.uniform(2, stream=1)
+    edges = []
+    for axis, size in enumerate((height, width)):
+        centre, half = (places[:, axis] * size).long(), (side * size).long() // 2
+        edges.append((torch.clamp(centre - half, min=0), torch.clamp(centre + half, max=size)))
+    mixed, share_B = images_BHWC.clone(), torch.ones(len(images_BHWC))
+    rows = zip(partner_B.tolist(), *(each.tolist() for pair in edges for each in pair), strict=True)
+    for number, (partner, top, bottom, left, right) in enumerate(rows):
+        if partner != number:
+            mixed[number, top:bottom, left:right] = images_BHWC[partner, top:bottom, left:right]
+            share_B[number] = 1 - (bottom - top) * (right - left) / (height * width)
+    return mixed, _join(targets_BN, partner_B, share_B.to(images_BHWC.device))
+
+
+def draw_shares(keys: Keys, alpha: float) -> Tensor:
+    """A number of each sample drawn from Beta(alpha, alpha), (B,) float32, by the inverse of its distribution."""
+    check_range("alpha", (alpha, alpha), 0.01, LARGEST_ALPHA)
+    points, reached = _beta(alpha)
+    drawn = keys.uniform()[:, 0].double().numpy()
+    lesser = np.interp(np.minimum(drawn, 1 - drawn), reached, points)
+    if alpha < 1:
+        lesser **= 1 / alpha
+    return torch.from_numpy(np.where(drawn < 0.5, lesser, 1 - lesser).astype(np.float32))
+
+
+@lru_cache(maxsize=8)
+def _beta(alpha: float) -> tuple[np.ndarray, np.ndarray]:
+    """Points x up to 1/2 and the part of Beta(alpha, alpha) below each; of x ** alpha where the density itself has no bound at 0."""
+    if alpha < 1:
+        points = np.linspace(0, 0.5**alpha, POINTS)
+        density = (1 - points ** (1 / alpha)) ** (alpha - 1)
+    else:
+        points = np.linspace(0, 0.5, POINTS)
+        density = (4 * points * (1 - points)) ** (alpha - 1)
+    reached = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return points, reached * (0.5 / reached[-1])
+
+
+def _pair(images: Tensor, labels_B: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """The place of each sample's partner, and the targets (B, N)."""
+    if len(images) != len(labels_B):
+        raise DataError(f"{len(images)} images have {len(labels_B)} labels", hint="give one label an image")
+    places = torch.arange(len(images))
+    partner_B = places ^ 1
+    return torch.where(partner_B < len(images), partner_B, places), soft_targets(labels_B, num_classes)
+
+
+def _join(targets_BN: Tensor, partner_B: Tensor, share_B: Tensor) -> Tensor:
+    share = share_B.to(targets_BN.device, targets_BN.dtype)[:, None]
+    return share * targets_BN + (1 - share) * targets_BN[partner_B.to(targets_BN.device)]
+
+
+def _are_classes(labels_B: Tensor, num_classes: int) -> bool:
+    return int(labels_B.min()) >= 0 and int(labels_B.max()) < num_classes
