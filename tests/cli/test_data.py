@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
+from tests.components.server import serving
 from tests.components.test_index import write_tar
 from tests.components.test_tars import image, members_of
 
@@ -105,3 +106,15 @@ def test_an_index_that_cannot_be_made_is_refused_in_words(folder: Path, tmp_path
     assert answer.code == 2
     assert "0.tar is no tar" in answer.err
     assert not list(folder.glob("*.index"))
+
+
+def test_urls_are_read_like_files(folder: Path, surefoot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="needs aiohttp: the extra store")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serving({f"/{path.name}": path.read_bytes() for path in folder.iterdir()}) as served:
+        url = f"{served.url}/{{0..1}}.tar"
+        assert surefoot("data", "index", url, "--json").row["samples"] == 8
+        assert surefoot("data", "check", url).out == "8 samples are whole, 0 parts are bad\n"
+        assert surefoot("data", "stats", url, "--json").row["samples"] == 8
+        assert surefoot("data", "check", f"{served.url}/2.tar").code == 2
+    assert surefoot("data", "check", "pipe:cat").code == 2

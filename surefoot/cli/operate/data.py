@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +18,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Index, check and describe tars of samples.")
 
-TarsArgument = Annotated[list[Path], typer.Argument(metavar="PATH", help="tars in the layout of WebDataset, or folders of them")]
+TarsArgument = Annotated[
+    list[str], typer.Argument(metavar="PATH", help="tars in the layout of WebDataset, folders of them, or URLs with {000..099}")
+]
 MOST_SHOWN = 40
 
 
@@ -31,15 +32,18 @@ def index(
     """Write where each sample of the tars of a folder begins, into a file beside them.
 
     Any run that reads these tars takes it; without it each user makes one in a cache, at the first run. A tar that is as it was is not
-    read again.
+    read again. Of URLs it is made in the cache; upload it to the place of the tars.
     """
     from surefoot.cli.table import print_table
     from surefoot.components.data.tars.audit import find_tars
+    from surefoot.components.data.tars.far import find_remote, open_remote
     from surefoot.components.data.tars.index import open_index
     from surefoot.core.units import format_bytes
 
-    tars = find_tars(paths)
-    with _progress("indexing", sum(path.stat().st_size for path in tars), quiet or json) as advance:
+    remote = find_remote(paths)
+    tars = find_tars(paths) if remote is None else []
+    total = sum(path.stat().st_size for path in tars) if remote is None else len(remote)
+    with _progress("indexing", total, quiet or json) as advance:
         done = 0
 
         def tell(now: int, _: int) -> None:
@@ -47,7 +51,7 @@ def index(
             advance(now - done)
             done = now
 
-        made = open_index(tars, tars[0].parent, tell=tell, beside=True)
+        made = open_index(tars, tars[0].parent, tell=tell, beside=True) if remote is None else open_remote(remote, tell=tell)
     if json:
         shards = [
             {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest}
@@ -123,9 +127,14 @@ def stats(
     print(f"\n{found.num_samples:,} samples, {format_bytes(found.num_bytes)}{told}")
 
 
-def _audit(paths: list[Path], quiet: bool) -> Audit:
+def _audit(paths: list[str], quiet: bool) -> Audit:
     from surefoot.components.data.tars.audit import audit, find_tars
+    from surefoot.components.data.tars.far import find_remote, open_each
 
+    remote = find_remote(paths)
+    if remote is not None:
+        with _progress("reading", None, quiet) as advance:
+            return audit(open_each(remote), tell=advance)
     tars = find_tars(paths)
     with _progress("reading", sum(path.stat().st_size for path in tars), quiet) as advance:
         return audit(tars, tell=advance)
@@ -159,7 +168,7 @@ def _row(part: Part) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
     """A bar of the bytes done on standard error, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

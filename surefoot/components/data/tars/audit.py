@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,10 @@ class Audit:
     lacking: Counter[str] = field(default_factory=Counter)  # samples without an extension that others have
 
 
-def find_tars(places: Sequence[Path]) -> list[Path]:
+def find_tars(named: Sequence[str | Path]) -> list[Path]:
     """The tars named, and those in the folders named, in order. Raises DataError where there is none."""
     found: list[Path] = []
-    for place in places:
+    for place in map(Path, named):
         try:
             inside = sorted(path for path in place.iterdir() if path.suffix == ".tar") if place.is_dir() else [place]
         except OSError as error:
@@ -100,7 +100,7 @@ def find_tars(places: Sequence[Path]) -> list[Path]:
     return found
 
 
-def audit(paths: Sequence[Path], *, tell: Tell | None = None) -> Audit:
+def audit(paths: Iterable[Path], *, tell: Tell | None = None) -> Audit:
     """Read and decode every part of every sample; what is bad is kept by name, and the rest of its shard is read where it can be."""
     found = Audit()
     extensions: Counter[frozenset[str]] = Counter()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars.headers import Heads, find_samples
 from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, MAX_MEMBERS, find_starts
 from surefoot.core.errors import DataError
@@ -56,11 +57,13 @@ Known = dict[Stamp, tuple[Shard, np.ndarray]]
 class Index:
     """Where each sample of the shards in `folder` lies, as the file `place` says.
 
-    Samples are numbered through, shard by shard, in the order of their names.
+    Samples are numbered through, shard by shard, in the order of their names. Those of a `remote` are fetched into `folder`.
     """
 
-    def __init__(self, folder: Path, place: Path, shards: Sequence[Shard], starts: np.ndarray) -> None:
-        self.folder, self.place, self.shards, self.starts = folder, place, tuple(shards), starts
+    def __init__(
+        self, folder: Path, place: Path, shards: Sequence[Shard], starts: np.ndarray, remote: Remote | None = None
+    ) -> None:
+        self.folder, self.place, self.shards, self.starts, self._remote = folder, place, tuple(shards), starts, remote
         counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         text = json.dumps([[shard.name, shard.digest] for shard in shards])
@@ -68,6 +71,14 @@ class Index:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def open(self, shard: int) -> int:
+        """A descriptor of a shard, for reading. Raises OSError, and DataError for a remote one that cannot be had."""
+        return os.open(self.folder / self.shards[shard].name, os.O_RDONLY) if self._remote is None else self._remote.open(shard)
+
+    def most_open(self, allowed: int) -> int:
+        """How many shards may be open at a time, where `allowed` are."""
+        return allowed if self._remote is None else self._remote.most_open(allowed)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The shard, first byte and number of bytes of each sample, (B,) int64 each. Raises DataError for numbers of none."""
@@ -96,27 +107,32 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
     ordered = sorted(paths)
     folder = _check(ordered)
     stamps = [_stamp(path) for path in ordered]
-    name = f"surefoot-{hashlib.sha256(json.dumps([path.name for path in ordered]).encode()).hexdigest()[:8]}{SUFFIX}"
+    name = name_of([path.name for path in ordered])
     places = (
         [folder / name] if beside else [folder / name, cache / hashlib.sha256(bytes(folder.resolve())).hexdigest()[:16] / name]
     )
     known: Known = {}
     for place in places:
-        index = _read(place, folder)
+        index = read_index(place, folder)
         if index is not None and [shard.stamp for shard in index.shards] == stamps:
             return index
         known |= (
-            {} if index is None else {shard.stamp: (shard, each) for shard, each in zip(index.shards, _cut(index), strict=True)}
+            {} if index is None else {shard.stamp: (shard, each) for shard, each in zip(index.shards, cut(index), strict=True)}
         )
     made = _make(ordered, stamps, known, tell)
     try:
-        _write(places[-1], made)
+        write_index(places[-1], made)
     except OSError as error:
         raise DataError(
             f"the index {places[-1]} cannot be written: {error.strerror}",
             hint="check who may write there, and whether there is room",
         ) from error
     return Index(folder, places[-1], [shard for shard, _ in made], np.concatenate([starts for _, starts in made]))
+
+
+def name_of(names: Sequence[str]) -> str:
+    """What the index of shards of these names, in order, is called."""
+    return f"surefoot-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:8]}{SUFFIX}"
 
 
 def _check(paths: Sequence[Path]) -> Path:
@@ -160,8 +176,15 @@ def _make(paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Te
 
 
 def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
-    """Digest and samples of a shard, which is read once."""
     name, num_bytes, changed_ns, inode = stamp
+    digest, starts = look_through(path)
+    if _stamp(path) != stamp:
+        raise DataError(f"{path} changed while it was read", hint="wait until it is written")
+    return Shard(name, num_bytes, changed_ns, inode, digest, len(starts) - 1), starts
+
+
+def look_through(path: Path) -> tuple[str, np.ndarray]:
+    """Digest and samples of a shard, which is read once. Raises DataError for what `shards.read_shard` refuses."""
     digest, heads, piece = hashlib.sha256(), Heads(), np.empty(PIECE_BYTES, dtype=np.uint8)
     try:
         with path.open("rb") as file:
@@ -178,12 +201,10 @@ def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint="check who may read it") from None
     if starts is None:
         starts = find_starts(path)
-    if _stamp(path) != stamp:
-        raise DataError(f"{path} changed while it was read", hint="wait until it is written")
-    return Shard(name, num_bytes, changed_ns, inode, digest.hexdigest(), len(starts) - 1), starts
+    return digest.hexdigest(), starts
 
 
-def _read(place: Path, folder: Path) -> Index | None:
+def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index | None:
     """The index at `place`; None where there is none, or one that was not written to its end."""
     try:
         with place.open("rb") as file:
@@ -195,17 +216,19 @@ def _read(place: Path, folder: Path) -> Index | None:
             return None
         if not shards or place.stat().st_size != begin + 8 * count:
             return None
-        return Index(folder, place, shards, np.memmap(place, dtype="<i8", mode="r", offset=begin, shape=(count,)))
+        starts = np.memmap(place, dtype="<i8", mode="r", offset=begin, shape=(count,))
+        return Index(folder, place, shards, starts, remote)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _cut(index: Index) -> list[np.ndarray]:
+def cut(index: Index) -> list[np.ndarray]:
+    """Where the samples of each shard begin."""
     ends = np.cumsum([shard.num_samples + 1 for shard in index.shards])
     return np.split(np.asarray(index.starts), ends[:-1])
 
 
-def _write(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
+def write_index(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({"format": FORMAT, "shards": [asdict(shard) for shard, _ in made]}).encode() + b"\n"
     with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".draft-", delete=False) as file:

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars import decoders
+from surefoot.components.data.tars.far import find_remote, open_remote
 from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, KIND, MAGIC, NAME_BYTES, PREFIX, SIZE, says_little
 from surefoot.components.data.tars.index import Index, Tell, open_index
 from surefoot.components.data.tars.shards import Sample, complete, split_name
@@ -37,23 +39,29 @@ class Tars:
 
     Each name stands for an extension, decoded as `decoders.decode` says. Arrays of one shape become one tensor, numbers an int64 tensor
     (B,), all else a list. `transform` is called on each sample's dict, before: to bring images to one size. Nothing is extracted; the
-    index lies below `cache` (default $XDG_CACHE_HOME/surefoot), `tell` hears how far its making is. Raises DataError for bad shards, a
-    sample that lacks a part, parts that are damaged, and arrays of several shapes.
+    index lies below `cache` (default $XDG_CACHE_HOME/surefoot), and so do the shards of URLs, for which a `Remote` says more. `tell`
+    hears how far its making is. Raises DataError for bad shards, a sample that lacks a part, parts that are damaged, and arrays of
+    several shapes.
     """
 
     guarantee: Guarantee = "proven"
     thread_safe = True
 
     def __init__(
-        self, paths: str | Path | Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None,
+        self, paths: Remote | str | Path | Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None,
         tell: Tell | None = None, **parts: str,
     ) -> None:  # fmt: skip
         if not parts:
             raise DataError("Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")')
         self.parts, self.transform = parts, transform
-        named = [paths] if isinstance(paths, str | Path) else paths
         below = Path(cache).expanduser() if cache else cache_folder() / "tars"
-        self.index: Index = open_index([Path(path).expanduser() for path in named], below, tell=tell)
+        remote = find_remote(paths, cache)
+        named = [paths] if isinstance(paths, str | Path) else paths
+        self.index: Index = (
+            open_index([Path(path).expanduser() for path in named], below, tell=tell)  # type: ignore[union-attr]
+            if remote is None
+            else open_remote(remote, tell=tell)
+        )
         self.digest = self.index.digest
         self._open: OrderedDict[int, Descriptor] = OrderedDict()  # of each shard that is open, the one used last at the end
         self._lock = threading.Lock()
@@ -111,17 +119,16 @@ class Tars:
 
     def _descriptor(self, shard: int, path: Path) -> Descriptor:
         with self._lock:
-            if shard not in self._open:
-                opened = Descriptor(path)
-                if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
-                    raise DataError(
-                        f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read"
-                    )
-                self._open[shard] = opened
-                if len(self._open) > MOST_OPEN:
-                    self._open.popitem(last=False)
-            self._open.move_to_end(shard)
-            return self._open[shard]
+            if shard in self._open:
+                self._open.move_to_end(shard)
+                return self._open[shard]
+            while len(self._open) >= self.index.most_open(MOST_OPEN):
+                self._open.popitem(last=False)
+        opened = Descriptor(self.index.open(shard))  # which fetches one that lies elsewhere, while other threads read on
+        if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
+            raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
+        with self._lock:
+            return self._open.setdefault(shard, opened)
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens its own
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
@@ -133,12 +140,11 @@ class Tars:
 class Descriptor:
     """A file that is open while anyone holds this: a thread may still read a shard that another one put out of the list."""
 
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __del__(self) -> None:
-        if "number" in self.__dict__:
-            os.close(self.number)
+        os.close(self.number)
 
 
 def read_sample(path: Path, content: bytes) -> Sample:

@@ -1,0 +1,215 @@
+"""The bytes of a remote file, piece by piece, with patience: what breaks off is asked for again from where it ended.
+
+Every piece is a request of its own for a range of bytes, so that a broken one costs a piece. A server that knows no ranges sends all
+each time; what is still missing is taken. Waits double and are drawn (full jitter: M. Brooker, "Exponential Backoff And Jitter", 2015),
+so that a thousand readers do not come back at once. A refusal (4xx, no right, not there) is told at once.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from surefoot.components.data.remote.names import Place
+from surefoot.core.errors import DataError, MissingExtra, SurefootError, needing
+from surefoot.core.units import format_bytes
+
+EXTRA = "store"
+PIECE_BYTES = 8 << 20
+LARGEST_BESIDE = 1 << 28  # of a list of digests, or an index
+AGAIN = (408, 425, 429)  # answers in the 400s that another try may mend
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often a request is tried, the longest wait between two tries, and the longest that one may take.
+
+    It is for 8 MiB; for the whole shard where the server knows no ranges.
+    """
+
+    tries: int = 6
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 30.0
+    request_s: float = 60.0
+
+    def wait_s(self, failures: int, draw: float) -> float:
+        """Seconds to wait after so many failures, `draw` in [0, 1).
+
+        >>> [Patience().wait_s(n, 0.5) for n in (1, 2, 3, 10)]
+        [0.375, 0.75, 1.5, 22.5]
+        """
+        return min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failures - 1)) * (0.5 + draw / 2)
+
+
+class _Attempt:
+    """A request: what it raised is kept, not raised, unless it is an error of ours."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception) and not isinstance(error, SurefootError):
+            self.error = error
+            return True
+        return False
+
+
+class Far:
+    """One remote file. Raises DataError where it cannot be had; MissingExtra without the packages."""
+
+    def __init__(self, place: Place, patience: Patience) -> None:
+        self.place, self._patience = place, patience
+
+    def size(self) -> int:
+        """Its bytes, as the server says."""
+
+        def ask(system: Any, path: str) -> int | None:
+            system.invalidate_cache()
+            size: int | None = system.info(path, timeout=self._patience.request_s)["size"]
+            return size
+
+        size = self._patiently(ask)
+        if size is None:
+            raise DataError(
+                f"{self.place.shown}: the server does not say how large it is", hint="serve it with Content-Length, as a file"
+            )
+        return size
+
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """All its `size` bytes, in order."""
+        at = 0
+        while at < size:
+            piece = self._piece(at, min(at + PIECE_BYTES, size), size)
+            at += len(piece)
+            yield piece
+
+    def read_small(self) -> bytes | None:
+        """All of a small file; None where there is none, or none for us."""
+        try:
+            size = self.size()
+        except DataError as error:  # without the right to list, a store says 403 of what is not there
+            if error.__cause__ is not None and _is_absent(error.__cause__):
+                return None
+            raise
+        if size > LARGEST_BESIDE:
+            raise DataError(
+                f"{self.place.shown} has {format_bytes(size)}, {format_bytes(LARGEST_BESIDE)} are allowed",
+                hint="is it what it is named?",
+            )
+        return b"".join(self.pieces(size))
+
+    def _piece(self, start: int, stop: int, size: int) -> bytes:
+        def ask(system: Any, path: str) -> bytes:
+            piece: bytes = system.cat_file(path, start=start, end=stop, timeout=self._patience.request_s)
+            return piece[start:] if len(piece) == size else piece  # the whole: the server knows no ranges
+
+        def check(piece: bytes) -> str | None:
+            return None if len(piece) in (stop - start, size - start) else f"sent {len(piece):,} bytes of {stop - start:,}"
+
+        return self._patiently(ask, check)
+
+    def _patiently(self, ask: Callable[[Any, str], T], check: Callable[[T], str | None] = lambda given: None) -> T:
+        """What `ask(file system, path)` gives; asked again while it breaks off, or `check` has words against what came."""
+        draws, reason, error = random.Random(), "", None
+        started_s = time.monotonic()
+        for failures in range(self._patience.tries):
+            if failures:
+                time.sleep(self._patience.wait_s(failures, draws.random()))
+            with _Attempt() as attempt:
+                given = ask(*self._open())
+            error = attempt.error
+            if error is None:
+                reason = check(given) or ""
+                if not reason:
+                    return given
+            elif _is_final(error):
+                raise DataError(
+                    f"{self.place.shown} cannot be fetched: {self._words(error)}", hint="check the URL, and who may read it"
+                ) from error
+            else:
+                reason = self._words(error)
+        waited_s = time.monotonic() - started_s
+        raise DataError(
+            f"{self.place.shown} cannot be fetched: {self._patience.tries} tries in {waited_s:.0f} s ended with: {reason}",
+            hint="start again when the server answers; what is in the cache stays there",
+        ) from error
+
+    def _open(self) -> tuple[Any, str]:
+        """The file system of this process, made once by fsspec, and the path in it."""
+        what = f"reading {self.place.shown}"
+        with needing("fsspec", "fsspec", extra=EXTRA, needed_for=what):
+            import fsspec
+        try:
+            system, path = fsspec.core.url_to_fs(self.place.url)
+        except ImportError as error:  # fsspec's own words for a package that is missing, or broken, below it
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
+            raise MissingExtra(str(error.__cause__.name), extra=EXTRA, needed_for=what) from None
+        return system, path
+
+    def _words(self, error: BaseException) -> str:
+        status = _status(error)
+        words = f"{type(error).__name__}: {error}".replace(self.place.url, self.place.shown)
+        query = self.place.url.partition("?")[2]
+        words = words.replace(query, "...") if query else words
+        return f"HTTP {status}, {words}"[:300] if status else words[:300]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    """The number of an answer of HTTP, wherever below the error it stands."""
+    for each in _causes(error):
+        status = getattr(each, "status", None)
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(status, int) and status:
+            return status
+    return None
+
+
+def _is_final(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return 400 <= status < 500 and status not in AGAIN
+    last = list(_causes(error))[-1]
+    return isinstance(last, FileNotFoundError | PermissionError) or "Credentials" in type(last).__name__
+
+
+def _is_absent(error: BaseException) -> bool:
+    status = _status(error)
+    return status in (403, 404) or (status is None and isinstance(list(_causes(error))[-1], FileNotFoundError))
+
+
+class Stream(io.RawIOBase):
+    """A remote file read forwards; nothing is kept on disk."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._left = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._left = memoryview(piece)
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count

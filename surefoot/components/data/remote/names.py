@@ -1,0 +1,106 @@
+"""URLs of shards: what is written with braces, which kinds are taken, and what may be shown of one."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from surefoot.core.errors import DataError
+
+SCHEMES = ("https", "http", "s3")
+MOST = 1_000_000  # shards
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
+LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)|pipe:")
+RANGE = re.compile(r"(\d+)\.\.(\d+)\Z")
+
+
+def is_url(text: object) -> bool:
+    """Whether this names something that is no local file. `pipe:` and kinds that are refused do, too."""
+    return isinstance(text, str) and LIKE_URL.match(text) is not None
+
+
+@dataclass(frozen=True)
+class Place:
+    """The URL of one shard; `shown` is it without user, password and query, which may hold secrets; `name` its last part."""
+
+    url: str
+    shown: str
+    name: str
+
+    def beside(self, name: str) -> Place:
+        """The URL of another file in the same place, under the same query."""
+        shown = f"{self.shown.rpartition('/')[0]}/{name}"
+        parts = urlsplit(self.url)
+        if parts.scheme == "s3":
+            return Place(f"{self.url.rpartition('/')[0]}/{name}", shown, name)
+        return Place(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{name}").geturl(), shown, name)
+
+
+def find_places(urls: str | Sequence[str]) -> list[Place]:
+    """The shards that the URLs name, ordered by name; `{000..099}` and `{a,b}` stand for several.
+
+    Raises DataError for a kind that is not taken, names that are not plain, twice the same, shards of several places.
+    """
+    given = [urls] if isinstance(urls, str) else list(urls)
+    places = sorted((_read(url) for pattern in given for url in expand(pattern)), key=lambda place: place.name)
+    if not places:
+        raise DataError("no URL is given", hint="name one shard or more")
+    for one, other in itertools.pairwise(places):
+        if one.name == other.name:
+            raise DataError(f"the shard {one.name} is named twice", hint="name each shard once")
+    folders = {place.shown.rpartition("/")[0] for place in places}
+    if len(folders) != 1:
+        raise DataError(f"the shards lie in {len(folders)} places", hint="give the shards of one place, one or more")
+    return places
+
+
+def expand(pattern: str) -> list[str]:
+    """What a pattern with braces stands for.
+
+    >>> expand("s3://b/{08..10}-{a,b}.tar")[:3]
+    ['s3://b/08-a.tar', 's3://b/08-b.tar', 's3://b/09-a.tar']
+    """
+    groups = [_choices(part, pattern) if number % 2 else [part] for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern))]
+    count = 1
+    for group in groups:
+        count *= len(group)
+    if count > MOST:
+        raise DataError(f"{pattern[:200]} stands for {count:,} shards, {MOST:,} are allowed", hint="make larger shards")
+    return ["".join(parts) for parts in itertools.product(*groups)]
+
+
+def _choices(inside: str, pattern: str) -> Sequence[str]:
+    found = RANGE.match(inside)
+    if found is None:
+        if "," not in inside:
+            raise DataError(f"{{{inside}}} in {pattern[:200]} stands for nothing", hint="write {000..099} or {a,b}")
+        return inside.split(",")
+    first, last = int(found[1]), int(found[2])
+    if not first <= last < first + MOST:
+        raise DataError(
+            f"{{{inside}}} in {pattern[:200]} is no range of shards", hint=f"count up, by less than {MOST:,}: {{000..099}}"
+        )
+    width = len(found[1]) if found[1].startswith("0") else 0
+    return [f"{number:0{width}d}" for number in range(first, last + 1)]
+
+
+def _read(url: str) -> Place:
+    parts = urlsplit(url)
+    hint = f"give https://host/folder/name.tar, or s3://bucket/folder/name.tar; taken are {', '.join(SCHEMES)}"
+    if parts.scheme not in SCHEMES or "::" in url:
+        raise DataError(f"shards are not read from {parts.scheme or url[:40]}: {_shown(url)}", hint=hint)
+    path = url.removeprefix(f"s3://{parts.netloc}") if parts.scheme == "s3" else parts.path
+    name = path.rpartition("/")[2]
+    if not parts.netloc or not PLAIN.match(name):
+        raise DataError(f"{_shown(url)} names no shard", hint=f"{hint}; a name has letters, digits, '.', '_' and '-'")
+    return Place(url, _shown(url), name)
+
+
+def _shown(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https"):
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:300]
+    return url[:300] if parts.scheme == "s3" else url.split("?")[0][:80]

@@ -1,0 +1,201 @@
+"""A set of remote shards: each is fetched whole and checked when it is asked for, the next ones meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+from surefoot.components.data.remote.cache import Cache
+from surefoot.components.data.remote.fetch import Far, Patience, Stream
+from surefoot.components.data.remote.names import Place, find_places
+from surefoot.core.errors import DataError, SurefootError
+from surefoot.core.place import cache_folder
+from surefoot.core.units import parse_bytes
+
+SUMS = "SHA256SUMS"
+SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(\S+)\s*")
+DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@final
+class Remote:
+    """Shards by URL: `Remote("s3://bucket/train-{000..099}.tar", cache_bytes="20 GiB")`; give it to `Tars` in place of paths.
+
+    Fetched shards lie below `cache` (default $XDG_CACHE_HOME/surefoot/remote), `cache_bytes` of them at most, and `ahead` of the next
+    are fetched meanwhile. Each is held against its SHA-256: that of `digests` ({name: hex}), else of an index or a list SHA256SUMS that
+    lies beside the shards, else that of the first fetch. Raises DataError for URLs that are not taken, digests that are none.
+    """
+
+    def __init__(
+        self, urls: str | Sequence[str], *, cache: str | Path | None = None, cache_bytes: str | int = "20 GiB", ahead: int = 2,
+        digests: Mapping[str, str] | None = None, patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self.places = find_places(urls)
+        self.ahead, self._patience = ahead, patience or Patience()
+        most_bytes = parse_bytes(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
+        if ahead < 0 or most_bytes < 1:
+            raise DataError(
+                f"a cache of {cache_bytes} with {ahead} shards ahead is none", hint='give cache_bytes="20 GiB" and ahead=2, or 0'
+            )
+        self.cache = Cache(Path(cache).expanduser() if cache else cache_folder() / "remote", most_bytes)
+        where = self.places[0].shown.rpartition("/")[0]
+        self.folder = self.cache.folder / hashlib.sha256(where.encode()).hexdigest()[:16]
+        self.where = where
+        self.listed = self._read_digests(digests)
+        self._known: dict[int, tuple[int, str]] = {}
+        self._after: dict[int, list[int]] | None = None  # the shards that follow each, where an order was told
+        self._last = -1
+        self._sound: dict[int, int] = {}  # the inode of each copy whose digest was seen to hold, by this process
+        self._coming: deque[int] = deque()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def names(self) -> list[str]:
+        return [place.name for place in self.places]
+
+    def path(self, number: int) -> Path:
+        """Where the shard lies while it is in the cache."""
+        return self.folder / self.places[number].name
+
+    def know(self, sizes: Sequence[int], digests: Sequence[str]) -> None:
+        """The size and the digest of every shard, as an index has them: what is fetched from now on must be that."""
+        self._known = dict(enumerate(zip(sizes, digests, strict=True)))
+
+    def size(self, number: int) -> int:
+        """The bytes of a shard."""
+        return self._known[number][0] if number in self._known else Far(self.places[number], self._patience).size()
+
+    def most_open(self, allowed: int) -> int:
+        """How many shards one reader may hold open, of those `allowed`, so that four readers leave room for what is fetched."""
+        largest = max((size for size, _ in self._known.values()), default=self.cache.most_bytes)
+        return max(1, min(allowed, self.cache.most_bytes // (4 * max(1, largest))))
+
+    def open(self, number: int) -> int:
+        """A descriptor of the shard, fetched first where it has to be; while it is open the shard stays in the cache.
+
+        Raises DataError for a shard that cannot be had, or is another one than its digest says, twice.
+        """
+        descriptor = self._open(number)
+        self._look_ahead(number)
+        return descriptor
+
+    def expect(self, order: Sequence[int]) -> None:
+        """The order in which shards will be asked for: `ahead` of those behind each are fetched meanwhile."""
+        self._after = {number: list(order[place + 1 : place + 1 + self.ahead]) for place, number in enumerate(order)}
+        self._fetch_ahead(list(order[: self.ahead]))
+
+    def stream(self, number: int) -> BinaryIO:
+        """The shard read forwards, with nothing kept on disk; it ends with DataError where its digest is another one."""
+        return Stream(self._checked_pieces(number))  # type: ignore[return-value]
+
+    def read_beside(self, name: str) -> bytes | None:
+        """A small file that lies beside the shards; None where there is none."""
+        return Far(self.places[0].beside(name), self._patience).read_small()
+
+    def digest(self, number: int) -> str | None:
+        """The digest that the shard must have; None while it is not known."""
+        return self.listed.get(self.places[number].name) or (self._known[number][1] if number in self._known else None)
+
+    def _read_digests(self, given: Mapping[str, str] | None) -> dict[str, str]:
+        """Those given, else those listed beside the shards."""
+        if given is None:
+            content = self.read_beside(SUMS)
+            lines = (SUM_LINE.fullmatch(line) for line in (content or b"").decode("utf-8", "replace").splitlines())
+            return {line[2]: line[1].lower() for line in lines if line is not None}
+        bad = next((name for name, digest in given.items() if not DIGEST.match(str(digest).lower())), None)
+        unknown = next((name for name in given if name not in set(self.names)), None)
+        if bad is not None or unknown is not None:
+            raise DataError(
+                f"digests has {unknown}, which is no shard" if bad is None else f"the digest of {bad} is {given[bad]!r}",
+                hint="give {name of the shard: its SHA-256 in 64 hex digits}",
+            )
+        return {name: digest.lower() for name, digest in given.items()}
+
+    def _open(self, number: int, **how: float) -> int:
+        size, wanted = self.size(number), self.digest(number)
+        while True:
+            descriptor = self.cache.open(self.path(number), size, lambda file: self._fill(file, number, size), **how)
+            inode = os.fstat(descriptor).st_ino
+            if wanted is None or self._sound.get(number) == inode or _digest_of(descriptor) == wanted:
+                self._sound[number] = inode
+                return descriptor
+            os.close(descriptor)  # what lay in the cache is damaged, or another version: it is fetched again, once
+            self.cache.discard(self.path(number))
+
+    def _fill(self, file: BinaryIO, number: int, size: int) -> None:
+        """The shard written into `file`; once more from the beginning where its digest is another one."""
+        wanted, found = self.digest(number), ""
+        for _ in range(2):
+            file.seek(0)
+            digest = hashlib.sha256()
+            for piece in Far(self.places[number], self._patience).pieces(size):
+                file.write(piece)
+                digest.update(piece)
+            found = digest.hexdigest()
+            if wanted in (None, found):
+                self._sound[number] = os.fstat(file.fileno()).st_ino
+                return
+        raise _another(self.places[number], found, wanted)
+
+    def _checked_pieces(self, number: int) -> Iterator[bytes]:
+        wanted, digest = self.digest(number), hashlib.sha256()
+        for piece in Far(self.places[number], self._patience).pieces(self.size(number)):
+            digest.update(piece)
+            yield piece
+        if wanted not in (None, digest.hexdigest()):
+            raise _another(self.places[number], digest.hexdigest(), wanted)
+
+    def _look_ahead(self, number: int) -> None:
+        """Those behind this shard are fetched where an order was told, or shards are read in a row."""
+        if self._after is not None:
+            self._fetch_ahead(self._after.get(number, []))
+        elif number == self._last + 1:
+            self._fetch_ahead(list(range(number + 1, min(number + 1 + self.ahead, len(self)))))
+        self._last = number
+
+    def _fetch_ahead(self, numbers: Sequence[int]) -> None:
+        with self._lock:
+            self._coming = deque(numbers)
+            if numbers and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="shards ahead", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._coming:
+                    self._thread = None
+                    return
+                number = self._coming.popleft()
+            with suppress(SurefootError):  # who asks for the shard fetches it again, and is told
+                os.close(self._open(number, wait_s=0.0))
+
+    def __getstate__(self) -> dict[str, Any]:  # another process looks ahead by itself
+        return {**self.__dict__, "_thread": None, "_lock": None, "_coming": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+
+def _digest_of(descriptor: int) -> str:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _another(place: Place, found: str, wanted: str | None) -> DataError:
+    return DataError(
+        f"{place.shown} is not what it should be: its SHA-256 is {found}, and {wanted} was expected",
+        hint="was it written anew? Then give its new digest, or remove the index from the cache",
+    )

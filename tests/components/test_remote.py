@@ -1,0 +1,480 @@
+"""Remote shards: what is trained on is what the digest says, whatever breaks on the way; the cache keeps its bound, and is shared."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surefoot.components.data import Tars
+from surefoot.components.data.remote import Remote, cache, fetch
+from surefoot.components.data.remote.fetch import Patience
+from surefoot.components.data.remote.names import expand, find_places
+from surefoot.components.data.tars.index import open_index
+from surefoot.core.errors import DataError, MissingExtra
+from tests.components.server import Asked, Served, serving
+
+pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+SHARDS, SAMPLES = 6, 4
+QUICK = Patience(tries=4, first_wait_s=0.01, longest_wait_s=0.02, request_s=2.0)
+
+
+def make_tar(shard: int, samples: int = SAMPLES) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for number in range(shard * samples, (shard + 1) * samples):
+            for extension, content in (("cls", b"%d" % number), ("txt", random.Random(number).randbytes(600).hex().encode())):
+                member = tarfile.TarInfo(f"{number:04d}.{extension}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+CONTENT = {f"/d/s-{shard:02d}.tar": make_tar(shard) for shard in range(SHARDS)}
+SIZE = len(CONTENT["/d/s-00.tar"])
+DIGESTS = {path.rpartition("/")[2]: hashlib.sha256(content).hexdigest() for path, content in CONTENT.items()}
+URL = "/d/s-{00..05}.tar"
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(dict(CONTENT)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(cache, "ROOM_WAIT_S", 0.3)
+
+
+def remote(served: Served, folder: Path, **how: object) -> Remote:
+    how = {"cache_bytes": "1 GiB", "ahead": 0, "patience": QUICK, "digests": DIGESTS} | how
+    return Remote(served.url + URL, cache=folder, **how)  # type: ignore[arg-type]
+
+
+def read(source: Remote, number: int = 0) -> bytes:
+    descriptor = source.open(number)
+    try:
+        return os.pread(descriptor, 1 << 20, 0)
+    finally:
+        os.close(descriptor)
+
+
+def files(folder: Path, pattern: str = "*/*.tar") -> list[Path]:
+    return sorted(folder.glob(pattern))
+
+
+def drafts(folder: Path) -> list[Path]:
+    return files(folder, "*/.draft-*")
+
+
+# what is read
+
+
+def test_samples_of_urls_are_those_of_the_files_in_any_order(served: Served, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    for path, content in CONTENT.items():
+        (local / Path(path).name).write_bytes(content)
+    ids = np.random.default_rng(0).permutation(SHARDS * SAMPLES)
+    expected = Tars(sorted(local.iterdir()), cache=tmp_path / "a", label="cls", text="txt")
+    found = Tars(remote(served, tmp_path / "b"), label="cls", text="txt")
+    assert found.digest == expected.digest
+    one, other = found.read(ids), expected.read(ids)
+    assert one["label"].tolist() == other["label"].tolist() == ids.tolist()
+    assert one["text"] == other["text"]
+
+
+def test_more_shards_than_the_cache_holds_are_right_and_the_bound_is_kept(served: Served, tmp_path: Path) -> None:
+    source = Tars(remote(served, tmp_path, cache_bytes=int(2.5 * SIZE)), label="cls")
+    order = np.random.default_rng(1)
+    for _ in range(3):
+        ids = order.permutation(SHARDS * SAMPLES)
+        assert source.read(ids)["label"].tolist() == ids.tolist()
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 2.5 * SIZE
+    assert len(files(tmp_path)) == 2
+
+
+def test_the_shard_used_longest_ago_goes_and_one_in_use_never(served: Served, tmp_path: Path) -> None:
+    source = remote(served, tmp_path, cache_bytes=3 * SIZE)
+    for number in (0, 1, 2, 0):
+        read(source, number)
+        time.sleep(0.01)
+    read(source, 3)
+    assert [path.name for path in files(tmp_path)] == ["s-00.tar", "s-02.tar", "s-03.tar"]
+    held = source.open(2)
+    for number in (4, 5, 1, 0):
+        read(source, number)
+        assert source.path(2).exists()
+    os.close(held)
+
+
+def test_a_cache_all_in_use_is_told_and_not_overrun(served: Served, tmp_path: Path) -> None:
+    source = remote(served, tmp_path, cache_bytes=2 * SIZE)
+    held = [source.open(0), source.open(1)]
+    with pytest.raises(DataError, match=r"has no room for s-02\.tar"):
+        source.cache.open(source.path(2), SIZE, lambda file: None, wait_s=0.1)
+    assert not drafts(tmp_path)
+    os.close(held[0])
+    assert read(source, 2) == CONTENT["/d/s-02.tar"]
+    os.close(held[1])
+    with pytest.raises(DataError, match="and the cache holds 1 KiB"):
+        read(remote(served, tmp_path / "small", cache_bytes="1 KiB"))
+
+
+def test_the_next_shards_are_fetched_meanwhile_in_the_order_told(served: Served, tmp_path: Path) -> None:
+    source = remote(served, tmp_path, ahead=2)
+    source.expect([3, 1, 5, 0])
+    assert wait_until(lambda: len(files(tmp_path)) == 2)
+    read(source, 3)
+    assert wait_until(lambda: [path.name for path in files(tmp_path)] == ["s-01.tar", "s-03.tar", "s-05.tar"])
+    in_a_row = remote(served, tmp_path / "b", ahead=2)
+    read(in_a_row, 0)
+    assert wait_until(lambda: len(files(tmp_path / "b")) == 3)
+
+
+def wait_until(holds: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + 5
+    while not holds() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return holds()
+
+
+# what breaks
+
+
+def once(wrong: Callable[[Asked], int | bytes | None]) -> Callable[[Asked], int | bytes | None]:
+    return lambda asked: wrong(asked) if asked.number == 1 else None
+
+
+MENDED: dict[str, Callable[[Asked], int | bytes | None]] = {
+    "cut at a random byte": once(lambda asked: asked.right[: random.Random(3).randrange(len(asked.right))]),
+    "cut before the first byte": once(lambda asked: b""),
+    "500": once(lambda asked: 500),
+    "503 three times": lambda asked: 503 if 1 <= asked.number <= 3 else None,
+    "429": once(lambda asked: 429),
+    "wrong bytes": once(lambda asked: bytes(len(asked.right))),
+}
+
+
+@pytest.mark.parametrize("what", MENDED)
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_what_breaks_once_is_mended(what: str, knows_ranges: bool, served: Served, tmp_path: Path) -> None:
+    served.fault = MENDED[what]
+    if not knows_ranges:
+        served.knows_ranges, at_first = False, MENDED[what]
+        served.fault = lambda asked: at_first(Asked(asked.path, asked.start, asked.right, asked.number + 1))
+    assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
+    assert not drafts(tmp_path)
+
+
+def test_a_broken_transfer_goes_on_where_it_ended(served: Served, tmp_path: Path) -> None:
+    served.fault = lambda asked: asked.right[:100] if asked.number == 3 else None
+    read(remote(served, tmp_path))
+    starts = [asked.start for asked in served.gets("/d/s-00.tar")]
+    assert starts == [0, 4096, 8192, 12288, *range(12288, SIZE, 4096)]
+
+
+@pytest.mark.parametrize("cuts", range(8))
+def test_cuts_at_random_bytes_leave_the_right_bytes(cuts: int, served: Served, tmp_path: Path) -> None:
+    draws = random.Random(cuts)
+    served.fault = lambda asked: asked.right[: draws.randrange(len(asked.right))] if draws.random() < 0.3 else None
+    assert (
+        read(remote(served, tmp_path, patience=Patience(tries=12, first_wait_s=0.001, longest_wait_s=0.002)))
+        == CONTENT["/d/s-00.tar"]
+    )
+
+
+def test_a_digest_that_does_not_hold_twice_ends_it_and_nothing_is_kept(served: Served, tmp_path: Path) -> None:
+    served.files["/d/s-00.tar"] = bytes(SIZE)
+    with pytest.raises(DataError, match=f"s-00.tar is not what it should be.*{DIGESTS['s-00.tar']} was expected"):
+        read(remote(served, tmp_path))
+    assert sum(asked.start == 0 for asked in served.gets("/d/s-00.tar")) == 2  # fetched again once
+    assert not files(tmp_path)
+    assert not drafts(tmp_path)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 410])
+def test_a_refusal_is_told_at_once(status: int, served: Served, tmp_path: Path) -> None:
+    served.fault = lambda asked: status
+    with pytest.raises(DataError, match=f"cannot be fetched: HTTP {status}"):
+        read(remote(served, tmp_path))
+    assert len(served.gets("/d/s-00.tar")) == 1
+
+
+def test_what_is_not_there_is_told_at_once(served: Served, tmp_path: Path) -> None:
+    del served.files["/d/s-00.tar"]
+    started_s = time.monotonic()
+    with pytest.raises(DataError, match=r"s-00.tar cannot be fetched: .*404"):
+        read(remote(served, tmp_path, patience=Patience()))
+    assert time.monotonic() - started_s < 0.4
+
+
+def test_a_server_that_stays_away_is_tried_and_told(tmp_path: Path) -> None:
+    with serving({}) as gone:
+        pass
+    with pytest.raises(DataError, match="4 tries in 0 s ended with"):
+        read(remote(gone, tmp_path))
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        source = Remote(place, cache=tmp_path, digests={}, patience=Patience(tries=2, first_wait_s=0.01, request_s=0.2))
+        with pytest.raises(DataError, match="2 tries in"):
+            source.open(0)
+
+
+def test_a_full_disk_is_told_before_a_byte_is_fetched(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*what: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"(?s)No space left on device.*free some space"):
+        read(remote(served, tmp_path))
+    assert not served.asked
+    assert not drafts(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_told(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match="the cache cannot keep"):
+        remote(served, tmp_path / "file")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "of another size"])
+def test_what_lies_damaged_in_the_cache_is_fetched_again_and_never_read(damage: str, served: Served, tmp_path: Path) -> None:
+    read(remote(served, tmp_path))
+    place = files(tmp_path)[0]
+    content = bytearray(CONTENT["/d/s-00.tar"])
+    content[700] ^= 1
+    place.write_bytes({"cut": content[:-512], "flipped": content, "of another size": content + bytes(512)}[damage])
+    assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
+
+
+# digests
+
+
+def test_digests_come_from_a_list_beside_the_shards(served: Served, tmp_path: Path) -> None:
+    served.files["/d/SHA256SUMS"] = "".join(f"{digest}  {name}\n" for name, digest in DIGESTS.items()).encode()
+    assert remote(served, tmp_path, digests=None).listed == DIGESTS
+    served.fault = lambda asked: bytes(len(asked.right)) if asked.path.endswith(".tar") else None
+    with pytest.raises(DataError, match="is not what it should be"):
+        read(remote(served, tmp_path, digests=None))
+    served.fault = lambda asked: 500 if asked.path.endswith("SUMS") else None
+    with pytest.raises(DataError, match="HTTP 500"):  # a list that is not told is no list that is not there
+        remote(served, tmp_path, digests=None)
+
+
+def test_without_a_list_the_first_fetch_is_what_holds(served: Served, tmp_path: Path) -> None:
+    Tars(remote(served, tmp_path, digests=None), label="cls")
+    served.files["/d/s-00.tar"] = make_tar(9)
+    for path in files(tmp_path):
+        path.unlink()
+    source = Tars(remote(served, tmp_path, digests=None), label="cls")
+    with pytest.raises(DataError, match="is not what it should be"):
+        source.read(np.array([0]))
+
+
+def test_an_index_beside_the_shards_spares_the_first_pass(served: Served, tmp_path: Path) -> None:
+    for path, content in CONTENT.items():
+        (tmp_path / Path(path).name).write_bytes(content)
+    index = open_index(sorted(tmp_path.glob("*.tar")), tmp_path, beside=True)
+    served.files[f"/d/{index.place.name}"] = index.place.read_bytes()
+    source = Tars(remote(served, tmp_path / "cache", digests=None), label="cls")
+    assert len(source) == SHARDS * SAMPLES
+    assert not [asked for asked in served.asked if asked.path.endswith(".tar")]
+    assert source.read(np.array([9]))["label"].tolist() == [9]
+    served.files[f"/d/{index.place.name}"] = index.place.read_bytes()[:-8]  # damaged: it is made
+    assert len(Tars(remote(served, tmp_path / "other", digests=None), label="cls")) == SHARDS * SAMPLES
+
+
+# several processes
+
+
+def read_all(url: str, folder: Path, seed: int, most_bytes: int) -> None:
+    source = Tars(Remote(url, cache=folder, cache_bytes=most_bytes, ahead=1), label="cls")
+    for epoch in range(3):
+        ids = np.random.default_rng((seed, epoch)).permutation(len(source))
+        assert source.read(ids)["label"].tolist() == ids.tolist()
+
+
+def reader(served: Served, folder: Path, seed: int) -> BaseProcess:
+    """Another process that reads all in any order, through a cache of 4 shards."""
+    process = get_context("fork").Process(target=read_all, args=(served.url + URL, folder, seed, 4 * SIZE))
+    process.start()
+    return process
+
+
+def test_processes_share_a_cache_that_holds_less_than_all(served: Served, tmp_path: Path) -> None:
+    running = [reader(served, tmp_path, seed) for seed in range(3)]
+    for one in running:
+        one.join(60)
+    assert [one.exitcode for one in running] == [0, 0, 0]
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * SIZE
+
+
+def test_a_killed_process_leaves_a_draft_that_the_next_removes(served: Served, tmp_path: Path) -> None:
+    go_on = threading.Event()
+    served.fault = lambda asked: 500 if asked.path.endswith("02.tar") and asked.start and go_on.wait(30) else None
+    running = reader(served, tmp_path, 0)
+    assert wait_until(lambda: len(served.gets("/d/s-02.tar")) == 2)
+    running.kill()
+    running.join()
+    go_on.set()
+    assert [path.name for path in drafts(tmp_path)] == [".draft-s-02.tar"]
+    assert "s-02.tar" not in [path.name for path in files(tmp_path)]
+    served.fault = lambda asked: None
+    source = remote(served, tmp_path)
+    assert not drafts(tmp_path)
+    assert read(source, 2) == CONTENT["/d/s-02.tar"]
+
+
+def test_threads_that_want_one_shard_fetch_it_once(served: Served, tmp_path: Path) -> None:
+    source = remote(served, tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: read(source, 1), range(16))) == {CONTENT["/d/s-01.tar"]}
+    assert sum(asked.start == 0 for asked in served.gets("/d/s-01.tar")) == 1
+
+
+def test_another_process_opens_its_own(served: Served, tmp_path: Path) -> None:
+    source = Tars(remote(served, tmp_path), label="cls")
+    assert pickle.loads(pickle.dumps(source)).read(np.array([7]))["label"].tolist() == [7]
+
+
+# names
+
+
+def test_braces_stand_for_shards() -> None:
+    assert expand("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
+    assert expand("{a,b}{9..10}") == ["a9", "a10", "b9", "b10"]
+    assert [place.name for place in find_places(["s3://b/x/2.tar", "s3://b/x/1.tar"])] == ["1.tar", "2.tar"]
+    signed = find_places("https://me:secret@host/d/1.tar?key=secret")[0]
+    assert "secret" not in signed.shown
+    assert signed.beside("SHA256SUMS").url == "https://me:secret@host/d/SHA256SUMS?key=secret"
+
+
+REFUSED = {
+    "pipe:cat /etc/passwd": "shards are not read from pipe",
+    "file:///etc/passwd": "shards are not read from file",
+    "ftp://host/a.tar": "shards are not read from ftp",
+    "simplecache::https://host/a.tar": "shards are not read from",
+    "https://host/a.tar::pipe:x": "shards are not read from",
+    "https://host/..": "names no shard",
+    "https://host/d/": "names no shard",
+    "https:///a.tar": "names no shard",
+    "s3://b/{5..1}.tar": "is no range of shards",
+    "s3://b/{x}.tar": "stands for nothing",
+    "s3://b/{0..999999}-{0..9}.tar": "stands for 10,000,000 shards",
+    "s3://b/{a,a}.tar": "is named twice",
+    "s3://b/{c,d}/{1..2}.tar": "is named twice",
+}
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_other_urls_are_refused_before_anything_is_asked_for(url: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=REFUSED[url]):
+        Tars(url, cache=tmp_path, label="cls")
+
+
+def test_what_cannot_be_is_told(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="some shards are URLs and some are files"):
+        Tars([served.url + "/a.tar", "b.tar"], cache=tmp_path, label="cls")
+    with pytest.raises(DataError, match=r"digests has other\.tar, which is no shard"):
+        remote(served, tmp_path, digests={"other.tar": "0" * 64})
+    with pytest.raises(DataError, match=r"the digest of s-00\.tar is 'abc'"):
+        remote(served, tmp_path, digests={"s-00.tar": "abc"})
+    with pytest.raises(DataError, match="is none"):
+        remote(served, tmp_path, ahead=-1)
+
+
+def test_a_secret_in_a_url_is_in_no_error(served: Served, tmp_path: Path) -> None:
+    served.fault = lambda asked: 403
+    source = Remote(f"{served.url}/d/s-00.tar?key=secret", cache=tmp_path, digests={}, patience=QUICK)
+    with pytest.raises(DataError) as told:
+        source.open(0)
+    assert "secret" not in str(told.value)
+
+
+def test_the_package_that_is_missing_is_named(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_aiohttp(url: str) -> None:
+        raise ImportError(f"no {url}") from ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", without_aiohttp)
+    with pytest.raises(MissingExtra, match="needs the package aiohttp"):
+        read(remote(served, tmp_path))
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingExtra, match="needs the package fsspec"):
+        read(remote(served, tmp_path))
+
+
+# a store
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of a server of its own, on the loopback interface."""
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with (
+        pytest.MonkeyPatch.context() as environment,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
+    ):
+        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            environment.setenv(name, "testing")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        try:
+            for _ in range(200):
+                with socket.socket() as door:
+                    if door.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            fsspec.filesystem("s3", skip_instance_cache=True).mkdir("shards")
+            yield "s3://shards"
+        finally:
+            server.kill()
+
+
+def test_a_store_gives_the_same_samples_and_refuses_what_is_not_there(bucket: str, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("s3", skip_instance_cache=True)
+    for path, content in CONTENT.items():
+        store.pipe_file(f"shards{path}", content)
+    source = Tars(Remote(bucket + URL, cache=tmp_path, cache_bytes=2 * SIZE, patience=QUICK), label="cls")
+    ids = np.random.default_rng(0).permutation(SHARDS * SAMPLES)
+    assert source.read(ids)["label"].tolist() == ids.tolist()
+    store.pipe_file("shards/d/s-03.tar", make_tar(9))
+    for path in files(tmp_path):
+        path.unlink()
+    fresh = Tars(Remote(bucket + URL, cache=tmp_path, patience=QUICK), label="cls")
+    with pytest.raises(DataError, match="is not what it should be"):
+        fresh.read(np.array([3 * SAMPLES]))
+    started_s = time.monotonic()
+    with pytest.raises(DataError, match=r"none/1\.tar cannot be fetched: FileNotFound"):
+        Tars(Remote(f"{bucket}/none/1.tar", cache=tmp_path), label="cls")
+    assert time.monotonic() - started_s < 3
