@@ -1,5 +1,6 @@
 """Data: sources of samples, their order, and the keys of augmentation."""
 
+from surefoot.components.data.blocks import BlockShuffle
 from surefoot.components.data.feed import Feed, Window, size_of, to_device
 from surefoot.components.data.order import Keys, Order, Permutation
 from surefoot.components.data.sources import Arrays, Iterated, Synthetic, Tokens, TorchDataset, as_source
@@ -8,10 +9,10 @@ from surefoot.components.data.sources.packed import Packed, TokenFile, block_dia
 from surefoot.components.data.sources.tables import Table
 from surefoot.components.data.sources.tensors import Safetensors
 from surefoot.components.data.sources.texts import Texts, join_texts
-from surefoot.components.data.tars import Tars
+from surefoot.components.data.tars import Tars, TarStream
 
 __all__ = [
-    "Arrays", "Feed", "ImageFolder", "Iterated", "Keys", "Order", "Packed", "Permutation", "Safetensors", "Synthetic", "Table", "Tars",
+    "Arrays", "BlockShuffle", "Feed", "ImageFolder", "Iterated", "Keys", "Order", "Packed", "Permutation", "Safetensors", "Synthetic", "Table", "TarStream", "Tars",
     "Texts", "TokenFile", "Tokens", "TorchDataset", "Window", "as_source", "block_diagonal", "find_documents", "join_texts", "size_of",
     "to_device",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import threading
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, cast, final
 
 from surefoot.components.data.remote.cache import Cache
 from surefoot.components.data.remote.fetch import Far, Patience, Stream
@@ -97,7 +98,7 @@ class Remote:
 
     def stream(self, number: int) -> BinaryIO:
         """The shard read forwards, with nothing kept on disk; it ends with DataError where its digest is another one."""
-        return Stream(self._checked_pieces(number))  # type: ignore[return-value]
+        return cast(BinaryIO, io.BufferedReader(Stream(self._checked_pieces(number)), 1 << 20))
 
     def read_beside(self, name: str) -> bytes | None:
         """A small file that lies beside the shards; None where there is none."""

@@ -14,6 +14,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, Self, cast
 
 import numpy as np
 
@@ -75,12 +76,17 @@ def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.n
     return np.array([start for start, _ in spans] + [spans[-1][1]], dtype=np.int64)
 
 
-def read_spans(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> Iterator[tuple[Sample, int, int]]:
-    """The samples as `read_shard` gives them, whatever they lack, each with the bytes at which it begins and ends."""
+def read_spans(
+    path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES, file: BinaryIO | None = None
+) -> Iterator[tuple[Sample, int, int]]:
+    """The samples as `read_shard` gives them, whatever they lack, each with the bytes at which it begins and ends.
+
+    Those of `file`, if it is given: it is read forwards, to its end, and closed; `path` then names it in errors.
+    """
     seen: set[str] = set()
     sample: Sample | None = None
     start = end = 0
-    for name, content, first, last in _members(path, max_member_bytes):
+    for name, content, first, last in _members(path, max_member_bytes, file):
         key, extension = split_name(name)
         if sample is None or key != sample.key:
             if sample is not None:
@@ -119,14 +125,46 @@ def complete(sample: Sample, needs: Sequence[str]) -> Sample:
     return sample
 
 
-def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes, int, int]]:
+class _Stream:
+    """A file that is read forwards, by tarfile: its last bytes are kept, so that the end marker can be looked at."""
+
+    KEPT = 4 * tarfile.RECORDSIZE  # tarfile reads a record at a time
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._kept, self._at, self._seen = file, b"", 0, 0
+
+    def read(self, size: int) -> bytes:
+        if self._at < self._seen:
+            first = self._at - self._seen + len(self._kept)
+            found = self._kept[first : first + size] if first >= 0 else b""
+        else:
+            found = self._file.read(size) or b""
+            self._kept = (self._kept + found)[-self.KEPT :]
+            self._seen += len(found)
+        self._at += len(found)
+        return found
+
+    def seek(self, to: int) -> None:
+        self._at = to
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+
+def _members(path: Path, max_member_bytes: int, stream: BinaryIO | None = None) -> Iterator[tuple[str, bytes, int, int]]:
     """Name and content of each member, and the bytes at which it begins and ends.
 
     tarfile ends quietly at a cut or a damaged header, so the end marker is asked for too.
     """
     end = 0
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with (
+            path.open("rb") if stream is None else _Stream(stream) as file,
+            tarfile.open(fileobj=cast(BinaryIO, file), mode="r:" if stream is None else "r|") as archive,
+        ):
             for number, member in enumerate(archive):
                 _check(path, member, number, max_member_bytes)
                 opened = archive.extractfile(member)
@@ -140,6 +178,8 @@ def _members(path: Path, max_member_bytes: int) -> Iterator[tuple[str, bytes, in
                 yield member.name, content, member.offset, end
             file.seek(end)
             marker = file.read(BLOCK)
+            while stream is not None and file.read(1 << 16):
+                pass  # to its end: whoever writes it is heard out, and a digest is of all
     except (tarfile.TarError, ValueError, OverflowError) as error:  # the latter are tarfile's own, of headers that say nonsense
         what = f"is damaged after byte {end}" if end else "is no tar"
         raise DataError(f"{path} {what}: {error}", hint="shards are plain tars, not compressed; copy the file again") from None

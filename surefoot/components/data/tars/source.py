@@ -73,18 +73,18 @@ class Tars:
         if len(ids) == 0:
             raise DataError("no sample is asked for", hint="give one number or more")
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
-        rows = [self._transform(self._decode(sample)) for sample in samples]
-        return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
+        return make_batch(samples, self.parts, self.transform)
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """The seconds that reading, decoding and the transform of these samples take."""
         marks = [time.perf_counter()]
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
         marks.append(time.perf_counter())
-        rows = [self._decode(sample) for sample in samples]
+        rows = [_decode(sample, self.parts) for sample in samples]
         marks.append(time.perf_counter())
-        for row in rows:
-            self._transform(row)
+        if self.transform is not None:
+            for row in rows:
+                self.transform(row)
         marks.append(time.perf_counter())
         return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
@@ -109,13 +109,6 @@ class Tars:
         size = sum(shard.num_bytes for shard in self.index.shards)
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
         return f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: {names}"
-
-    def _decode(self, sample: Sample) -> dict[str, Any]:
-        complete(sample, tuple(self.parts.values()))
-        return {name: decoders.decode(sample, extension) for name, extension in self.parts.items()}
-
-    def _transform(self, row: dict[str, Any]) -> dict[str, Any]:
-        return row if self.transform is None else self.transform(row)
 
     def _descriptor(self, shard: int, path: Path) -> Descriptor:
         with self._lock:
@@ -145,6 +138,18 @@ class Descriptor:
 
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def make_batch(samples: list[Sample], parts: dict[str, str], transform: Transform | None) -> dict[str, Tensor | list[Any]]:
+    """The batch of whole samples: each part decoded, each sample changed by `transform`, all joined as `Tars` tells."""
+    decoded = (_decode(sample, parts) for sample in samples)
+    rows = [row if transform is None else transform(row) for row in decoded]
+    return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
+
+
+def _decode(sample: Sample, parts: dict[str, str]) -> dict[str, Any]:
+    complete(sample, tuple(parts.values()))
+    return {name: decoders.decode(sample, extension) for name, extension in parts.items()}
 
 
 def read_sample(path: Path, content: bytes) -> Sample:
