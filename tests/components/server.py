@@ -22,6 +22,10 @@ class Asked:
     number: int
 
 
+class Short(bytes):
+    """Fewer bytes than were asked for, announced as if they were all."""
+
+
 @dataclass
 class Served:
     """The files by path, what goes wrong, and what was asked for."""
@@ -29,6 +33,7 @@ class Served:
     files: dict[str, bytes] = field(default_factory=dict)
     fault: Fault = lambda asked: None
     knows_ranges: bool = True
+    refuses: int | None = None  # the status of every answer
     asked: list[Asked] = field(default_factory=list)
     url: str = ""
 
@@ -45,14 +50,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         content = self.served.files.get(self.path.partition("?")[0])
-        self.send_response(404 if content is None else 200)
+        self.send_response(self.served.refuses or (404 if content is None else 200))
         self.send_header("Content-Length", str(len(content or b"")))
         self.end_headers()
 
     def do_GET(self) -> None:
         content, status, start, stop = self.served.files.get(self.path.partition("?")[0]), 200, 0, None
-        if content is None:
-            self._send(404, b"")
+        if content is None or self.served.refuses:
+            self._send(self.served.refuses or 404, b"")
             return
         found = re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         if found and self.served.knows_ranges:
@@ -63,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(wrong, int):
             self._send(wrong, b"")
         else:
-            self._send(status, asked.right if wrong is None else wrong, len(asked.right))
+            self._send(status, asked.right if wrong is None else wrong, None if isinstance(wrong, Short) else len(asked.right))
 
     def _send(self, status: int, body: bytes, announced: int | None = None) -> None:
         announced = len(body) if announced is None else announced

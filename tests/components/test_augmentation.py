@@ -164,6 +164,10 @@ def test_only_the_box_is_painted_and_only_in_the_images_chosen() -> None:
         assert torch.equal(got, expected)
     part = Erase(1.0).draw(MANY, 48, 40)[:, 2:].prod(1) / (48 * 40)
     assert float(part.mean()) == pytest.approx(0.1753, abs=0.005)  # torchvision's own
+    boxes = Erase(1.0).draw(MANY, 20, 200)
+    assert (boxes[:, :2] + boxes[:, 2:] <= torch.tensor([20, 200])).all()
+    drawn = boxes[boxes[:, 2] > 0].double().mean(0)
+    assert float(drawn[2]) == pytest.approx(14.32, abs=0.15)  # torchvision's own, of those that fit
     corner = cutout(BYTES_BHWC, torch.zeros(12, 2, dtype=torch.int64), 6, 9)
     assert (corner[:, :3, :3] == 9).all()
     assert torch.equal(corner[:, 3:], BYTES_BHWC[:, 3:])

@@ -23,12 +23,11 @@ import numpy as np
 import pytest
 
 from surefoot.components.data import Tars
-from surefoot.components.data.remote import Remote, cache, fetch
+from surefoot.components.data.remote import Remote, cache, fetch, shards
 from surefoot.components.data.remote.fetch import Patience
-from surefoot.components.data.remote.names import expand, find_places
 from surefoot.components.data.tars.index import open_index
-from surefoot.core.errors import DataError, MissingExtra
-from tests.components.server import Asked, Served, serving
+from surefoot.core.errors import DataError
+from tests.components.server import Asked, Served, Short, serving
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -194,6 +193,24 @@ def test_a_broken_transfer_goes_on_where_it_ended(served: Served, tmp_path: Path
     assert starts == [0, 4096, 8192, 12288, *range(12288, SIZE, 4096)]
 
 
+def test_a_server_that_stops_to_know_ranges_sends_what_is_missing(served: Served, tmp_path: Path) -> None:
+    def forget(asked: Asked) -> None:
+        served.knows_ranges = asked.number < 1
+
+    served.fault = forget  # type: ignore[assignment]
+    assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
+    assert len(served.gets("/d/s-00.tar")) == 3
+
+
+def test_fewer_bytes_than_asked_for_are_no_piece(served: Served, tmp_path: Path) -> None:
+    served.fault = lambda asked: Short(asked.right[:-1]) if asked.number == 2 else None
+    assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
+    assert [asked.start for asked in served.gets("/d/s-00.tar")][:4] == [0, 4096, 8192, 8192]
+    served.fault = lambda asked: Short(b"")
+    with pytest.raises(DataError, match="sent 0 bytes of 4,096"):
+        read(remote(served, tmp_path), 1)
+
+
 @pytest.mark.parametrize("cuts", range(8))
 def test_cuts_at_random_bytes_leave_the_right_bytes(cuts: int, served: Served, tmp_path: Path) -> None:
     draws = random.Random(cuts)
@@ -267,8 +284,24 @@ def test_what_lies_damaged_in_the_cache_is_fetched_again_and_never_read(damage: 
     place = files(tmp_path)[0]
     content = bytearray(CONTENT["/d/s-00.tar"])
     content[700] ^= 1
-    place.write_bytes({"cut": content[:-512], "flipped": content, "of another size": content + bytes(512)}[damage])
+    damaged = {"cut": content[:-512], "flipped": content, "of another size": content + bytes(512)}[damage]
+    place.write_bytes(damaged)
     assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
+    if damage != "flipped":  # the size tells it, where no digest is known
+        place.write_bytes(damaged)
+        assert read(remote(served, tmp_path, digests={})) == CONTENT["/d/s-00.tar"]
+
+
+def test_a_copy_is_held_against_its_digest_once_by_a_process(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(remote(served, tmp_path))
+    of, hashed = shards._digest_of, []
+    monkeypatch.setattr(shards, "_digest_of", lambda descriptor: hashed.append(descriptor) or of(descriptor))
+    source = remote(served, tmp_path)
+    for _ in range(3):
+        read(source)
+    assert len(hashed) == 1
 
 
 # digests
@@ -283,6 +316,11 @@ def test_digests_come_from_a_list_beside_the_shards(served: Served, tmp_path: Pa
     served.fault = lambda asked: 500 if asked.path.endswith("SUMS") else None
     with pytest.raises(DataError, match="HTTP 500"):  # a list that is not told is no list that is not there
         remote(served, tmp_path, digests=None)
+    served.refuses = 503
+    with pytest.raises(DataError, match="HTTP 503"):
+        remote(served, tmp_path, digests=None)
+    served.refuses = 403  # what a store says of what is not there, to those who may not list
+    assert remote(served, tmp_path, digests=None).listed == {}
 
 
 def test_without_a_list_the_first_fetch_is_what_holds(served: Served, tmp_path: Path) -> None:
@@ -293,6 +331,15 @@ def test_without_a_list_the_first_fetch_is_what_holds(served: Served, tmp_path: 
     source = Tars(remote(served, tmp_path, digests=None), label="cls")
     with pytest.raises(DataError, match="is not what it should be"):
         source.read(np.array([0]))
+
+
+def test_a_listed_digest_wins_over_the_index(served: Served, tmp_path: Path) -> None:
+    Tars(remote(served, tmp_path, digests=None), label="cls")
+    served.files["/d/s-00.tar"] = new = make_tar(9, SAMPLES + 1)
+    source = Tars(remote(served, tmp_path, digests={**DIGESTS, "s-00.tar": hashlib.sha256(new).hexdigest()}), label="cls")
+    assert len(source) == SHARDS * SAMPLES + 1
+    assert source.read(np.array([0, SAMPLES + 1]))["label"].tolist() == [9 * (SAMPLES + 1), SAMPLES]
+    assert len(served.gets("/d/s-01.tar")) == 5  # the others are known: they are not fetched again
 
 
 def test_an_index_beside_the_shards_spares_the_first_pass(served: Served, tmp_path: Path) -> None:
@@ -359,72 +406,6 @@ def test_threads_that_want_one_shard_fetch_it_once(served: Served, tmp_path: Pat
 def test_another_process_opens_its_own(served: Served, tmp_path: Path) -> None:
     source = Tars(remote(served, tmp_path), label="cls")
     assert pickle.loads(pickle.dumps(source)).read(np.array([7]))["label"].tolist() == [7]
-
-
-# names
-
-
-def test_braces_stand_for_shards() -> None:
-    assert expand("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
-    assert expand("{a,b}{9..10}") == ["a9", "a10", "b9", "b10"]
-    assert [place.name for place in find_places(["s3://b/x/2.tar", "s3://b/x/1.tar"])] == ["1.tar", "2.tar"]
-    signed = find_places("https://me:secret@host/d/1.tar?key=secret")[0]
-    assert "secret" not in signed.shown
-    assert signed.beside("SHA256SUMS").url == "https://me:secret@host/d/SHA256SUMS?key=secret"
-
-
-REFUSED = {
-    "pipe:cat /etc/passwd": "shards are not read from pipe",
-    "file:///etc/passwd": "shards are not read from file",
-    "ftp://host/a.tar": "shards are not read from ftp",
-    "simplecache::https://host/a.tar": "shards are not read from",
-    "https://host/a.tar::pipe:x": "shards are not read from",
-    "https://host/..": "names no shard",
-    "https://host/d/": "names no shard",
-    "https:///a.tar": "names no shard",
-    "s3://b/{5..1}.tar": "is no range of shards",
-    "s3://b/{x}.tar": "stands for nothing",
-    "s3://b/{0..999999}-{0..9}.tar": "stands for 10,000,000 shards",
-    "s3://b/{a,a}.tar": "is named twice",
-    "s3://b/{c,d}/{1..2}.tar": "is named twice",
-}
-
-
-@pytest.mark.parametrize("url", REFUSED)
-def test_other_urls_are_refused_before_anything_is_asked_for(url: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=REFUSED[url]):
-        Tars(url, cache=tmp_path, label="cls")
-
-
-def test_what_cannot_be_is_told(served: Served, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="some shards are URLs and some are files"):
-        Tars([served.url + "/a.tar", "b.tar"], cache=tmp_path, label="cls")
-    with pytest.raises(DataError, match=r"digests has other\.tar, which is no shard"):
-        remote(served, tmp_path, digests={"other.tar": "0" * 64})
-    with pytest.raises(DataError, match=r"the digest of s-00\.tar is 'abc'"):
-        remote(served, tmp_path, digests={"s-00.tar": "abc"})
-    with pytest.raises(DataError, match="is none"):
-        remote(served, tmp_path, ahead=-1)
-
-
-def test_a_secret_in_a_url_is_in_no_error(served: Served, tmp_path: Path) -> None:
-    served.fault = lambda asked: 403
-    source = Remote(f"{served.url}/d/s-00.tar?key=secret", cache=tmp_path, digests={}, patience=QUICK)
-    with pytest.raises(DataError) as told:
-        source.open(0)
-    assert "secret" not in str(told.value)
-
-
-def test_the_package_that_is_missing_is_named(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_aiohttp(url: str) -> None:
-        raise ImportError(f"no {url}") from ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", without_aiohttp)
-    with pytest.raises(MissingExtra, match="needs the package aiohttp"):
-        read(remote(served, tmp_path))
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(MissingExtra, match="needs the package fsspec"):
-        read(remote(served, tmp_path))
 
 
 # a store
