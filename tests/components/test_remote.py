@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from surefoot.components.data import Tars
-from surefoot.components.data.remote import Remote, cache, fetch, shards
+from surefoot.components.data.remote import Remote, fetch, shards
 from surefoot.components.data.remote.fetch import Patience
 from surefoot.components.data.tars.index import open_index
 from surefoot.core.errors import DataError
@@ -62,7 +62,6 @@ def served() -> Iterator[Served]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(cache, "ROOM_WAIT_S", 0.3)
 
 
 def remote(served: Served, folder: Path, **how: object) -> Remote:
