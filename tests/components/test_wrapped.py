@@ -119,7 +119,7 @@ def test_what_was_a_source_is_one_still() -> None:
 def test_every_source_says_whether_threads_may_read_it_at_once() -> None:
     sources = [each for name in data.__all__ if isinstance(each := getattr(data, name), type) and hasattr(each, "guarantee")]
     assert len(sources) >= 11
-    assert {each.__name__ for each in sources if not each.thread_safe} == {"Iterated", "TorchDataset"}
+    assert {each.__name__ for each in sources if not each.thread_safe} == {"Iterated", "TarStream", "TorchDataset"}
     assert all(isinstance(each.thread_safe, bool) for each in sources)
 
 

@@ -12,7 +12,7 @@ from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.components.data.tars import Tars, TarStream
 
 __all__ = [
-    "Arrays", "BlockShuffle", "Feed", "ImageFolder", "Iterated", "Keys", "Order", "Packed", "Permutation", "Safetensors", "Synthetic", "Table", "TarStream", "Tars",
-    "Texts", "TokenFile", "Tokens", "TorchDataset", "Window", "as_source", "block_diagonal", "find_documents", "join_texts", "size_of",
-    "to_device",
+    "Arrays", "BlockShuffle", "Feed", "ImageFolder", "Iterated", "Keys", "Order", "Packed", "Permutation", "Safetensors",
+    "Synthetic", "Table", "TarStream", "Tars", "Texts", "TokenFile", "Tokens", "TorchDataset", "Window", "as_source",
+    "block_diagonal", "find_documents", "join_texts", "size_of", "to_device",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ class TarStream:
     """
 
     guarantee: Guarantee = "replayed"
+    thread_safe = False
 
     def __init__(
         self, shards: Sequence[Opener | BinaryIO | str | Path] | Remote, counts: Sequence[int], *, window: int = 1,
