@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from surefoot.components.data.tars import decoders
 from surefoot.components.data.tars.decoders import decode_class, decode_jpeg
 from surefoot.components.data.tars.shards import Sample, find_shards, read_shard
 from surefoot.core.errors import DataError, MissingExtra
@@ -211,6 +212,7 @@ def test_a_broken_or_wrong_image_is_refused_with_file_and_member(content: bytes,
 def test_without_pillow_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sample(Path("a.tar"), "0", {"jpg": jpeg()})
     monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setattr(decoders, "_pillow", decoders._pillow.__wrapped__)  # as in a process that has not looked for it yet
     with pytest.raises(MissingExtra, match=r"surefoot\[images\]"):
         decode_jpeg(sample, height=4, width=4)
 

@@ -7,6 +7,7 @@ Sizes are read and compared before anything is allocated: an image's before a pi
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -56,28 +57,31 @@ def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") ->
 
 def _decode_image(sample: Sample, extension: str, kind: str = "", size: tuple[int, int] | None = None) -> np.ndarray:
     kind = kind or IMAGES[extension.rpartition(".")[2]]
-    with needing("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
-        from PIL import Image
+    pillow = _pillow(kind)
     try:
-        with Image.open(io.BytesIO(sample.parts[extension]), formats=[kind]) as image:
-            if size is not None and image.size != size:
-                raise sample.fault(
-                    extension, f"is an image of {image.size[0]} x {image.size[1]} pixels, not {size[0]} x {size[1]}"
-                )
-            if math.prod(image.size) > MOST_PIXELS:
-                raise sample.fault(
-                    extension, f"is an image of {image.size[0]:,} x {image.size[1]:,} pixels, {MOST_PIXELS:,} are allowed"
-                )
-            if image.mode.startswith(("I", "F")):
-                raise sample.fault(
-                    extension,
-                    f"has {image.mode} for its colours, and 8 bits a colour are read",
-                    "write it with 8 bits, or as npy",
-                )
-            return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises for damaged files
+        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=[kind])
+        if size is not None and image.size != size:
+            raise sample.fault(extension, f"is an image of {image.size[0]} x {image.size[1]} pixels, not {size[0]} x {size[1]}")
+        if math.prod(image.size) > MOST_PIXELS:
+            raise sample.fault(
+                extension, f"is an image of {image.size[0]:,} x {image.size[1]:,} pixels, {MOST_PIXELS:,} are allowed"
+            )
+        if image.mode.startswith(("I", "F")):
+            raise sample.fault(
+                extension, f"has {image.mode} for its colours, and 8 bits a colour are read", "write it with 8 bits, or as npy"
+            )
+        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow raises for damaged files
         reason = str(error) if "BytesIO" not in str(error) else f"no {kind} begins there"
         raise sample.fault(extension, f"is a broken {kind}: {reason}", "copy the file again") from None
+
+
+@functools.cache
+def _pillow(kind: str) -> Any:
+    """Pillow's module of images, looked for once: that takes as long as a tenth of a small image."""
+    with needing("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
+        from PIL import Image
+    return Image
 
 
 def _decode_array(sample: Sample, extension: str) -> np.ndarray:

@@ -63,6 +63,9 @@ class Tars:
             else open_remote(remote, tell=tell)
         )
         self.digest = self.index.digest
+        self._paths = [
+            self.index.folder / shard.name for shard in self.index.shards
+        ]  # made once: it takes as long as reading one
         self._open: OrderedDict[int, Descriptor] = OrderedDict()  # of each shard that is open, the one used last at the end
         self._lock = threading.Lock()
 
@@ -90,7 +93,7 @@ class Tars:
 
     def sample(self, shard: int, first: int, count: int) -> Sample:
         """The sample that lies at these bytes of a shard. Raises DataError where another one, or none, lies there by now."""
-        path = self.index.folder / self.index.shards[shard].name
+        path = self._paths[shard]
         try:
             held = self._descriptor(shard, path)
             content = os.pread(held.number, count, first)
@@ -121,7 +124,10 @@ class Tars:
         if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
             raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
         with self._lock:
-            return self._open.setdefault(shard, opened)
+            opened = self._open.setdefault(shard, opened)
+            while len(self._open) > self.index.most_open(MOST_OPEN):  # several threads opened one at once
+                self._open.popitem(last=False)
+            return opened
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens its own
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
@@ -176,7 +182,7 @@ def read_sample(path: Path, content: bytes) -> Sample:
 def _size_of(head: bytes) -> int | None:
     if head[MAGIC : MAGIC + 5] != b"ustar" or head[NAME_BYTES - 1]:
         return None
-    found = OCTAL.fullmatch(head[SIZE : SIZE + 12])
+    found = OCTAL.fullmatch(head, SIZE, SIZE + 12)
     return None if found is None else int(found[1], 8)
 
 
@@ -218,14 +224,15 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
     if not all(isinstance(value, Tensor | np.ndarray) for value in values):
         return values
     arrays = [np.asarray(value) for value in values]
-    first = arrays[0]
-    if any(each.dtype.kind not in "biufc" or each.dtype.char in "gG" for each in arrays):  # strings, times, rows, long doubles
+    kinds = {(each.shape, each.dtype) for each in arrays}
+    if any(dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds):  # strings, times, rows, long doubles
         return values
-    for each, sample in zip(arrays, samples, strict=True):
-        if each.shape != first.shape or each.dtype != first.dtype:
-            raise DataError(
-                f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {each.dtype} {each.shape} in {sample.key} of "
-                f"{sample.shard}",
-                hint="bring them to one shape with transform=",
-            )
+    if len(kinds) > 1:
+        first = arrays[0]
+        other = next(number for number, each in enumerate(arrays) if (each.shape, each.dtype) != (first.shape, first.dtype))
+        raise DataError(
+            f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} {arrays[other].shape} in "
+            f"{samples[other].key} of {samples[other].shard}",
+            hint="bring them to one shape with transform=",
+        )
     return torch.from_numpy(np.stack(arrays))
