@@ -23,6 +23,7 @@ from benchmarks.data import run as data_run
 from benchmarks.input import run as input_run
 from benchmarks.ladder import tasks as ladder_tasks
 from benchmarks.large_batch import run as large_batch_run
+from benchmarks.loaders import run as loaders_run
 from benchmarks.memory import run as memory_run
 from benchmarks.memory_components import arms as components_arms
 from benchmarks.memory_components import run as components_run
@@ -48,6 +49,9 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     precision_run.RESULTS: (precision_run.render_cost, measured.render_conditions),
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     lengths.RESULTS: (lengths.render, measured.render_conditions),
+    loaders_run.PHOTOS: (loaders_run.render_photos, measured.render_conditions),
+    loaders_run.GOING_ON: (loaders_run.render_going_on, measured.render_conditions),
+    loaders_run.WAITING: (loaders_run.render_waiting, measured.render_conditions),
     data_run.RESULTS: (data_run.render, measured.render_conditions),
     by_hand_run.RESULTS: (by_hand_run.render, measured.render_conditions),
     by_hand_run.AGAIN: (by_hand_run.render, measured.render_conditions),

@@ -1,0 +1,192 @@
+"""Loaders beside each other: JPEGs to augmented batches by two workers, going on anywhere, and what steps wait for their data.
+
+python -m benchmarks.loaders.run [--only photos|going_on|waiting] [--data FOLDER] [--rounds 7] [--show]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.loaders import sets
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from surefoot.core.statistics import Interval, median_interval, paired_ratio
+from surefoot.core.units import format_percent, format_seconds
+from surefoot.trial import Arm, Trial, markdown, read_trial
+
+FOLDER = Path(__file__).parent
+PHOTOS, GOING_ON, WAITING = (FOLDER / "results" / f"{name}.json" for name in ("photos", "going_on", "waiting"))
+PEERS = {"torch_loader": "files", "webdataset": None, "litdata": "litdata", "streaming": "streaming"}  # what each reads
+OURS = ("surefoot_processes", "surefoot_threads", "surefoot_decoded")
+CEILING_SHARE, DECODED_TIMES, GOING_S, WAITING_SHARE, EPOCH = 0.9, 15.0, 0.005, 0.02, 1.03
+SETTINGS = ("auto", "0", "1", "2", "4")
+MEASURES = {"cpu_s_per_sample": "CPU time", "wall_s_per_sample": "time"}
+
+
+def arms_of_photos(tars: Path, made: Path) -> list[Arm]:
+    words = (sys.executable, "-m", "benchmarks.loaders.arms")
+    return [
+        Arm(name=name, command=(*words, name, str(tars), str(made), "{report}"), folder=ROOT, timeout_s=300)
+        for name in (*OURS, "ceiling", *PEERS)
+    ]
+
+
+def arms_of_waiting(tars: Path, made: Path) -> list[Arm]:
+    words = (sys.executable, "-m", "benchmarks.loaders.waiting")
+    return [
+        Arm(
+            name=f"{what} {setting}",
+            command=(*words, what, setting, str(tars), str(made), "{report}"),
+            folder=ROOT,
+            timeout_s=300,
+        )
+        for what in ("decoded", "photos")
+        for setting in SETTINGS
+    ]
+
+
+def render_photos(trial: Trial) -> str:
+    """Every arm's cost of a sample, against that of surefoot's processes."""
+    rows = [_row_of_photos(trial, arm) for arm in trial.arms]
+    cpu, wall, mine = "cpu_s_per_sample", "wall_s_per_sample", "surefoot_processes"
+    decoded = _ratio(trial, "torch_loader", "surefoot_decoded", cpu)
+    bars = [
+        _bar("ahead of every peer", _slowest_gain(trial), 1.0),
+        _bar("samples per second, of the ceiling's", _ratio(trial, "ceiling", mine, wall), CEILING_SHARE),
+        _bar("samples per CPU second, of the ceiling's", _ratio(trial, "ceiling", mine, cpu), CEILING_SHARE),
+        _bar("decoded once: samples per CPU second, times torch's that decodes each epoch", decoded, DECODED_TIMES),
+    ]
+    heads = ("arm", "samples per CPU second", "samples per second", "CPU time of a sample, of surefoot_processes'")
+    return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
+
+
+def _values(trial: Trial, arm: str, name: str) -> list[float]:
+    return list(trial.by_round(arm, name).values())
+
+
+def _row_of_photos(trial: Trial, arm: str) -> tuple[str, ...]:
+    found = [_values(trial, arm, name) for name in MEASURES]
+    told = [f"{median_interval([1 / each for each in values]).estimate:,.0f}" if values else "n/a" for values in found]
+    ratio = _ratio(trial, arm, "surefoot_processes", "cpu_s_per_sample")
+    return (arm, *told, "1" if arm == "surefoot_processes" else _told(ratio))
+
+
+def _ratio(trial: Trial, arm: str, baseline: str, name: str) -> Interval | None:
+    """What `arm` takes over what `baseline` takes, round by round."""
+    one, other = trial.by_round(arm, name), trial.by_round(baseline, name)
+    rounds = [number for number in one if number in other]
+    return paired_ratio([one[number] for number in rounds], [other[number] for number in rounds]) if rounds else None
+
+
+def _slowest_gain(trial: Trial) -> Interval | None:
+    found = [each for peer in PEERS for name in MEASURES if (each := _ratio(trial, peer, "surefoot_processes", name)) is not None]
+    return min(found, key=lambda each: each.estimate, default=None)
+
+
+def _told(found: Interval | None) -> str:
+    if found is None:
+        return "n/a"
+    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
+    return f"{found.estimate:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _bar(what: str, found: Interval | None, least: float) -> tuple[str, str, str, str]:
+    return what, _told(found), f">= {least:g}", _standing(found, least=least)
+
+
+def _standing(found: Interval | None, *, least: float | None = None, most: float | None = None) -> str:
+    if found is None:
+        return "not measured"
+    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
+    if (least is None or low >= least) and (most is None or high <= most):
+        return "holds"
+    return "missed" if (least is not None and high < least) or (most is not None and low > most) else "undecided"
+
+
+def render_going_on(trial: Trial) -> str:
+    """How soon the place of a batch is known, and whether it is the same batch."""
+    found = {name: median_interval(_values(trial, "surefoot", name)) for name in ("going_s", "going_p99_s", "same", "samples")}
+    middle, slow, same = found["going_s"], found["going_p99_s"], found["same"]
+    must = f"<= {format_seconds(GOING_S)}"
+    rows = [
+        ("the middle of 300 positions", _seconds(middle), must, _standing(middle, most=GOING_S)),
+        ("all but the slowest hundredth", _seconds(slow), must, _standing(slow, most=GOING_S)),
+        ("the same samples and the same pixels", format_percent(same.estimate), "100 %", _standing(same, least=1.0)),
+    ]
+    heads = (f"going on, of {found['samples'].estimate:,.0f} samples", "median (95 %)", "must", "standing")
+    return markdown(heads, rows)
+
+
+def _seconds(found: Interval) -> str:
+    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
+    return f"{format_seconds(found.estimate)} ({format_seconds(low)} to {format_seconds(high)})"
+
+
+def render_waiting(trial: Trial) -> str:
+    """Each setting's step and wait; auto against the best and the worst of those by hand."""
+    rows, bars = [], []
+    for what in ("decoded", "photos"):
+        names = [arm for arm in trial.arms if arm.startswith(f"{what} ") and _values(trial, arm, "step_s")]
+        steps = {arm: median_interval(_values(trial, arm, "step_s")) for arm in names}
+        waits = {arm: median_interval(_values(trial, arm, "waiting")) for arm in names}
+        for arm in names:
+            found = ", ".join(f"{each:g}" for each in sorted(set(_values(trial, arm, "workers"))))
+            rows.append((arm, _seconds(steps[arm]), format_percent(waits[arm].estimate), found))
+        by_hand = sorted((arm for arm in names if not arm.endswith("auto")), key=lambda arm: steps[arm].estimate)
+        wait, must = waits[f"{what} auto"], f"<= {format_percent(WAITING_SHARE)}"
+        best, worst = (_ratio(trial, f"{what} auto", arm, "step_s") for arm in (by_hand[0], by_hand[-1]))
+        fastest, slowest = (each.split()[-1] for each in (by_hand[0], by_hand[-1]))
+        bars += [
+            (f"{what}: waiting", format_percent(wait.estimate), must, _standing(wait, most=WAITING_SHARE)),
+            (f"{what}: against the best by hand, {fastest} workers", _told(best), f"<= {EPOCH}", _standing(best, most=EPOCH)),
+            (f"{what}: against the worst by hand, {slowest} workers", _told(worst), "", ""),
+        ]
+    heads = ("auto", "median (95 %)", "must", "standing")
+    return "\n".join((markdown(("setting", "a step", "waiting", "workers"), rows), markdown(heads, bars)))
+
+
+def _measure_photos(tars: Path, rounds: int, out: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="surefoot-loaders-") as made:
+        sets.write_files(tars, Path(made) / "files")
+        for name, write in (("litdata", sets.write_litdata), ("streaming", sets.write_streaming)):
+            try:
+                write(tars, Path(made) / name)
+            except ImportError as error:
+                print(f"{name} is not here: {error}", file=sys.stderr)
+        packages = ("torch", "numpy", "pillow", "webdataset", "litdata", "mosaicml-streaming", "surefoot")
+        measure("JPEGs to batches", arms_of_photos(tars, Path(made)), rounds=rounds, packages=packages, out=out)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, PHOTOS)
+    parser.add_argument("--only", choices=("photos", "going_on", "waiting"))
+    data = Path(os.environ.get("DATA", "../shared/data"))
+    parser.add_argument("--data", type=Path, default=data, help="the folder of cifar10-webdataset")
+    asked = parser.parse_args()
+    tars = (ROOT / asked.data).resolve() / "cifar10-webdataset"
+    if not asked.show:
+        if asked.only in (None, "photos"):
+            _measure_photos(tars, asked.rounds, PHOTOS)
+        if asked.only in (None, "going_on"):
+            command = (sys.executable, "-m", "benchmarks.loaders.going_on", str(tars), "{report}")
+            arm = Arm(name="surefoot", command=command, folder=ROOT, timeout_s=600)
+            measure("going on", [arm], rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=GOING_ON)
+        if asked.only in (None, "waiting"):
+            with tempfile.TemporaryDirectory(prefix="surefoot-loaders-") as made:
+                measure(
+                    "waiting", arms_of_waiting(tars, Path(made)), rounds=asked.rounds, packages=("torch", "surefoot"), out=WAITING
+                )
+    parts = {}
+    renders = ((PHOTOS, "results", render_photos), (GOING_ON, "going on", render_going_on), (WAITING, "waiting", render_waiting))
+    for path, name, render in renders:
+        if path.is_file():
+            trial = read_trial(path)
+            parts[name] = render(trial)
+            parts["conditions" if name == "results" else f"conditions of {name}"] = render_conditions(trial)
+    show(parts, FOLDER / "README.md")
+
+
+if __name__ == "__main__":
+    main()
