@@ -30,7 +30,10 @@ MOST_HELD_BYTES = 4096 * ROW.size  # held back at most: a kill loses them togeth
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What decides which samples a step consumes: `samples` in the set, their order's `seed` and `shuffle`, the batch and its ramp."""
+    """What decides which samples a step consumes: `samples` in the set, their order's `seed` and `shuffle`, the batch and its ramp.
+
+    With a `window` so many runs of `chunk` samples are shuffled at a time.
+    """
 
     samples: int
     seed: int
@@ -38,6 +41,8 @@ class Plan:
     batch: int
     drop_last: bool
     ramp: tuple[tuple[int, int], ...] = ()
+    chunk: int = 0
+    window: int = 0
 
 
 class Row(NamedTuple):
@@ -173,6 +178,8 @@ def _header(plan: Plan, after: int = 0) -> bytes:
     row = {"surefoot ledger": FORMAT, **asdict(plan), **({"after": after} if after else {})}
     if not plan.ramp:
         del row["ramp"]  # so that an older surefoot reads what it knows
+    if not plan.window:
+        del row["chunk"], row["window"]
     text = json.dumps(row, separators=(",", ":") if plan.ramp else None).encode()
     if len(text) >= HEADER_BYTES:
         raise RunFolderError(f"the plan of the ledger is too long: {text.decode()}", hint="use fewer entries in train.ramp")
@@ -237,6 +244,8 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
         wrong = _find_no_number(plan, after)
         if wrong is not None:
             return wrong
+        if min(plan.chunk, plan.window) < bool(plan.chunk or plan.window):
+            return "it plans a window of no samples"
         return (plan, after) if min(plan.samples, plan.batch) >= 1 and after >= 0 else "it plans no samples"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
@@ -244,7 +253,14 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
 
 def _find_no_number(plan: Plan, after: object) -> str | None:
     """What of a header is of another type than `_header` writes, in words: JSON also has 14e7, "8" and null."""
-    numbers = {"samples": plan.samples, "seed": plan.seed, "batch": plan.batch, "after": after}
+    numbers = {
+        "samples": plan.samples,
+        "seed": plan.seed,
+        "batch": plan.batch,
+        "after": after,
+        "chunk": plan.chunk,
+        "window": plan.window,
+    }
     numbers |= {f"ramp[{i}][{j}]": value for i, stage in enumerate(plan.ramp) for j, value in enumerate(stage)}
     for name, value in numbers.items():
         if type(value) is not int or abs(value) >= LARGEST:

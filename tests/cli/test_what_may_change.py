@@ -28,7 +28,7 @@ EDITS = {
     "train.cudnn_benchmark": (True, "in place"), "train.attention": ("math", "in place"),
     "train.memory_format": ("channels_last", "refused"),
     "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
-    "data.last_batch": ("drop", "fork"), "data.on_bad": ("skip", "fork"), "data.max_bad": (0.5, "fork"),
+    "data.last_batch": ("drop", "fork"), "data.on_bad": ("skip", "fork"), "data.window": (2, "fork"), "data.max_bad": (0.5, "fork"),
     "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
     "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),
     "optim.trust": (0.5, "fork"), "optim.reference_batch": (64, "fork"), "optim.scaling": ("sqrt", "fork"),

@@ -58,6 +58,7 @@ def _tell(found: Consumed) -> None:
 
     plan = found.plan
     order = f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in their own order"
+    order += f", {plan.window:,} runs of {plan.chunk:,} at a time" if plan.window else ""
     short = ", the short last one left out" if plan.drop_last else ""
     grows = ", ".join(f"{batch:,} from sample {samples:,} on" for samples, batch in plan.ramp)
     steps = f"steps {found.after + 1:,} to {found.last:,}" if found.last > found.after else "no step"

@@ -1,8 +1,8 @@
 """Data: sources of samples, their order, and the keys of augmentation."""
 
-from surefoot.components.data.blocks import BlockShuffle
+from surefoot.components.data.blocks import BlockShuffle, Order
 from surefoot.components.data.feed import Feed, Window, size_of, to_device
-from surefoot.components.data.order import Keys, Order, Permutation
+from surefoot.components.data.order import Keys, Permutation
 from surefoot.components.data.sources import Arrays, Iterated, Synthetic, Tokens, TorchDataset, as_source
 from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.sources.packed import Packed, TokenFile, block_diagonal, find_documents

@@ -80,6 +80,43 @@ class BlockShuffle:
 
 
 @dataclass(frozen=True)
+class Order:
+    """The order of a whole run: every epoch its own permutation of `n` samples, or 0..n-1 when not shuffled.
+
+    With a `window` it is a `BlockShuffle` of runs of `chunk` samples, so many of them at a time.
+    """
+
+    n: int
+    seed: int
+    shuffle: bool = True
+    chunk: int = 0
+    window: int = 0
+
+    def permutation(self, epoch: int) -> Permutation | BlockShuffle | None:
+        """Called with positions of `epoch` it gives their samples; None where nothing is shuffled."""
+        if not self.shuffle:
+            return None
+        key = derive(self.seed, 1, epoch)
+        if not self.window:
+            return Permutation(self.n, key)
+        whole, rest = divmod(self.n, self.chunk)
+        return BlockShuffle([self.chunk] * whole + [rest] * bool(rest), key, self.window)
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The samples at positions start..stop-1 of `epoch`, int64."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        permutation = self.permutation(epoch)
+        return positions if permutation is None else permutation(positions)
+
+    def chunks(self, epoch: int) -> np.ndarray:
+        """The first and the last sample of each chunk, (chunks, 2), in the order in which an epoch comes to them."""
+        permutation = self.permutation(epoch)
+        assert isinstance(permutation, BlockShuffle)
+        first = permutation.shards * self.chunk
+        return np.stack([first, np.minimum(first + self.chunk, self.n) - 1], axis=1)
+
+
+@dataclass(frozen=True)
 class Mixing:
     """How well an order mixes; a full permutation of many samples has 1, 0 and 1 / shards.
 

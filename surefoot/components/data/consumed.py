@@ -9,8 +9,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.order import Order
 from surefoot.contract import ledger, manifest, runlock
 from surefoot.contract.ledger import Plan, Row
 from surefoot.contract.task import Source
@@ -89,7 +89,7 @@ def find_sample(run: Path, sample: int) -> list[Use]:
 
 def feed_of(plan: Plan) -> Feed:
     """The order and the batches of a plan, without its data."""
-    order = Order(plan.samples, plan.seed, shuffle=plan.shuffle)
+    order = Order(plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window)
     return Feed(cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last, ramp=plan.ramp)
 
 
@@ -97,7 +97,8 @@ def plan_of(feed: Feed) -> Plan:
     """What decides which samples each step of a feed consumes."""
     order = feed.order
     return Plan(
-        samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0, ramp=feed.ramp
+        samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0, ramp=feed.ramp,
+        chunk=order.chunk, window=order.window,
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data.order import Order, Permutation, derive
+from surefoot.components.data.blocks import BlockShuffle, Order
+from surefoot.components.data.order import Permutation
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import DataError
 
@@ -69,7 +70,7 @@ class Feed:
                 made
             ]  # one that is over before its first step
         self._epoch = -1
-        self._permutation: Permutation | None = None
+        self._permutation: Permutation | BlockShuffle | None = None
         self._block = np.empty(0, dtype=np.int64)
         self._block_start = 0
 
@@ -87,8 +88,10 @@ class Feed:
         end = self._block_start + len(self._block)
         goes_on = (epoch, start) == (self._epoch + 1, 0) or (epoch == self._epoch and self._block_start < start <= end)
         if epoch != self._epoch:
-            self._permutation = Permutation(order.n, derive(order.seed, 1, epoch)) if order.shuffle else None
-            self._epoch = epoch
+            self._permutation, self._epoch = order.permutation(epoch), epoch
+            expect = getattr(self.source, "expect", None)
+            if order.window and expect is not None:
+                expect(order.chunks(epoch))  # so that what lies elsewhere is fetched before it is asked for
         block = BLOCK_SAMPLES if goes_on else SOUGHT_SAMPLES
         positions = np.arange(start, min(start + max(self.batch, block), order.n), dtype=np.int64)
         self._block = self._permutation(positions) if self._permutation is not None else positions

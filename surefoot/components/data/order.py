@@ -101,20 +101,6 @@ class Permutation:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order of a whole run: every epoch its own permutation of `n` samples, or 0..n-1 when not shuffled."""
-
-    n: int
-    seed: int
-    shuffle: bool = True
-
-    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The samples at positions start..stop-1 of `epoch`, int64."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        return Permutation(self.n, derive(self.seed, 1, epoch))(positions) if self.shuffle else positions
-
-
-@dataclass(frozen=True)
 class Keys:
     """Random draws for one batch that depend on (seed, epoch, sample) alone: the same pixels for any worker, rank or restart."""
 

@@ -71,6 +71,9 @@ class TaskTable(Table):
 class DataTable(Table):
     folder: str | None = Field(None, description="the data set's own folder, or its parent")
     shuffle: bool = Field(True, description="a new order each epoch, a pure function of (seed, epoch)")
+    window: Positive | None = Field(
+        None, description="shards that are mixed with each other at a time, of a source that has some; none: all samples are"
+    )
     last_batch: Literal["keep", "drop"] = Field("keep", description="the short last training batch; evaluation never drops any")
     on_bad: Literal["stop", "skip"] = Field(
         "stop", description="a sample that cannot be read ends the run, or is left out and told"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -67,10 +68,22 @@ def make_feed(spec: RunSpec, source: Source) -> Feed:
             )
     if train.ramp:
         check_ramp(spec, source)
-    order = Order(len(source), train.seed, shuffle=spec.data.shuffle and source.guarantee == "proven")
+    shuffles = spec.data.shuffle and source.guarantee == "proven"
+    order = Order(len(source), train.seed, shuffle=shuffles)
+    if spec.data.window is not None:
+        order = replace(order, chunk=_chunk_of(spec, source), window=spec.data.window)
     return Feed(
         source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
     )  # fmt: skip
+
+
+def _chunk_of(spec: RunSpec, source: Source) -> int:
+    """The samples of the largest shard: of equal ones each chunk is a shard. Raises SpecError for a source without any."""
+    sizes = getattr(source, "shard_sizes", None)
+    if not sizes or not spec.data.shuffle:
+        why = "data.shuffle is false" if sizes else f"the source has no shards: {source.describe()}"
+        raise SpecError(f"data.window is {spec.data.window}, and {why}", hint="leave data.window out: all samples are mixed")
+    return int(max(sizes))
 
 
 def read_once(

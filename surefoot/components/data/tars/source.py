@@ -55,7 +55,7 @@ class Tars:
             raise DataError("Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")')
         self.parts, self.transform = parts, transform
         below = Path(cache).expanduser() if cache else cache_folder() / "tars"
-        remote = find_remote(paths, cache)
+        self._remote = remote = find_remote(paths, cache)
         named = [paths] if isinstance(paths, str | Path) else paths
         self.index: Index = (
             open_index([Path(path).expanduser() for path in named], below, tell=tell)  # type: ignore[union-attr]
@@ -77,6 +77,17 @@ class Tars:
             raise DataError("no sample is asked for", hint="give one number or more")
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
         return make_batch(samples, self.parts, self.transform)
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """The samples of each shard, in the order of their numbers."""
+        return [shard.num_samples for shard in self.index.shards]
+
+    def expect(self, chunks: np.ndarray) -> None:
+        """Samples are going to be asked for in this order, (chunks, 2): shards that lie elsewhere are fetched before."""
+        if self._remote is not None:
+            shards, _, _ = self.index.locate(chunks.ravel())
+            self._remote.expect(list(dict.fromkeys(shards.tolist())))
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """The seconds that reading, decoding and the transform of these samples take."""
