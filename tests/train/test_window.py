@@ -47,6 +47,7 @@ def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(tmp
     with Run(stated, task, folder=tmp_path / "whole", quiet=True) as run:
         for report in run.steps():
             read[report.step] = run.assembly.engine.stepper.consumed.tolist()
+        run.evaluate()
         digests = run.state_digests()
     per_epoch = run.assembly.feed.steps_per_epoch or 0
     count = len(task.data("train"))
