@@ -82,6 +82,16 @@ def test_workers_that_are_spawned_read_the_same(expected: list[list[Any]]) -> No
     reading.close()
 
 
+def test_workers_stay_from_epoch_to_epoch() -> None:
+    reading = loader(Numbers(), Settings(workers=2, kind="process"))
+    seen = set()
+    for number in range(1, STEPS + 1):
+        reading.take(number)
+        seen |= {each.pid for each in multiprocessing.active_children()}
+    reading.close()
+    assert len(seen) == 2
+
+
 def test_steps_may_be_taken_from_anywhere(expected: list[list[Any]]) -> None:
     reading = loader(Numbers(), Settings(workers=2, kind="process"))
     for number in (20, 21, 3, 4, 4, 5, 1, 2, 21):

@@ -45,9 +45,20 @@ class Ahead:
     def _copy(self, taken: Taken, stream: Any) -> list[Batch]:
         self._leaving = [each for each in self._leaving if not each[0].query()]
         with torch.cuda.stream(stream):
-            batches = [to_device(batch, self._device) for batch in taken.batches]
+            batches = [to_device(_pinned(batch), self._device) for batch in taken.batches]
             self._leaving.append((stream.record_event(), taken))
         return batches
+
+
+def _pinned(part: Any) -> Any:
+    """The batch in memory that the device reads by itself: out of any other a copy waits for the one before it."""
+    if isinstance(part, Tensor):
+        return part if part.is_pinned() else part.pin_memory()
+    if isinstance(part, dict):
+        return {key: _pinned(each) for key, each in part.items()}
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*map(_pinned, part))
+    return type(part)(map(_pinned, part)) if isinstance(part, tuple | list) else part
 
 
 def _tensors(part: Any) -> list[Tensor]:
