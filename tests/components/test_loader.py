@@ -312,7 +312,7 @@ def test_the_cheapest_number_of_workers_is_found_with_which_no_step_waits(
         pilot.add(*run.times(pilot.workers))
     assert pilot.is_done
     assert pilot.workers == found
-    assert f"{found} workers for the data" in pilot.describe()
+    assert f"{found} worker{'s' * (found != 1)} for the data" in pilot.describe()
 
 
 def test_workers_that_bring_nothing_are_let_go() -> None:

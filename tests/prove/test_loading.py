@@ -38,7 +38,7 @@ def test_the_cheapest_setting_with_which_steps_do_not_wait_is_chosen() -> None:
 
 
 def test_without_anything_to_wait_for_no_worker_is_chosen() -> None:
-    found = tune(spec(0.0001, 0.03), seconds=0.2)
+    found = tune(spec(0.0001, 0.1), seconds=0.3)
     assert [each.workers for each in found.tried] == [0]
     assert found.chosen.workers == 0
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def tune_loader(
     spec: SpecArgument,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="for each setting, alone and under the steps")] = 2.0,
-    most: Annotated[int | None, typer.Option("--most", metavar="N", help="workers; by default the cores, and 8")] = None,
+    most: Annotated[int | None, typer.Option("--most", metavar="N", help="workers; by default the cores, from 4 to 8")] = None,
     set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from surefoot.components.data.loader import Kind, Loader, Settings, Taken
-from surefoot.components.data.loader.pilot import ENOUGH, GAIN, MOST_WORKERS, numbers
+from surefoot.components.data.loader.pilot import ENOUGH, GAIN, find_most, numbers
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import count_cores
@@ -128,14 +128,15 @@ class Trials:
 
 
 def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None) -> Tuned:
-    """Try 0, 1, 2, 4 workers and so on, up to `most` (the cores, and 8), for `seconds` each, alone and under the steps.
+    """Try 0, 1, 2, 4 workers and so on, up to `most` (from 4 to 8, as there are cores), for `seconds` each, alone
+    and under the steps.
 
     Stops where more bring less than 3 %. Then the other kind of worker and twice the prefetch are tried with the best number. Raises
     InputError for no time, and what a run of the spec raises.
     """
     if not seconds > 0 or (most is not None and most < 0):
         raise InputError(f"{seconds} seconds a setting, up to {most} workers, measure nothing", hint="use --seconds 2 --most 4")
-    most = min(count_cores(), MOST_WORKERS) if most is None else most
+    most = find_most(count_cores()) if most is None else most
     plain = spec.replace(loader={"workers": 0, "prefetch": None})
     with Rehearsal(plain, steps=MANY_STEPS) as rehearsal:
         trials = Trials(rehearsal, seconds)

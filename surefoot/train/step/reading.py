@@ -11,7 +11,7 @@ import torch
 from surefoot.components.data import Feed, Iterated, Order, as_source, size_of
 from surefoot.components.data.lengths import check_ramp
 from surefoot.components.data.loader import Ahead, Loader, Reader, Settings, Told
-from surefoot.components.data.loader.pilot import MOST_WORKERS
+from surefoot.components.data.loader.pilot import find_most
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch, Resolved, Source
@@ -118,7 +118,7 @@ def make_settings(spec: RunSpec, source: Source) -> Settings:
         )
     finds = table.workers == "auto"
     return Settings(
-        workers=0 if table.workers == "auto" else table.workers, most=min(MOST_WORKERS, count_cores()) if finds else 0,
+        workers=0 if table.workers == "auto" else table.workers, most=find_most(count_cores()) if finds else 0,
         kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start,
         timeout_s=table.timeout, memory_bytes=parse_bytes(table.memory),
     )  # fmt: skip

@@ -43,6 +43,8 @@ class Reader:
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
         """The seconds that each part of reading these samples takes: as the source itself tells them, or as one."""
+        if self.skips:
+            ids = read_sound(self.source, ids).kept(ids)
         own = getattr(self.source, "explain", None)
         begun_s = time.perf_counter()
         batch = self.source.read(ids)

@@ -364,7 +364,8 @@ class Loader:
         causes = ", ".join(f"{name} {cost / total_s:.0%}" for name, cost in sorted(costs.items(), key=lambda each: -each[1]))
         what = (
             f"steps wait {seen.waiting:.0%} of their time for data, {seen.waiting * seen.step_s * 1e3:.3g} ms of "
-            f"{seen.step_s * 1e3:.3g}, with {seen.workers} workers; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
+            f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}; "
+            f"of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
         )
         then = 'loader.workers = "auto" finds how many workers it takes; surefoot tune-loader SPEC shows what each number brings'
         self.tell(Told("starving", number, what, then))
@@ -374,7 +375,8 @@ class Loader:
         settings = self.settings
         if not settings.workers:
             return "each step reads its own samples: no worker"
-        workers = f"{settings.workers} worker {'threads' if self.kind == 'thread' else 'processes'}"
+        named = {"thread": "threads", "process": "processes"}[self.kind] if settings.workers > 1 else self.kind
+        workers = f"{settings.workers} worker {named}"
         held = f", {math.ceil(self._depth * self.batch_bytes / 2**20):,} MiB" if self.batch_bytes else ""
         return f"{workers} hold {self._depth} microbatches ahead{held}"
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MOST_WORKERS = 8  # that are found: more cost more memory than they bring
+MOST_WORKERS, LEAST_TRIED = 8, 4  # that are found: more cost more memory than they bring; few cores may wait for a slow disk
 ENOUGH = 0.02  # of a step spent waiting: no worker is worth more
 GAIN = 0.03  # shorter steps: less is not told from noise
 SKIPPED_STEPS = 3  # after a change: workers begin, caches fill
@@ -51,6 +51,11 @@ class Watch:
         usual = [each for each in self._steps if each[0] <= PAUSES * middle_s]  # no evaluation, no commit
         total_s, waiting_s = map(sum, zip(*usual, strict=True))
         return Seen(workers, middle_s, waiting_s / total_s if total_s else 0.0)
+
+
+def find_most(cores: int) -> int:
+    """The most workers that are worth trying on so many cores."""
+    return min(MOST_WORKERS, max(cores, LEAST_TRIED))
 
 
 def numbers(most: int) -> Iterator[int]:
@@ -97,4 +102,4 @@ class Pilot:
     def describe(self) -> str:
         """What was tried, in words."""
         tried = "; ".join(f"{each.workers}: {each.step_s * 1e3:.3g} ms a step, {each.waiting:.0%} waiting" for each in self.tried)
-        return f"{self.workers} workers for the data ({tried})"
+        return f"{self.workers} worker{'s' * (self.workers != 1)} for the data ({tried})"
