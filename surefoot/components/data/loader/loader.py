@@ -349,8 +349,10 @@ class Loader:
             if self._pilot.is_done:
                 self.tell(Told("tuned", number, self._pilot.describe(), ""))
             return
+        if self._is_starving:
+            return  # it was said
         self._steps.add(step_s, waiting_s)
-        if not self._is_starving and self._steps.is_enough(STARVES_AFTER_STEPS, STARVES_AFTER_S):
+        if self._steps.is_enough(STARVES_AFTER_STEPS, STARVES_AFTER_S):
             seen, self._steps = self._steps.seen(self.settings.workers), Watch()
             if seen.waiting > STARVES:
                 self._is_starving = True

@@ -36,15 +36,17 @@ class Watch:
     def __init__(self) -> None:
         self._skipped = SKIPPED_STEPS
         self._steps: list[tuple[float, float]] = []
+        self._total_s = 0.0
 
     def add(self, step_s: float, waiting_s: float) -> None:
         if self._skipped:
             self._skipped -= 1
         else:
             self._steps.append((step_s, waiting_s))
+            self._total_s += step_s
 
     def is_enough(self, steps: int, seconds: float) -> bool:
-        return len(self._steps) >= steps and sum(step for step, _ in self._steps) >= seconds
+        return len(self._steps) >= steps and self._total_s >= seconds
 
     def seen(self, workers: int) -> Seen:
         middle_s = statistics.median(step for step, _ in self._steps)
