@@ -60,12 +60,14 @@ def nothing_stays() -> Any:
     """No worker, thread, descriptor or shared memory of a test outlives it."""
     gc.collect()
     resource_tracker.ensure_running()  # Python's own, which stays
-    before, shared = psutil.Process().num_fds(), set(os.listdir("/dev/shm"))
+    before = psutil.Process().num_fds()
     yield
     gc.collect()
     assert not multiprocessing.active_children()
     assert psutil.Process().num_fds() <= before
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert not [
+        name for name in os.listdir("/dev/shm") if "surefoot" in name or f"_{os.getpid()}_" in name
+    ]  # torch names its own so
 
 
 @pytest.mark.parametrize("settings", CREWS, ids=lambda each: f"{each.workers} {each.kind}")
