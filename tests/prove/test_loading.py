@@ -24,7 +24,7 @@ def tried(workers: int, supply: float, together: float, waiting: float, prefetch
 
 
 def test_the_cheapest_setting_with_which_steps_do_not_wait_is_chosen() -> None:
-    found = tune(spec(0.06, 0.03), seconds=0.5, most=4)
+    found = tune(spec(0.06, 0.03), seconds=0.25, most=4)
     assert found.demand_per_s == pytest.approx(8 / 0.03, rel=0.25)
     alone = {each.workers: each.supply_per_s for each in found.tried}
     assert alone[0] == pytest.approx(8 / 0.06, rel=0.25)
