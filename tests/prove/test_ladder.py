@@ -321,6 +321,7 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     assert best.task.use == f"{PLANTED}:Honest"
 
 
+@pytest.mark.slow  # half a minute: the tests have ten
 def test_no_run_is_spent_on_what_its_numbers_refuse_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,6 +359,7 @@ def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algo
     assert (climb._ground, climb._ground_words, climb._tensors) == (climb.below, "the rung half", None)
 
 
+@pytest.mark.slow  # half a minute: the tests have ten
 def test_a_run_shorter_than_the_warm_up_is_measured_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     stated = spec_file.read(str(start_spec(tmp_path))).spec

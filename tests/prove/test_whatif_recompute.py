@@ -20,6 +20,7 @@ def uneven(tmp_path: Path) -> str:
     return write_task(tmp_path, change=("nn.Sequential(nn.Linear(4, self.width), nn.ReLU(), nn.Linear(self.width, 3))", UNEVEN))
 
 
+@pytest.mark.slow  # half a minute: the tests have ten
 def test_blocks_and_ways_are_measured_and_a_budget_chooses_the_blocks_that_are_worth_it(uneven: str, surefoot: Command) -> None:
     answer = surefoot("whatif", uneven, "--recompute", "--rounds", "1", "--set", "train.batch=24", "--json")
     assert answer.code == 0
