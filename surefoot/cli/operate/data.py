@@ -1,27 +1,29 @@
-"""`surefoot data index`, `check`, `stats`: tars of samples made quick to read, read to the last byte, and told about."""
+"""`surefoot data index`, `check`, `stats`: tars of samples made quick to read, read to the last byte, and told about; its other verbs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
+from surefoot.cli.operate import convert
+from surefoot.cli.operate.progress import progress
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS
 
 if TYPE_CHECKING:
     from surefoot.components.data.tars.audit import Audit, Part
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Index, check and describe tars of samples.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Tars of samples: write, index, check, describe, stage and time them.")
 
 TarsArgument = Annotated[
     list[str], typer.Argument(metavar="PATH", help="tars in the layout of WebDataset, folders of them, or URLs with {000..099}")
 ]
 MOST_SHOWN = 40
+app.command(cls=Verb)(convert.convert)
 
 
 @app.command(cls=Verb)
@@ -43,7 +45,7 @@ def index(
     remote = find_remote(paths)
     tars = find_tars(paths) if remote is None else []
     total = sum(path.stat().st_size for path in tars) if remote is None else len(remote)
-    with _progress("indexing", total, quiet or json) as advance:
+    with progress("indexing", total, quiet or json) as advance:
         done = 0
 
         def tell(now: int, _: int) -> None:
@@ -133,10 +135,10 @@ def _audit(paths: list[str], quiet: bool) -> Audit:
 
     remote = find_remote(paths)
     if remote is not None:
-        with _progress("reading", None, quiet) as advance:
+        with progress("reading", None, quiet) as advance:
             return audit(open_each(remote), tell=advance)
     tars = find_tars(paths)
-    with _progress("reading", sum(path.stat().st_size for path in tars), quiet) as advance:
+    with progress("reading", sum(path.stat().st_size for path in tars), quiet) as advance:
         return audit(tars, tell=advance)
 
 
@@ -165,16 +167,3 @@ def _row(part: Part) -> dict[str, Any]:
         "shapes": [{"shape": list(shape), "number": count} for shape, count in part.shapes.most_common()] or None,
         "mean": part.colours.mean, "standard_deviation": part.colours.deviation, "words": part.num_words or None,
     }  # fmt: skip
-
-
-@contextmanager
-def _progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of the bytes done on standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)

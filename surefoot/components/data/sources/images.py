@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,19 +54,19 @@ class ImageFolder:
             raise DataError(
                 f"{error.filename or self.folder} cannot be read: {error.strerror}", hint="check the name, and who may read it"
             ) from None
-        self._names, self._sizes, self._labels = [name for name, _ in files], [size for _, size in files], labels
+        self.names, self.sizes, self._labels = [name for name, _ in files], [size for _, size in files], labels
         self.digest = hashlib.sha256(
             "\n".join(f"{name} {size}" for name, size in files).encode("utf-8", "surrogateescape")
         ).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
         check_asked(ids, len(self))
         if not len(ids):
             raise DataError("no sample is asked for", hint="give one number or more")
-        samples = [self._sample(number) for number in ids.tolist()]
+        samples = [self.content(number) for number in ids.tolist()]
         rows = [
             {"images": decode(sample, next(iter(sample.parts))), "labels": self._labels[number]}
             for number, sample in zip(ids.tolist(), samples, strict=True)
@@ -74,11 +75,30 @@ class ImageFolder:
             rows = [self._transform(row) for row in rows]
         return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
 
-    def describe(self) -> str:
-        return f"{len(self):,} images of {len(self.classes):,} classes in {self.folder.name}, {sum(self._sizes) / 1e9:.3g} GB"
+    def explain(self, ids: np.ndarray) -> dict[str, float]:
+        """The seconds that reading, decoding and the transform of these images take."""
+        check_asked(ids, len(self))
+        marks = [time.perf_counter()]
+        samples = [self.content(number) for number in ids.tolist()]
+        marks.append(time.perf_counter())
+        rows = [{"images": decode(sample, next(iter(sample.parts)))} for sample in samples]
+        marks.append(time.perf_counter())
+        if self._transform is not None:
+            for number, row in zip(ids.tolist(), rows, strict=True):
+                self._transform({**row, "labels": self._labels[number]})
+        marks.append(time.perf_counter())
+        return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
-    def _sample(self, number: int) -> Sample:
-        name, size = self._names[number], self._sizes[number]
+    def describe(self) -> str:
+        return f"{len(self):,} images of {len(self.classes):,} classes in {self.folder.name}, {sum(self.sizes) / 1e9:.3g} GB"
+
+    def label(self, number: int) -> int:
+        """The number of the class of an image."""
+        return self._labels[number]
+
+    def content(self, number: int) -> Sample:
+        """The bytes of an image, as they lie there. Raises DataError for one that changed since the folder was looked through."""
+        name, size = self.names[number], self.sizes[number]
         try:
             with (self.folder / name).open("rb") as file:
                 content = file.read(size + 1)

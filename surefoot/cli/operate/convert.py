@@ -1,0 +1,143 @@
+"""`surefoot data convert`: images, arrays and whatever a task reads, written as tars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surefoot.cli import options
+from surefoot.cli.operate.progress import progress
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.components.data.disk.convert import Converted
+    from surefoot.components.data.disk.given import Given
+
+SourceArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SOURCE", help="a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them"
+    ),
+]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="the folder for the tars: a new one, or one to go on in")]
+ShuffleOption = Annotated[int | None, typer.Option("--shuffle", metavar="SEED", help="mix the samples, the same way for a seed")]
+MOST_SHOWN = 40
+
+
+def convert(
+    sources: SourceArgument,
+    out: OutArgument,
+    split: Annotated[str, typer.Option("--split", metavar="NAME", help="of a SPEC: which split its task gives")] = "train",
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="the most bytes of a tar")] = "256 MiB",
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="of the tars", show_default="as OUT")] = None,
+    shuffle: ShuffleOption = None,
+    as_: Annotated[list[str] | None, typer.Option("--as", metavar="PART=FORM", help="npy, cls, txt, json, safetensors")] = None,
+    follow_links: Annotated[bool, typer.Option("--follow-links", help="of a folder: read what its links lead to")] = False,
+    no_index: Annotated[bool, typer.Option("--no-index", help="write no index beside the tars")] = False,
+    set_: SetOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:  # fmt: skip
+    """Write samples as tars in the layout of WebDataset.
+
+    Of an image folder the bytes as they are, of arrays and of whatever a task reads each part in a form that holds it exactly. Whatever
+    ends it, the same command goes on behind the last whole tar, and ends with the same bytes.
+    """
+    from surefoot.components.data.disk.convert import Layout, plain_name
+    from surefoot.components.data.disk.convert import convert as write
+    from surefoot.components.data.tars.index import open_index
+    from surefoot.core.errors import DataError
+    from surefoot.core.signals import ending_by_signal
+    from surefoot.core.units import parse_bytes
+
+    layout = Layout(name=name or plain_name(out), shard_bytes=parse_bytes(shard_size), shuffle=shuffle)
+    given = _find(sources, split=split, kinds=_pairs(as_ or []), follow_links=follow_links, set_=set_, data=data)
+    say = options.teller("data convert", quiet=quiet or json)
+    with ending_by_signal(), progress("converting", len(given), quiet or json, unit="samples") as advance:
+        made = write(given, out, layout, tell=advance, say=say)
+    index = None
+    if not no_index:
+        with progress("reading back", made.num_bytes, quiet or json) as advance:
+            done = 0
+
+            def tell(now: int, _: int) -> None:
+                nonlocal done
+                advance(now - done)
+                done = now
+
+            index = open_index([out / each.name for each in made.shards], out, tell=tell, beside=True)
+        wrong = [one.name for one, other in zip(index.shards, made.shards, strict=True) if one.digest != other.sha256]
+        if wrong:
+            raise DataError(f"{out / wrong[0]} is not what was written", hint="is the disk sound? run the command again")
+    _tell(made, given, out, None if index is None else index.place, json)
+
+
+def _find(
+    sources: list[str], *, split: str, kinds: dict[str, str], follow_links: bool, set_: list[str] | None, data: str | None
+) -> Given:
+    """What is meant by the words before OUT. Raises DataError."""
+    from surefoot.components.data.disk.given import Folder, Samples, of_arrays
+    from surefoot.components.data.sources.wrapped import as_source
+    from surefoot.contract import spec_file
+    from surefoot.core.errors import DataError
+    from surefoot.train.assemble import load_task
+
+    if all("=" in word for word in sources):
+        return of_arrays(_pairs(sources), kinds)
+    if len(sources) > 1 or sources[0].endswith(".npy"):
+        hint = "give one folder of images, one SPEC, or arrays by name: image=x.npy label=y.npy OUT"
+        raise DataError(f"{' '.join(sources)} is no source", hint=hint)
+    if Path(sources[0]).expanduser().is_dir():
+        if kinds:
+            raise DataError("--as says how arrays are written, and images are copied as they are", hint="leave --as out")
+        return Folder(sources[0], follow_links=follow_links)
+    spec = spec_file.read(sources[0], options.overrides(set_, data=data)).spec
+    source = as_source(load_task(spec).task.data(split))
+    return Samples(source, kinds=kinds, known=f"{split} {spec.task.use} {sorted(spec.task.parameters.items())}")
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    from surefoot.core.errors import DataError
+
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if not name or not value or name in found:
+            raise DataError(
+                f"{word} names nothing, or what is named already", hint="write NAME=VALUE, each name once: label=y.npy"
+            )
+        found[name] = value
+    return found
+
+
+def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bool) -> None:
+    from surefoot.cli.table import print_table, without_control
+    from surefoot.core.units import format_bytes
+
+    if json:
+        shards = [
+            {"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256} for each in made.shards
+        ]
+        told = {
+            "folder": str(out),
+            "samples": made.num_samples,
+            "bytes": made.num_bytes,
+            "kept": made.kept,
+            "parts": dict(given.parts),
+        }
+        options.print_json(
+            {**told, "beside": list(made.beside), "index": None if index is None else str(index), "shards": shards}
+        )
+        return
+    rows = [(each.name, f"{each.samples:,}", format_bytes(each.bytes), each.sha256[:12]) for each in made.shards[:MOST_SHOWN]]
+    print_table(("tar", "samples", "size", "sha256"), rows, right=("samples", "size"))
+    if len(made.shards) > MOST_SHOWN:
+        print(f"and {len(made.shards) - MOST_SHOWN:,} more")
+    kept = f", {made.kept:,} of which were there already" if made.kept else ""
+    print(f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of {format_bytes(made.num_bytes)}{kept}")
+    print(without_control(f"beside them: {', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"))
+    names = ", ".join(f'{name}="{extension}"' for name, extension in given.parts.items())
+    if not all(map(str.isidentifier, given.parts)):
+        names = f"**{dict(given.parts)}"
+    print(without_control(f'read them with Tars(sorted(Path("{out}").glob("*.tar")), {names})'))

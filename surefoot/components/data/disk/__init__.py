@@ -1,0 +1,6 @@
+"""Samples on disks: written as tars, copied to faster storage, and how fast they are read there."""
+
+from surefoot.components.data.disk.convert import Converted, Layout, convert
+from surefoot.components.data.disk.given import Folder, Samples, of_arrays
+
+__all__ = ["Converted", "Folder", "Layout", "Samples", "convert", "of_arrays"]

@@ -1,0 +1,107 @@
+"""Files that are whole or not there: drafts, synced and renamed; lists of digests; the room that is left."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from surefoot.components.data.remote.shards import SUM_LINE, SUMS
+from surefoot.core.errors import DataError, StorageError, hint_unwritten
+from surefoot.core.units import format_bytes
+
+DRAFT = ".draft"  # no tar by its name, for whoever reads the folder meanwhile
+PIECE_BYTES = 4 << 20
+SPARE_BYTES = 1 << 20  # for the small files beside tars
+
+
+@contextlib.contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """A draft beside `path` to write into; it is synced and gets its name when the block ends, and is removed where that raises.
+
+    Raises StorageError for what the disk refuses.
+    """
+    draft = path.with_name(f".{path.name}{DRAFT}")
+    try:
+        yield draft
+        descriptor = os.open(draft, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        draft.chmod(0o644)
+        draft.replace(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        if not isinstance(error, OSError):
+            raise
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error) + "; the same command goes on from there"
+        ) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    with drafted(path) as draft:
+        draft.write_bytes(content)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path, names: Iterator[str] | list[str]) -> None:
+    """Remove what a process that was killed left of its drafts of these files."""
+    for name in names:
+        (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Raises DataError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise DataError(f"the folder {folder} cannot be made: {why}", hint="name another folder to write into") from None
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raise DataError where the disk of a folder has less room than that."""
+    free = shutil.disk_usage(folder).free
+    if needed_bytes + SPARE_BYTES > free:
+        raise DataError(
+            f"{folder} has {format_bytes(free)} left, and {format_bytes(needed_bytes)} are to be written",
+            hint="free some space, or name a folder on another disk",
+        )
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` has it. Raises DataError for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check that it is there and who may read it") from None
+
+
+def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the list that `sha256sum --check` reads."""
+    write_whole(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)).encode())
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """The digests that are listed in a folder, by the names of files; empty without a list."""
+    try:
+        lines = (folder / SUMS).read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    found = (SUM_LINE.fullmatch(line) for line in lines)
+    return {line[2]: line[1].lower() for line in found if line is not None}

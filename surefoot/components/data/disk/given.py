@@ -1,0 +1,181 @@
+"""What is converted: sample after sample as parts by extension, and by what it is known again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from surefoot.components.data.disk.encode import (
+    KINDS,
+    LARGEST_CLASS,
+    NAME,
+    encode,
+    extensions_of,
+    frame,
+    framed_bytes,
+    kind_of,
+)
+from surefoot.components.data.sources.arrays import Arrays, open_npy
+from surefoot.components.data.sources.images import ImageFolder
+from surefoot.contract.task import Source
+from surefoot.core.errors import DataError
+
+CLASSES, FILES = "classes.json", "files.txt"
+
+
+class Given(Protocol):
+    """Samples by number, as parts of bytes.
+
+    `identity` changes with what they hold, `num_bytes` is what they take in tars or None, `beside` are small files that go with them,
+    and `parts` the extension of each part by its name. One that is not `seekable` is read in a row.
+    """
+
+    identity: str
+    num_bytes: int | None
+    beside: Mapping[str, bytes]
+    parts: Mapping[str, str]
+    seekable: bool
+
+    def __len__(self) -> int: ...
+
+    def sample(self, number: int) -> dict[str, bytes]:
+        """The parts of a sample by their extensions."""
+        ...
+
+
+class Folder:
+    """The images of a folder with a subfolder a class: their bytes as they are, and `cls`, the number of the class.
+
+    Beside them `classes.json` says which number is which class, `files.txt` which sample is which file. Raises what `ImageFolder` raises.
+    """
+
+    seekable = True
+
+    def __init__(self, folder: str | Path, *, follow_links: bool = False) -> None:
+        self.images = ImageFolder(folder, follow_links=follow_links)
+        names = self.images.names
+        try:
+            changed = [(self.images.folder / name).stat().st_mtime_ns for name in names]
+        except OSError as error:
+            raise DataError(f"{error.filename} cannot be read: {error.strerror}", hint="is it still there?") from None
+        told = f"{self.images.digest} {changed}"
+        self.identity = hashlib.sha256(told.encode()).hexdigest()
+        label_bytes = len(str(len(self.images.classes)))
+        self.num_bytes: int | None = sum(framed_bytes([size, label_bytes]) for size in self.images.sizes)
+        classes = {str(number): name for number, name in enumerate(self.images.classes)}
+        listing = "".join(f"{json.dumps(name) if not name.isprintable() else name}\n" for name in names)
+        self.beside: Mapping[str, bytes] = {
+            CLASSES: (json.dumps(classes, indent=1) + "\n").encode(),
+            FILES: listing.encode("utf-8", "surrogateescape"),
+        }
+        kinds = sorted({name.rpartition(".")[2].lower() for name in names})
+        images = {"image": kinds[0]} if len(kinds) == 1 else {kind: kind for kind in kinds}
+        self.parts: Mapping[str, str] = images | {"label": "cls"}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def sample(self, number: int) -> dict[str, bytes]:
+        return {**self.images.content(number).parts, "cls": str(self.images.label(number)).encode()}
+
+
+class Samples:
+    """The samples of a source, one read each; `kinds` says of a part by its name how it is written, elsewhere what suits the first sample.
+
+    A source is known by its digest, and by its first sample, those in the middle and at the end where it can be sought. `uniform` ones
+    take the same bytes each. Raises DataError for samples that are not the same when they are read again, for what has no rows, and for
+    names that cannot stand in a tar.
+    """
+
+    def __init__(self, source: Source, *, kinds: Mapping[str, str] | None = None, uniform: bool = False, known: str = "") -> None:
+        self.source, self.seekable = source, source.guarantee == "proven"
+        first = self._rows(0)
+        self.kinds = {name: kind_of(value) for name, value in first.items()} | _checked(kinds or {}, first)
+        self.parts: Mapping[str, str] = extensions_of(self.kinds)
+        self.beside: Mapping[str, bytes] = {}
+        looked = sorted({0, len(source) // 2, len(source) - 1}) if self.seekable else [0]
+        digest = hashlib.sha256(f"{source.digest} {len(source)} {known}".encode())
+        begin = [frame(str(number), self.sample(number)) for number in looked]
+        for number, framed in zip(looked, begin, strict=True):
+            if self.seekable and frame(str(number), self.sample(number)) != framed:
+                raise DataError(
+                    f"sample {number:,} is another one each time it is read",
+                    hint="give a source that draws nothing: no augmentation",
+                )
+            digest.update(framed)
+        self.identity = digest.hexdigest()
+        self.num_bytes: int | None = max(map(len, begin)) * len(source) if uniform else None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, number: int) -> dict[str, bytes]:
+        rows = self._rows(number)
+        if rows.keys() != self.kinds.keys():
+            raise DataError(
+                f"sample {number:,} has the parts {', '.join(rows)}, and the first one {', '.join(self.kinds)}",
+                hint="give samples of the same parts",
+            )
+        return {self.parts[name]: encode(value, self.kinds[name], f"{name} of sample {number:,}") for name, value in rows.items()}
+
+    def _rows(self, number: int) -> dict[str, Any]:
+        batch = self.source.read(np.array([number], dtype=np.int64))
+        if isinstance(batch, Mapping):
+            fields = dict(batch)
+        elif isinstance(batch, tuple | list):
+            fields = {str(place): value for place, value in enumerate(batch)}
+        else:
+            fields = {"data": batch}
+        for name in fields:
+            if not isinstance(name, str) or not NAME.fullmatch(name):
+                raise DataError(
+                    f"a part is called {name!r}",
+                    hint="a name has letters, digits, _ and -, 40 at the most: it becomes an extension",
+                )
+        return {name: _row(value, f"{name} of sample {number:,}") for name, value in fields.items()}
+
+
+def of_arrays(named: Mapping[str, str | Path], kinds: Mapping[str, str] | None = None) -> Samples:
+    """The rows of .npy files. Whole numbers that are no classes, negative or of more than 9 digits, are written as npy.
+
+    Raises DataError for files that `open_npy` refuses, and arrays of several lengths.
+    """
+    arrays = {name: open_npy(path) for name, path in named.items()}
+    chosen = {
+        name: "npy"
+        for name, array in arrays.items()
+        if array.ndim == 1 and array.dtype.kind in "iu" and len(array) and (array.min() < 0 or array.max() > LARGEST_CLASS)
+    }
+    changed = [Path(path).expanduser().stat().st_mtime_ns for path in named.values()]
+    return Samples(Arrays(**arrays), kinds={**chosen, **(kinds or {})}, uniform=True, known=str(changed))
+
+
+def _row(value: Any, what: str) -> Any:
+    """The one row of a batch of one sample."""
+    if isinstance(value, Mapping):
+        return {name: _row(each, f"{what}, its {name}") for name, each in value.items()}
+    is_array = isinstance(value, Tensor | np.ndarray)
+    if (is_array and value.ndim and len(value) == 1) or (isinstance(value, list | tuple) and len(value) == 1):
+        return value[0]
+    if isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) and each.shape[:1] == (1,) for each in value):
+        return [each[0] for each in value]  # a list in each sample, as torch collates it
+    shown = f"{tuple(value.shape)}" if is_array else f"a {type(value).__name__}"
+    raise DataError(
+        f"{what} is {shown}, where one row was asked for",
+        hint="give samples by number, each part of one row: a source, tensors, or a dataset with a length",
+    )
+
+
+def _checked(kinds: Mapping[str, str], first: Mapping[str, Any]) -> dict[str, str]:
+    for name, kind in kinds.items():
+        if name not in first or kind not in KINDS:
+            raise DataError(
+                f"{name} as {kind} is not possible", hint=f"the parts are {', '.join(first)}, the forms {', '.join(KINDS)}"
+            )
+    return dict(kinds)
