@@ -24,7 +24,7 @@ VERBS = (
     "roofline", "explain", "formats", "whatif", "memory", "tune-loader", "bench step", "ladder",
     "spec show", "spec schema", "spec check",
     "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
-    "checkpoint import", "data convert", "data index", "data check", "data stats",
+    "checkpoint import", "data convert", "data index", "data check", "data stats", "data bench", "data stage",
 )  # fmt: skip
 COMMON = {"--json", "--traceback"}
 

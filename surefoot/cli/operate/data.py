@@ -9,7 +9,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
-from surefoot.cli.operate import convert
+from surefoot.cli.operate import convert, read_speed, stage
 from surefoot.cli.operate.progress import progress
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS
@@ -24,6 +24,8 @@ TarsArgument = Annotated[
 ]
 MOST_SHOWN = 40
 app.command(cls=Verb)(convert.convert)
+app.command(cls=Verb)(read_speed.bench)
+app.command(cls=Verb)(stage.stage)
 
 
 @app.command(cls=Verb)

@@ -2,5 +2,6 @@
 
 from surefoot.components.data.disk.convert import Converted, Layout, convert
 from surefoot.components.data.disk.given import Folder, Samples, of_arrays
+from surefoot.components.data.disk.stage import Staged, stage
 
-__all__ = ["Converted", "Folder", "Layout", "Samples", "convert", "of_arrays"]
+__all__ = ["Converted", "Folder", "Layout", "Samples", "Staged", "convert", "of_arrays", "stage"]

@@ -25,6 +25,7 @@ from surefoot.components.data.disk.files import (
     digest_of,
     drafted,
     make_folder,
+    nearest,
     sweep,
     sync_folder,
     write_sums,
@@ -126,7 +127,7 @@ def convert(
         raise DataError("a source that is read in a row cannot be shuffled", hint="leave --shuffle out")
     if not (out / PROGRESS).exists():
         _check_empty(out, given)
-        check_room(_nearest(out), given.num_bytes or 0)
+        check_room(nearest(out), given.num_bytes or 0)
     make_folder(out)
     with _progress_of(out, given, layout) as (file, known):
         return _convert(given, out, layout, file, known, tell, say)
@@ -245,11 +246,6 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
 def _check_empty(out: Path, given: Given) -> None:
     """Raise DataError for a folder that holds what we would write, and was not begun by us."""
     _refuse(out, [*out.glob("*.tar"), *(out / name for name in (*given.beside, SUMS))])
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder itself, or the first above it that there is."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def _check_others(out: Path, layout: Layout, known: list[Written]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from surefoot.components.data.remote.shards import SUM_LINE, SUMS
@@ -58,7 +58,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(folder: Path, names: Iterator[str] | list[str]) -> None:
+def sweep(folder: Path, names: Iterable[str]) -> None:
     """Remove what a process that was killed left of its drafts of these files."""
     for name in names:
         (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
@@ -71,6 +71,11 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise DataError(f"the folder {folder} cannot be made: {why}", hint="name another folder to write into") from None
+
+
+def nearest(folder: Path) -> Path:
+    """The folder itself, or the first above it that there is."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

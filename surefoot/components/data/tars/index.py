@@ -106,7 +106,7 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
     """
     ordered = sorted(paths)
     folder = _check(ordered)
-    stamps = [_stamp(path) for path in ordered]
+    stamps = [stamp_of(path) for path in ordered]
     name = name_of([path.name for path in ordered])
     places = (
         [folder / name] if beside else [folder / name, cache / hashlib.sha256(bytes(folder.resolve())).hexdigest()[:16] / name]
@@ -147,7 +147,8 @@ def _check(paths: Sequence[Path]) -> Path:
     return paths[0].parent
 
 
-def _stamp(path: Path) -> Stamp:
+def stamp_of(path: Path) -> Stamp:
+    """What a change of a file changes. Raises DataError for one that is missing, and for what is no file."""
     try:
         status = path.stat()
     except OSError as error:
@@ -178,7 +179,7 @@ def _make(paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Te
 def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
     name, num_bytes, changed_ns, inode = stamp
     digest, starts = look_through(path)
-    if _stamp(path) != stamp:
+    if stamp_of(path) != stamp:
         raise DataError(f"{path} changed while it was read", hint="wait until it is written")
     return Shard(name, num_bytes, changed_ns, inode, digest, len(starts) - 1), starts
 

@@ -1,0 +1,226 @@
+"""`surefoot data stage`: what is copied is what was there, whoever is killed meanwhile, and nothing else is touched or taken for it."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surefoot.components.data import Tars
+from surefoot.components.data.disk import files as on_disk
+from surefoot.components.data.disk import stage
+from surefoot.components.data.disk.devices import cached_share, drop_cached, find_device, read_speed
+from tests.cli.conftest import Command
+from tests.components.test_index import write_tar
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "slow"
+    made.mkdir()
+    for shard in range(4):
+        members = [(f"{number}.cls", str(number).encode()) for number in range(100 * shard, 100 * shard + 30)]
+        write_tar(made / f"{shard}.tar", members)
+    return made
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.tar")}
+
+
+def write_sums(folder: Path) -> None:
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests(folder).items()))
+
+
+def test_copies_are_the_same_and_are_read_the_same(folder: Path, tmp_path: Path, surefoot: Command) -> None:
+    (folder / "classes.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    row = surefoot("data", "stage", "slow", "fast/tars", "--json").row
+    dest = tmp_path / "fast" / "tars"
+    assert (row["tars"], row["samples"], row["kept"], row["checked"]) == (4, 120, 0, 0)
+    assert digests(dest) == digests(folder)
+    assert (dest / "classes.json").read_text() == "{}"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    listed = dict(line.split("  ")[::-1] for line in (dest / "SHA256SUMS").read_text().splitlines())
+    assert {name: listed[name] for name in digests(dest)} == digests(dest)
+    assert not list(dest.glob(".*.draft"))
+    cache = tmp_path / "cache"
+    tars = Tars(sorted(dest.glob("*.tar")), cache=cache, cls="cls")
+    assert tars.index.place.parent == dest
+    assert not cache.exists()  # the index beside them was taken
+    want = Tars(sorted(folder.glob("*.tar")), cache=cache, cls="cls").read(np.arange(120))["cls"]
+    assert tars.read(np.arange(120))["cls"].tolist() == want.tolist()
+
+
+def test_the_answer_tells_where_and_how_fast(folder: Path, surefoot: Command) -> None:
+    write_sums(folder)
+    answer = surefoot("data", "stage", "slow", "fast")
+    assert answer.code == 0
+    assert "B/s" in answer.out
+    assert "120 samples in 4 tars" in answer.out
+    assert "all digests were known before" in answer.out
+    row = surefoot("data", "stage", "slow", "fast", "--json").row
+    assert (row["kept"], row["copied_bytes"]) == (4, 0)
+    for side in ("before", "after"):
+        assert row[side]["bytes_per_s"] > 0
+        assert row[side]["num_bytes"] == sum(path.stat().st_size for path in folder.glob("*.tar"))
+
+
+@pytest.mark.parametrize("known", ["index", "list"])
+def test_a_tar_that_is_not_what_its_digest_says_is_not_staged(
+    known: str, folder: Path, tmp_path: Path, surefoot: Command
+) -> None:
+    if known == "index":
+        assert surefoot("data", "index", "slow").code == 0
+    else:
+        write_sums(folder)
+    path = folder / "2.tar"
+    if known == "index":  # with the same stamp: the index is still of these very files
+        (index,) = folder.glob("*.index")
+        old = digests(folder)["2.tar"].encode()
+        index.write_bytes(index.read_bytes().replace(old, b"0" * 64))
+    else:
+        path.write_bytes(path.read_bytes().replace(b"200.cls", b"299.cls"))
+    answer = surefoot("data", "stage", "slow", "fast")
+    assert answer.code == 2
+    assert "2.tar is not what it should be" in answer.err
+    assert sorted(path.name for path in (tmp_path / "fast").glob("*tar*") if path.suffix != ".draft") == ["0.tar", "1.tar"]
+    assert not list((tmp_path / "fast").glob(".*.draft"))
+
+
+def _killed(folder: Path, dest: Path, after: int) -> None:
+    seen = 0
+
+    def tell(done: int) -> None:
+        nonlocal seen
+        seen += 1
+        if seen >= after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    stage(sorted(folder.glob("*.tar")), dest, tell=tell)
+
+
+def test_a_copy_that_was_killed_is_gone_on_with(folder: Path, tmp_path: Path, surefoot: Command) -> None:
+    dest = tmp_path / "fast"
+    for after in (1, 2, 4):
+        process = multiprocessing.get_context("fork").Process(target=_killed, args=(folder, dest, after))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert digests(dest).items() <= digests(folder).items()  # whole, or not there by its name
+        assert len(digests(dest)) == after - 1
+    inodes = {path.name: path.stat().st_ino for path in dest.glob("*.tar")}
+    row = surefoot("data", "stage", "slow", "fast", "--json").row
+    assert row["kept"] == 3
+    assert digests(dest) == digests(folder)
+    assert {name: (dest / name).stat().st_ino for name in inodes} == inodes
+    assert not list(dest.glob(".*.draft"))
+
+
+@pytest.mark.parametrize("name", ["mine.tar", "2.tar", "SHA256SUMS"])
+def test_nothing_of_anothers_is_overwritten(name: str, folder: Path, tmp_path: Path, surefoot: Command) -> None:
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / name).write_text("mine")
+    answer = surefoot("data", "stage", "slow", "fast")
+    assert answer.code == 2
+    assert name in answer.err
+    assert (tmp_path / "fast" / name).read_text() == "mine"
+
+
+def test_bad_input_is_told_in_words(folder: Path, tmp_path: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    shutil.copy(folder / "0.tar", tmp_path / "other" / "0.tar")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    cases = {
+        ("none", "fast"): "none is missing",
+        ("empty", "fast"): "empty holds no tar",
+        ("slow", "slow"): "slow is where the tars lie",
+        ("slow", "file"): "file is a file",
+        ("slow", "other", "fast"): "the tars lie in 2 folders",
+        ("slow/0.tar", "slow/0.tar", "fast"): "0.tar is named twice",
+        ("http://localhost/0.tar", "fast"): "is a URL",
+    }
+    for words, says in cases.items():
+        answer = surefoot("data", "stage", *words)
+        assert answer.code == 2, (words, answer.err)
+        assert says in answer.err, words
+        assert not (tmp_path / "fast").exists(), words
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda path: usage._replace(free=1_100_000))
+    answer = surefoot("data", "stage", "slow", "fast")
+    assert answer.code == 2
+    assert "are to be written" in answer.err
+    assert not (tmp_path / "fast").exists()
+
+
+MOUNTS = """27 1 254:0 / / rw - ext4 /dev/vda rw
+30 27 0:27 / /mem rw - tmpfs tmpfs rw
+31 27 8:1 / /spins rw - xfs /dev/sda1 rw
+32 27 8:16 / /solid rw - xfs /dev/sdb rw
+33 31 259:2 / /spins/fast\\040one rw - ext4 /dev/nvme0n1p2 rw
+34 27 0:50 / /far rw - nfs4 server:/x rw
+35 27 0:51 / /pool rw - btrfs /dev/nvme1n1 rw
+a line that is none
+"""
+
+
+def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path) -> None:
+    mounts, blocks = tmp_path / "mounts", tmp_path / "blocks"
+    mounts.write_text(MOUNTS)
+    blocks.mkdir()
+    for number, place, spins in (
+        ("254:0", "vda", 1),
+        ("8:1", "sda/sda1", 1),
+        ("8:16", "sdb", 0),
+        ("259:2", "nvme0n1/nvme0n1p2", 0),
+    ):
+        disk = tmp_path / "disks" / place
+        disk.mkdir(parents=True)
+        queue = (disk if "/" not in place else disk.parent) / "queue"
+        queue.mkdir()
+        (queue / "rotational").write_text(f"{spins}\n")
+        (blocks / number).symlink_to(disk)
+    wanted = {
+        "/a/b": "virtual disk", "/mem/x": "memory", "/memory": "virtual disk", "/spins/x": "HDD", "/solid": "SSD",
+        "/spins/fast one/x": "NVMe", "/far/x": "network", "/pool/x": "NVMe",
+    }  # fmt: skip
+    found = {place: find_device(Path(place), mounts=mounts, blocks=blocks).kind for place in wanted}
+    assert found == wanted
+    assert str(find_device(Path("/far/x"), mounts=mounts, blocks=blocks)) == "network (nfs4 on server:/x)"
+    unknown = find_device(Path("/x"), mounts=tmp_path / "none")
+    assert (unknown.kind, str(unknown)) == (None, "a device of unknown kind")
+
+
+def test_what_was_dropped_is_not_in_memory_and_a_read_brings_it_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 << 20))
+    if not drop_cached([path]):
+        pytest.skip("this system keeps its files in memory")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        assert cached_share(descriptor) == 0.0
+        path.read_bytes()
+        assert cached_share(descriptor) == 1.0
+    finally:
+        os.close(descriptor)
+    speed = read_speed([path], most_bytes=3 << 20, most_s=10.0)
+    assert speed.cold
+    assert speed.num_bytes == 3 << 20
+
+
+def test_files_in_memory_are_not_called_cold() -> None:
+    if find_device(Path("/dev/shm")).kind != "memory" or not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no folder in memory")
+    path = Path(f"/dev/shm/surefoot-test-{os.getpid()}")
+    try:
+        path.write_bytes(bytes(1 << 20))
+        assert not read_speed([path], most_bytes=1 << 20, most_s=1.0).cold
+    finally:
+        path.unlink()
