@@ -129,7 +129,7 @@ def test_nothing_of_anothers_is_overwritten(name: str, folder: Path, tmp_path: P
     (tmp_path / "fast" / name).write_text("mine")
     answer = surefoot("data", "stage", "slow", "fast")
     assert answer.code == 2
-    assert name in answer.err
+    assert (f"{name} is there already" if name == "2.tar" else f"holds {name}") in answer.err
     assert (tmp_path / "fast" / name).read_text() == "mine"
 
 
@@ -201,7 +201,7 @@ def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path) -> N
 def test_what_was_dropped_is_not_in_memory_and_a_read_brings_it_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4 << 20))
-    if not drop_cached([path]):
+    if not drop_cached([path]) and find_device(path).kind not in ("virtual disk", "HDD", "SSD", "NVMe"):
         pytest.skip("this system keeps its files in memory")
     descriptor = os.open(path, os.O_RDONLY)
     try:
