@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from dataclasses import dataclass
@@ -135,3 +136,53 @@ class Counting(Numbers):
     def read(self, ids: np.ndarray) -> dict[str, Any]:
         sum(range(300_000))
         return super().read(ids)
+
+
+class Wordy(Numbers):
+    """Batches whose numbers and words are more than a pipe holds."""
+
+    def __len__(self) -> int:
+        return 200_000
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        return {"number": torch.from_numpy(ids.copy()), "words": [f"word {number}" for number in ids]}
+
+
+class Nameless(Numbers):
+    """Batches that do not pickle; or, with `comes_back` False, that cannot be made again."""
+
+    def __init__(self, comes_back: bool) -> None:
+        super().__init__()
+        self.comes_back = comes_back
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        return {**super().read(ids), "odd": Fragile() if self.comes_back else (lambda: 0)}
+
+
+class Fragile:
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("made of glass")
+
+    def __getstate__(self) -> Any:
+        return {"made": 1}
+
+
+class OnlyAtHome(Numbers):
+    """Raises in any process but the one that made it, as what is on a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = os.getpid()
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        if os.getpid() != self.home:
+            raise RuntimeError("cannot be used in a forked process")
+        return super().read(ids)
+
+
+class Drawing(Unsafe):
+    """Draws from the streams of Python, numpy and torch, as many a dataset does."""
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
+        return {"number": torch.from_numpy(ids.copy()), "image": torch.tensor(drawn, dtype=torch.float64)}

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import connection, reduction
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ import torch
 
 from surefoot.components.data.loader.bad import Read
 from surefoot.components.data.loader.jobs import Job, Reader
-from surefoot.components.data.loader.ring import Slot, unpack
+from surefoot.components.data.loader.ring import Slot, pack_ids, unpack
 from surefoot.components.data.loader.worker import serve
 from surefoot.core.errors import DataError
 
@@ -39,6 +40,8 @@ class Message(NamedTuple):
     serial: int | None
     read: Read = Read(None)
     problem: str | None = None
+    took_s: float = 0.0
+    is_unsendable: bool = False  # it was read, and cannot go to another process
 
 
 class Crew(Protocol):
@@ -71,7 +74,7 @@ class Threads:
     """Workers in this process, for sources that several threads may read and that let go of the interpreter's lock."""
 
     def __init__(self, size: int, reader: Reader) -> None:
-        self.size, self._reader = size, reader
+        self.size, self._reader = size, replace(reader, seeds=False)  # the streams are of all threads
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inboxes: list[queue.SimpleQueue[tuple[int, Job] | None]] = []
         self._threads: list[threading.Thread] = []
@@ -88,11 +91,14 @@ class Threads:
         torch.set_num_threads(1)  # of this thread: as many threads as there are workers read at once
         while (given := inbox.get()) is not None:
             serial, job = given
+            begun_s = time.monotonic()
             try:
-                message = Message(place, serial, self._reader(job.window.epoch, job.ids))
+                read = self._reader(job.window.epoch, job.ids)
+                message = Message(place, serial, read, took_s=time.monotonic() - begun_s)
             except BaseException:  # noqa: BLE001 - whoever waits for the batch is told, and reads it again
                 message = Message(place, serial, problem=traceback.format_exc())
             self._outbox.put(message)
+            read = Read(None)
             del given, job, message
 
     def has_room(self, place: int) -> bool:
@@ -140,7 +146,7 @@ def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
         for thread in threads:
             thread.join()
 
-    times = 1
+    reader, times = replace(reader, seeds=False), 1
     read()  # whatever happens the first time alone
     while _seconds(read) < LONG_ENOUGH_S and times < MOST_TIMES:
         times *= 2
@@ -165,12 +171,17 @@ class Processes:
     """Workers in processes of their own; what they read comes back through slots of shared memory, `num_slots` each."""
 
     def __init__(self, size: int, reader: Reader, *, num_slots: int, start: Start = "auto") -> None:
-        self.size, self._reader, self._num_slots = size, reader, num_slots
+        self.size, self._reader, self._num_slots = size, replace(reader, seeds=True), num_slots
         self.start = find_start(start)
         self._context: Any = multiprocessing.get_context(self.start)
         if self.start != "fork":
             check_picklable(reader)
         self._workers: list[_Process] = []
+        if multiprocessing.current_process().daemon:
+            raise DataError(
+                "this process is daemonic, and such a one may begin no workers",
+                hint='begin it with daemon=False; or set loader.kind = "thread", or loader.workers = 0',
+            )
         for place in range(size):
             self._begin(place)
 
@@ -178,7 +189,8 @@ class Processes:
         slots = tuple(Slot() for _ in range(self._num_slots))
         ours, theirs = self._context.Pipe()
         inherited = [each.pipe for each in self._workers] + [ours] if self.start == "fork" else []
-        args = (theirs, slots, self._reader, os.getpid(), inherited)
+        of_main = threading.current_thread() is threading.main_thread()
+        args = (theirs, slots, self._reader, os.getpid(), inherited, of_main)
         process = self._context.Process(target=serve, args=args, name=f"surefoot-loader-{place}", daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads: none of them is used there
@@ -191,9 +203,9 @@ class Processes:
 
     def give(self, place: int, serial: int, job: Job) -> None:
         worker = self._workers[place]
-        slot = worker.free.popleft()
+        slot = worker.free.pop()  # the last that came free: no more of them fill than are needed
         with contextlib.suppress(OSError):  # it is dead, as `receive` will tell
-            worker.pipe.send((serial, slot, job.window.epoch, job.ids))
+            worker.pipe.send((serial, slot, job.window.epoch, pack_ids(job.ids, worker.slots[slot])))
 
     def receive(self, timeout_s: float) -> list[Message]:
         pipes = {id(worker.pipe): place for place, worker in enumerate(self._workers)}
@@ -203,18 +215,20 @@ class Processes:
     def _take(self, place: int) -> Message:
         worker = self._workers[place]
         try:
-            serial, slot, problem = worker.pipe.recv()
-            if problem is not None:
-                worker.free.append(slot)
-                return Message(place, serial, problem=problem)
-            content = worker.pipe.recv_bytes()
+            serial, slot, took_s, lies, problem, is_unsendable = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(ENDS_WITHIN_S)
             return Message(place, None, problem=_how_it_ended(worker.process.exitcode))
-        read = unpack(content, worker.slots[slot], lambda: worker.free.append(slot))
+        if problem is not None:
+            worker.free.append(slot)
+            return Message(place, serial, problem=problem, took_s=took_s, is_unsendable=is_unsendable)
+        try:
+            read = unpack(lies, worker.slots[slot], lambda: worker.free.append(slot))
+        except Exception:  # noqa: BLE001 - whatever the types of a batch raise when they are made again
+            return Message(place, serial, problem=traceback.format_exc(), took_s=took_s, is_unsendable=True)
         if not worker.free:  # whoever reads keeps what it read: there must be room to go on
             read = copy.deepcopy(read)
-        return Message(place, serial, read)
+        return Message(place, serial, read, took_s=took_s)
 
     def name(self, place: int) -> str:
         return f"loader worker {place} (process {self._workers[place].process.pid})"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from surefoot.components.data.feed import Window
 from surefoot.components.data.loader.bad import Read, read_sound
-from surefoot.components.data.order import Keys
+from surefoot.components.data.order import Keys, derive
 from surefoot.contract.task import Batch, Source
 
 Augment = Callable[[Batch, Any], Batch]
+DRAWS = 0x64726177  # sets these draws apart from the run's others
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,8 +38,16 @@ class Reader:
     augment: Augment | None
     seed: int
     skips: bool = False  # what cannot be read, instead of raising
+    seeds: bool | None = None  # the streams of torch, numpy and Python; None: for a source that several threads may not read
 
     def __call__(self, epoch: int, ids: np.ndarray) -> Read:
+        seeds = not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
+        if not seeds:
+            return self._read(epoch, ids)
+        with _streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS)):
+            return self._read(epoch, ids)
+
+    def _read(self, epoch: int, ids: np.ndarray) -> Read:
         read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids))
         if self.augment is None or read.batch is None:
             return read
@@ -47,11 +59,26 @@ class Reader:
             ids = read_sound(self.source, ids).kept(ids)
         own = getattr(self.source, "explain", None)
         begun_s = time.perf_counter()
-        batch = self.source.read(ids)
+        batch = read_sound(self.source, ids).batch if self.skips else self.source.read(ids)
         read_s = time.perf_counter() - begun_s
         costs: dict[str, float] = {"read": read_s} if own is None else dict(own(ids))
-        if self.augment is not None:
+        if self.augment is not None and not self.skips:  # else its draws would have to be told apart
             begun_s = time.perf_counter()
             self.augment(batch, Keys(self.seed, epoch, ids))
             costs["augment"] = time.perf_counter() - begun_s
         return costs
+
+
+@contextmanager
+def _streams_of(key: int) -> Iterator[None]:
+    """A dataset that draws from the streams of torch, numpy or Python draws the same in any worker, and no two workers draw alike."""
+    states = torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002 - the user's
+    torch.default_generator.manual_seed(key >> 1)
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002
+    random.seed(key)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
@@ -24,14 +24,18 @@ from surefoot.components.data.loader.crew import Crew, Message, Processes, Start
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
 from surefoot.contract.task import Batch, Source
-from surefoot.core.errors import BadRecordError
+from surefoot.core.errors import BadRecordError, DataError
+from surefoot.core.hardware import count_cores
 
 Kind = Literal["auto", "thread", "process"]
 MOST_TRIES = 3  # of one microbatch: what ends so many workers is its samples
+BUSY_SHARE = 0.05  # of a core: who uses more of it computes
 BUSY = 8.0  # a worker that computes is waited for so many times longer than one that does not
 WORTH = 1.5  # times as fast with two threads as with one: less, and the interpreter's lock holds them up
 MOST_TRIED = 64  # samples
 LOOKS = 8  # at the workers, within the time that one may take
+PATIENCE = 1.5  # times as long as the slowest batch so far took
+MOST_IN_VAIN = 8  # batches in a row that raise in a worker, and do not here
 
 
 class Told(NamedTuple):
@@ -72,10 +76,10 @@ class _Ticket:
     serial: int
     job: Job
     place: int
-    given_s: float
     read: Read = NOTHING
     is_there: bool = False
     problem: str | None = None
+    is_unsendable: bool = False
     tries: int = 1
 
 
@@ -120,7 +124,8 @@ class Loader:
         self._next, self._serial = 0, 0
         self._depth = settings.workers * settings.prefetch
         self.batch_bytes = 0  # of one microbatch, the largest so far
-        self._heard_s: dict[int, float] = {}  # when a worker last gave something
+        self._slowest_s = 0.0  # of the batches so far
+        self._in_vain = 0
 
     def take(self, number: int) -> Taken:
         """What step `number` reads. Raises what reading it raises, and BadRecordError for samples that no worker survives."""
@@ -145,8 +150,9 @@ class Loader:
             tickets.append(ticket)
         if not tickets:
             return self.read(number)
-        if not self.batch_bytes:
-            self._bound_depth(tickets[0].read.batch)
+        self._bound_depth(tickets[0].read.batch)
+        if self._in_vain >= MOST_IN_VAIN:
+            self._go_on_alone(number)
         return _joined(number, tickets)
 
     def peek(self, number: int) -> Taken | None:
@@ -244,15 +250,14 @@ class Loader:
             if job is None or place is None:
                 return
             self._serial += 1
-            ticket = _Ticket(self._serial, job, place, time.monotonic())
+            ticket = _Ticket(self._serial, job, place)
             self._tickets.append(ticket)
             self._give(crew, ticket)
 
-    def _loads(self, crew: Crew) -> list[int]:
-        loads = [0] * crew.size
-        for ticket in self._given.values():
-            loads[ticket.place] += 1
-        return loads
+    def _loads(self, crew: Crew) -> list[tuple[int, int]]:
+        """What each worker has to read, and what of it lies in its slots: equal ones share both."""
+        reads, holds = Counter(each.place for each in self._given.values()), Counter(each.place for each in self._tickets)
+        return [(reads[place], holds[place]) for place in range(crew.size)]
 
     def _make_crew(self) -> Crew:
         settings = self.settings
@@ -265,32 +270,36 @@ class Loader:
 
     def _give(self, crew: Crew, ticket: _Ticket) -> None:
         self._given[ticket.serial] = ticket
-        ticket.given_s = time.monotonic()
         crew.give(ticket.place, ticket.serial, ticket.job)
 
     def _await(self, ticket: _Ticket) -> None:
         crew = self._crew or self._make_crew()
-        begun_s, used_s = time.monotonic(), None
+        looked_s, waited_s, used_s = time.monotonic(), 0.0, None
+        share = BUSY_SHARE * min(1.0, count_cores() / crew.size)  # many workers on few cores get little each
         while not ticket.is_there:
-            allowed_s = self.settings.timeout_s * 2 ** (ticket.tries - 1)
+            allowed_s = max(self.settings.timeout_s, PATIENCE * self._slowest_s) * 2 ** (ticket.tries - 1)
             messages = crew.receive(allowed_s / LOOKS)
+            before_s, looked_s = looked_s, time.monotonic()
+            waited_s += min(looked_s - before_s, 2 * allowed_s / LOOKS)  # a look that took longer: this process was stopped, too
             for message in messages:
                 self._sort_in(crew, message)
+            if any(message.place == ticket.place for message in messages):
+                waited_s, used_s = 0.0, None
             if messages:
-                used_s = None
                 continue
-            waited_s = time.monotonic() - max(begun_s, ticket.given_s, self._heard_s.get(ticket.place, 0.0))
             now_s = crew.cpu_s(ticket.place)
             used_s = now_s if used_s is None else used_s
-            is_busy = now_s - used_s > 0.05 * waited_s
+            is_busy = now_s - used_s > share * waited_s
             if waited_s >= allowed_s * (BUSY if is_busy else 1.0):
                 self._lose(crew, ticket.place, f"gave nothing for {waited_s:.1f} s", ticket)
-                used_s = None
+                waited_s, used_s = 0.0, None
         if ticket.problem is not None:
             self._read_again(ticket)
+        else:
+            self._in_vain = 0
 
     def _sort_in(self, crew: Crew, message: Message) -> None:
-        self._heard_s[message.place] = time.monotonic()
+        self._slowest_s = max(self._slowest_s, message.took_s)
         if message.serial is None:
             waiting = [each for each in self._given.values() if each.place == message.place]
             self._lose(crew, message.place, message.problem or "ended", min(waiting, key=lambda each: each.serial, default=None))
@@ -298,6 +307,7 @@ class Loader:
         ticket = self._given.pop(message.serial, None)
         if ticket is not None:  # else it was forgotten meanwhile
             ticket.read, ticket.problem, ticket.is_there = message.read, message.problem, True
+            ticket.is_unsendable = message.is_unsendable
 
     def _lose(self, crew: Crew, place: int, how: str, guilty: _Ticket | None) -> None:
         """Replace a worker; what it had is given to the new one, in the same order. `guilty` is what it was reading."""
@@ -323,16 +333,32 @@ class Loader:
     def _read_again(self, ticket: _Ticket) -> None:
         """In this process: what was raised is raised here, where a person sees where; or it was of that moment alone."""
         job = ticket.job
-        ticket.read = self._reader(job.window.epoch, job.ids)
         raised = (ticket.problem or "").strip().splitlines()[-1]
+        if ticket.is_unsendable:
+            self.close()
+            raise DataError(
+                f"the batch of step {job.number:,} cannot go from a worker process to the run: {raised}",
+                hint='give batches of types that pickle; or set loader.kind = "thread", or loader.workers = 0',
+            )
+        ticket.read = self._reader(job.window.epoch, job.ids)
+        self._in_vain += 1
         crew = self._crew or self._make_crew()
         what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
         self.tell(Told("worker", job.number, what, "the same samples were read again, without an error"))
 
+    def _go_on_alone(self, number: int) -> None:
+        """Without workers: in them it goes wrong each time."""
+        self.use(replace(self.settings, workers=0))
+        what = f"{self._in_vain} batches in a row raised in a worker, and did not in the run"
+        self._in_vain = 0
+        self.tell(Told("worker", number, what, "the workers are let go, and each step reads its own samples"))
+
     def _bound_depth(self, batch: Batch) -> None:
         """Read no further ahead than the memory that was allowed holds; one microbatch for each worker at the least."""
-        settings = self.settings
-        self.batch_bytes = max(1, bytes_of(batch))
+        settings, held = self.settings, bytes_of(batch)
+        if self.batch_bytes and held <= self.batch_bytes:
+            return
+        self.batch_bytes = max(1, held)
         self._depth = min(self._depth, max(settings.workers, settings.memory_bytes // self.batch_bytes))
 
     def _watch(self, number: int, begun_s: float, done_s: float) -> None:
@@ -397,7 +423,10 @@ def bytes_of(batch: Batch) -> int:
         return batch.numel() * batch.element_size()
     if isinstance(batch, np.ndarray):
         return batch.nbytes
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    if isinstance(batch, str | bytes | int | float | None):
+        return 0
+    own = getattr(batch, "__dict__", {})
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else own.values()
     return sum(map(bytes_of, parts))
 
 

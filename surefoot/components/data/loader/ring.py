@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,25 +61,44 @@ def _open_nameless() -> int:
         return os.dup(file.fileno())
 
 
-def pack(batch: Any, slot: Slot) -> bytes:
-    """Lay the tensors and arrays of a batch into a slot; gives the message from which `unpack` makes it again."""
+class Lies(NamedTuple):
+    """Where in a slot the description of a batch begins, and its length; before it are its tensors."""
+
+    start: int
+    num_bytes: int
+
+
+def pack(batch: Any, slot: Slot) -> Lies:
+    """Lay a batch into a slot, from where `unpack` makes it again; nothing but where it lies goes through a pipe, which could be full."""
     packer = _Packer()
     packer.dump(batch)
-    if packer.parts:
-        memory = slot.mapped(packer.num_bytes)
-        for start, array in packer.parts:
-            if array.nbytes:
-                np.frombuffer(memory, np.uint8, array.nbytes, start).reshape(array.shape)[...] = array
-    return packer.num_bytes.to_bytes(8, "little") + packer.written.getvalue()
+    lies = Lies(packer.num_bytes, packer.written.tell())
+    memory = slot.mapped(sum(lies))
+    for start, array in packer.parts:
+        if array.nbytes:
+            np.frombuffer(memory, np.uint8, array.nbytes, start).reshape(array.shape)[...] = array
+    memory[lies.start : sum(lies)] = packer.written.getbuffer()
+    return lies
 
 
-def unpack(message: bytes, slot: Slot, release: Callable[[], None]) -> Any:
-    """The batch that a message tells of, its tensors in the slot; `release` is called once the last of them is gone."""
-    num_bytes = int.from_bytes(message[:8], "little")
-    lease = _Lease(release)
-    made = _Unpacker(io.BytesIO(message[8:]), slot.mapped(num_bytes) if num_bytes else None, lease).load()
-    lease.end_of_parts()
-    return made
+def unpack(lies: Lies, slot: Slot, release: Callable[[], None]) -> Any:
+    """The batch in a slot, its tensors where they are; `release` is called once the last of them is gone."""
+    memory, lease = slot.mapped(sum(lies)), _Lease(release)
+    try:
+        return _Unpacker(io.BytesIO(memory[lies.start : sum(lies)]), memory, lease).load()
+    finally:
+        lease.end_of_parts()
+
+
+def pack_ids(ids: np.ndarray, slot: Slot) -> int:
+    """Lay the numbers of samples into a slot that nothing lies in; gives how many they are."""
+    np.frombuffer(slot.mapped(ids.nbytes), np.int64, len(ids))[:] = ids
+    return len(ids)
+
+
+def unpack_ids(count: int, slot: Slot) -> np.ndarray:
+    """A copy of them: the batch comes to lie in their place."""
+    return np.frombuffer(slot.mapped(count * 8), np.int64, count).copy()
 
 
 class _Packer(pickle.Pickler):
@@ -93,9 +112,10 @@ class _Packer(pickle.Pickler):
         if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type == "cpu" and not obj.is_quantized:
             dense = obj.detach().resolve_conj().resolve_neg()
             flat = dense.contiguous().view(-1) if dense.numel() else dense.new_empty(0)
-            return "tensor", str(obj.dtype).removeprefix("torch."), tuple(obj.shape), self._lay(flat.view(torch.uint8).numpy())
+            named = str(obj.dtype).removeprefix("torch.")
+            return "tensor", named, tuple(obj.shape), self._lay(flat.view(torch.uint8).numpy()), obj.requires_grad
         if type(obj) is np.ndarray and obj.dtype.kind in "biufc":
-            return "array", obj.dtype.str, obj.shape, self._lay(np.ascontiguousarray(obj).reshape(-1).view(np.uint8))
+            return "array", obj.dtype.str, obj.shape, self._lay(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)), False
         return None
 
     def _lay(self, content: np.ndarray) -> int:
@@ -108,19 +128,25 @@ class _Packer(pickle.Pickler):
 class _Unpacker(pickle.Unpickler):
     """Of messages between a run and its own workers, and of nothing that comes from outside."""
 
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None, lease: _Lease) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap, lease: _Lease) -> None:
         super().__init__(file)
         self._memory, self._lease = memory, lease
 
     def persistent_load(self, pid: Any) -> Tensor | np.ndarray:
-        kind, named, shape, start = pid
+        kind, named, shape, start, requires_grad = pid
         dtype: Any = getattr(torch, named) if kind == "tensor" else np.dtype(named)
         count = int(np.prod(shape, dtype=np.int64))
-        if count == 0 or self._memory is None:
-            return torch.empty(shape, dtype=dtype) if kind == "tensor" else np.empty(shape, dtype)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, requires_grad=requires_grad) if kind == "tensor" else np.empty(shape, dtype)
         content = np.frombuffer(self._memory, np.uint8, count * dtype.itemsize, start)
         self._lease.hold(content)
-        return torch.from_numpy(content).view(dtype).view(shape) if kind == "tensor" else content.view(dtype).reshape(shape)
+        if kind == "array":
+            array: np.ndarray = content.view(dtype).reshape(shape)
+            return array
+        made: Tensor = torch.from_numpy(content).view(dtype).view(shape)
+        if requires_grad:
+            made.requires_grad_()
+        return made
 
 
 class _Lease:

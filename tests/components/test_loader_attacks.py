@@ -1,0 +1,217 @@
+"""What a loader must stand: pipes that are full, workers that are slow or stopped, batches that cannot be sent, draws that nobody gave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from surefoot.components.data import Feed, Order
+from surefoot.components.data.loader import Loader, Reader, Settings, Told, bytes_of
+from surefoot.contract.task import Source
+from surefoot.core.errors import DataError
+from tests.components.loading import Drawing, Nameless, Numbers, OnlyAtHome, Wordy
+from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
+
+ONE = Settings(workers=1, kind="process")
+TWO = Settings(workers=2, kind="process")
+
+
+def loader(source: Source, settings: Settings, *, batch: int = 16, last: int = 21, told: list[Told] | None = None) -> Loader:
+    feed = Feed(source, Order(len(source), 5), batch=batch)
+    reading = Loader(feed, Reader(source, None, 5), settings, last=last)
+    reading.tell = (lambda each: None) if told is None else told.append
+    return reading
+
+
+def test_numbers_and_words_that_fill_a_pipe_hold_nobody_up() -> None:
+    """The run would wait to send, the worker to send back, and both for ever."""
+    reading = loader(Wordy(), Settings(workers=1, kind="process", prefetch=6), batch=40_000, last=6)
+    signal.alarm(30)
+    for number in range(1, 7):
+        (batch,) = reading.take(number).batches
+        assert batch["words"][-1] == f"word {batch['number'][-1]}"
+    signal.alarm(0)
+    reading.close()
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None:
+    told: list[Told] = []
+    reading = loader(Wordy(), Settings(workers=1, kind="process", timeout_s=0.2), batch=4000, last=9, told=told)
+    drawn = random.Random(1)
+    signal.alarm(30)
+    for number in range(1, 10):
+        if number > 1:
+            time.sleep(drawn.random() * 0.01)
+            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGSTOP)
+        (batch,) = reading.take(number).batches
+        assert batch["words"][0] == f"word {batch['number'][0]}"
+    signal.alarm(0)
+    reading.close()
+    assert told
+    assert all("gave nothing for 0." in each.what for each in told)
+
+
+def test_a_source_that_is_slow_each_time_is_not_taken_for_one_that_hangs() -> None:
+    """Once it is known how long it takes, nobody is ended for it."""
+    told: list[Told] = []
+    reading = loader(Numbers(0.5), Settings(workers=1, kind="process", timeout_s=0.3), last=5, told=told)
+    for number in range(1, 6):
+        reading.take(number)
+    reading.close()
+    assert [each.step for each in told] == [1]
+
+
+def test_a_run_that_was_stopped_itself_finds_no_worker_guilty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z and fg: the clock went on, and neither the run nor its workers did."""
+    told: list[Told] = []
+    reading = loader(Numbers(0.1), ONE, last=5, told=told)
+    real, jumps = time.monotonic, iter([0.0, 0.0, 100.0])
+    monkeypatch.setattr(
+        "surefoot.components.data.loader.loader.time.monotonic", lambda: real() + next(jumps, 100.0), raising=True
+    )
+    for number in range(1, 6):
+        reading.take(number)
+    reading.close()
+    assert told == []
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_batches_that_cannot_be_sent_end_the_run_and_are_not_read_twice_each(comes_back: bool) -> None:
+    reading = loader(Nameless(comes_back), TWO)
+    with pytest.raises(DataError, match="the batch of step 1 cannot go from a worker process to the run: ") as raised:
+        reading.take(1)
+    assert ("made of glass" in raised.value.message) is comes_back
+    assert 'loader.kind = "thread"' in raised.value.hint
+
+
+def test_a_source_that_raises_in_every_worker_is_read_without_them(expected: list[list[Any]]) -> None:  # noqa: F811
+    told: list[Told] = []
+    reading = loader(OnlyAtHome(), TWO, told=told)
+    for number in range(1, 15):
+        assert reading.take(number).window.ids.tolist() == expected[number - 1][0]
+    assert len(told) == 9
+    assert "the workers are let go" in told[-1].then
+    assert reading.settings.workers == 0
+    assert not multiprocessing.active_children()
+
+
+def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two_alike() -> None:
+    """numpy's stream is copied into each worker: for years the augmentations of a batch were those of its neighbour."""
+    found = {}
+    for workers in (0, 1, 2, 7):
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
+        reading = loader(Drawing(), Settings(workers=workers, kind="process"))
+        found[workers] = [tuple(reading.take(number).batches[0]["image"].tolist()) for number in range(1, 22)]
+        reading.close()
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert found[7] == found[0]
+    assert all(len(set(column)) == 21 for column in zip(*found[0], strict=True))
+
+
+def test_a_gradient_that_is_asked_for_is_asked_for_behind_a_worker() -> None:
+    class Inputs(Numbers):
+        def read(self, ids: np.ndarray) -> dict[str, Any]:
+            free = torch.ones(len(ids), requires_grad=True)
+            return {"leaf": free, "made": free * 2, "none": torch.ones(2), "empty": torch.ones(0, requires_grad=True)}
+
+    reading = loader(Inputs(), ONE)
+    (batch,) = reading.take(1).batches
+    reading.close()
+    assert {name: part.requires_grad for name, part in batch.items()} == {
+        "leaf": True, "made": True, "none": False, "empty": True,
+    }  # fmt: skip
+    (batch["leaf"].sum() + batch["made"].sum()).backward()
+
+
+def test_a_thread_that_ends_takes_no_worker_with_it() -> None:
+    """The kernel's signal of a parent's death is of the thread that forked."""
+    told: list[Told] = []
+    reading = loader(Numbers(0.005), TWO, told=told)
+    for number in range(1, 6):
+        thread = threading.Thread(target=reading.take, args=(number,))
+        thread.start()
+        thread.join()
+        time.sleep(0.02)
+    reading.close()
+    assert told == []
+
+
+def test_workers_begun_by_a_thread_die_with_the_process() -> None:
+    def begin(pipe: Any) -> None:
+        reading = loader(Numbers(30), TWO)
+        thread = threading.Thread(target=reading.take, args=(1,))
+        thread.start()
+        while len(multiprocessing.active_children()) < 2:
+            time.sleep(0.01)
+        pipe.send([each.pid for each in multiprocessing.active_children()])
+        time.sleep(30)
+
+    ours, theirs = multiprocessing.Pipe()
+    run = multiprocessing.get_context("fork").Process(target=begin, args=(theirs,))
+    run.start()
+    workers = ours.recv()
+    run.kill()
+    run.join()
+    run.close()
+    ours.close()
+    theirs.close()
+    until_s = time.monotonic() + 10
+    while any(map(psutil.pid_exists, workers)) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not [each for each in workers if psutil.pid_exists(each)]
+
+
+def test_a_process_that_may_have_no_children_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="daemonic"):
+        loader(Numbers(), TWO).take(1)
+
+
+def test_batches_that_grow_are_held_to_the_memory_that_was_allowed() -> None:
+    class Growing(Numbers):
+        def read(self, ids: np.ndarray) -> Any:
+            return _Batch(torch.ones(1 if 0 in ids else 1 << 16))
+
+    source = Growing()
+    reading = Loader(
+        Feed(source, Order(97, 0, shuffle=False), batch=16), Reader(source, None, 0),
+        Settings(workers=1, kind="thread", prefetch=9, memory_bytes=1 << 20), last=20,
+    )  # fmt: skip
+    reading.take(1)
+    assert reading.depth == 9
+    reading.take(2)
+    assert reading.depth == 4
+    reading.close()
+
+
+class _Batch:
+    def __init__(self, large: torch.Tensor) -> None:
+        self.large = large
+
+
+def test_the_memory_of_a_batch_of_a_type_of_its_own_is_counted() -> None:
+    assert bytes_of(_Batch(torch.ones(4))) == 16
+
+
+def test_what_is_bad_does_not_break_the_search_for_what_steps_wait_for() -> None:
+    class Bad(Numbers):
+        def read(self, ids: np.ndarray) -> dict[str, Any]:
+            if 40 in ids:
+                raise ValueError("no image")
+            return super().read(ids)
+
+    assert Reader(Bad(), None, 0, skips=True).explain(0, np.arange(39, 42)).keys() == {"read"}
