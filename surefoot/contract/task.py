@@ -30,6 +30,7 @@ SHOULD_HAVE = ("model", "data", "forward", "loss")
 MAY_HAVE = (
     "augment", "counts", "metrics", "blocks", "tensor_plan", "parameter_groups", "optimizer", "schedule", "state", "updates",
 )  # fmt: skip
+OF_A_FILE = "surefoot_task_"  # begins the name of the module that a task file is
 
 
 @runtime_checkable
@@ -193,7 +194,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
             module = importlib.import_module(f"surefoot.tasks.{use}")
             class_name = module.__all__[0]
         elif module_name.endswith(".py"):
-            module = _import_file(Path(module_name))
+            module = import_file(Path(module_name))
         else:
             module = importlib.import_module(module_name)
     except TaskError:
@@ -277,10 +278,16 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, bool | int | float | str)
 
 
-def _import_file(path: Path) -> Any:
+def task_files() -> list[str]:
+    """The task files that this process has imported: another one has to before it can have what is defined in them."""
+    return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(OF_A_FILE)]
+
+
+def import_file(path: Path) -> Any:
+    """A task file as a module. Raises TaskError where there is none."""
     if not path.is_file():
         raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
-    name = f"surefoot_task_{path.stem}"
+    name = f"{OF_A_FILE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,9 @@ import torch
 
 from surefoot.components.data import Feed, Order
 from surefoot.components.data.loader import Loader, Reader, Settings, Told, bytes_of
-from surefoot.contract.task import Source
+from surefoot.contract.task import Source, import_file
 from surefoot.core.errors import DataError
-from tests.components.loading import Drawing, Nameless, Numbers, OnlyAtHome, Wordy
+from tests.components.loading import Drawing, Nameless, Numbers, OnlyAtHome, Wordy, shifted
 from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
 
 ONE = Settings(workers=1, kind="process")
@@ -215,3 +217,81 @@ def test_what_is_bad_does_not_break_the_search_for_what_steps_wait_for() -> None
             return super().read(ids)
 
     assert Reader(Bad(), None, 0, skips=True).explain(0, np.arange(39, 42)).keys() == {"read"}
+
+
+def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "surefoot_task_elsewhere", sys)  # so that it is not there afterwards
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "elsewhere.py").write_text(
+        "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\nclass Task:\n    source = Mine()\n"
+    )
+    source = import_file(tmp_path / "elsewhere.py").Task.source
+    reading = loader(source, Settings(workers=1, kind="process", start="spawn"))
+    assert len(reading.take(1).window.ids) == 16
+    reading.close()
+
+
+class Failing(Numbers):
+    """Once, at sample 40, a worker ends in some way; `left` is a file that says that it is still to come."""
+
+    def __init__(self, how: str, left: Path) -> None:
+        super().__init__()
+        self.how, self.left, self.home = how, left, os.getpid()
+        left.touch()
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        if 40 in ids and self.left.exists():
+            self.left.unlink()
+            self.fail()
+        return super().read(ids)
+
+    def fail(self) -> None:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif self.how == "no memory":
+            os._exit(137)
+        elif self.how == "memory error":
+            raise MemoryError
+        elif self.how == "exception":
+            raise ValueError("a wrong number")
+        elif self.how == "sleep":
+            time.sleep(1000)
+        elif self.how == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        elif self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+WAYS = ("kill", "segfault", "no memory", "memory error", "exception", "sleep", "lock", "stop")
+FAILURES = [(how, workers) for how in WAYS for workers in (1, 2, 7) if (how, workers) not in {
+    ("lock", 7), ("sleep", 7), ("memory error", 7), ("exception", 7)}]  # fmt: skip
+
+
+def test_there_are_twenty_failures() -> None:
+    assert len(FAILURES) == 20
+
+
+@pytest.mark.parametrize(("how", "workers"), FAILURES, ids=[f"{how} {workers}" for how, workers in FAILURES])
+def test_a_worker_that_fails_is_named_and_changes_nothing(
+    how: str, workers: int, tmp_path: Path, expected: list[list[Any]]  # noqa: F811
+) -> None:  # fmt: skip
+    """F18; hangs are given a second here, and the usual four in another test."""
+    told: list[Told] = []
+    source = Failing(how, tmp_path / "left")
+    feed = Feed(source, Order(len(source), 5), batch=16, microbatch=6)
+    reading = Loader(feed, Reader(source, shifted, 5), Settings(workers=workers, kind="process", timeout_s=1), last=21)
+    reading.tell = told.append
+    longest_s = 0.0
+    for number in range(1, 10):
+        begun_s = time.monotonic()
+        assert same(rows(reading.take(number)), expected[number - 1])
+        longest_s = max(longest_s, time.monotonic() - begun_s)
+    reading.close()
+    assert [each.kind for each in told] == ["worker"]
+    assert "loader worker" in told[0].what
+    assert "samples" in told[0].what
+    assert longest_s < 5

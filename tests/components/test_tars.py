@@ -6,7 +6,9 @@ import io
 import json
 import os
 import pickle
+import resource
 import tarfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,17 @@ def test_a_part_cut_anywhere_is_refused_by_name(extension: str) -> None:
             decode(Sample(Path("a.tar"), "k", {extension: content[:length] if extension != "txt" else content}), extension)
 
 
+def _said_to_be(png: bytes, side: int) -> bytes:
+    """Its header says that it is so wide and high."""
+    header = b"IHDR" + side.to_bytes(4, "big") * 2 + png[24:29]
+    return png[:12] + header + zlib.crc32(header).to_bytes(4, "big") + png[33:]
+
+
+def _jpeg_said_to_be(jpeg: bytes, side: int) -> bytes:
+    place = jpeg.index(b"\xff\xc0") + 5
+    return jpeg[:place] + side.to_bytes(2, "big") * 2 + jpeg[place + 4 :]
+
+
 @pytest.mark.parametrize(
     ("extension", "content", "words"),
     [
@@ -217,11 +230,17 @@ def test_a_part_cut_anywhere_is_refused_by_name(extension: str) -> None:
         ("py", b"print(1)", "not decoded"),
         ("jpg", image("PNG"), "broken JPEG"),
         ("png", image("PNG", size=(20_000, 20_000), mode="1"), "pixels"),
+        ("png", _said_to_be(image("PNG"), 2**31 - 1), "."),
+        ("jpg", _jpeg_said_to_be(image("JPEG"), 65_000), "pixels"),
+        ("pyd", b"MZ", "not decoded"),
+        ("pth", b"\x80\x02c__builtin__\neval\n", "not decoded"),
     ],
 )
 def test_what_could_run_code_or_take_all_memory_is_refused(extension: str, content: bytes, words: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=words):
         decode(Sample(Path("a.tar"), "k", {extension: content}), extension)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB: nothing was made as large as it says
 
 
 def test_real_shards_give_the_samples_that_a_reader_in_sequence_does(cifar10_folder: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import connection, reduction
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from surefoot.components.data.loader.bad import Read
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.ring import Slot, pack_ids, unpack
 from surefoot.components.data.loader.worker import serve
+from surefoot.contract.task import import_file, task_files
 from surefoot.core.errors import DataError
 
 Start = Literal["auto", "fork", "spawn"]
@@ -190,7 +192,7 @@ class Processes:
         ours, theirs = self._context.Pipe()
         inherited = [each.pipe for each in self._workers] + [ours] if self.start == "fork" else []
         of_main = threading.current_thread() is threading.main_thread()
-        args = (theirs, slots, self._reader, os.getpid(), inherited, of_main)
+        args = (theirs, slots, self._reader if self.start == "fork" else _Sent(self._reader), os.getpid(), inherited, of_main)
         process = self._context.Process(target=serve, args=args, name=f"surefoot-loader-{place}", daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads: none of them is used there
@@ -258,6 +260,22 @@ class Processes:
         worker.process.join(ENDS_WITHIN_S)
         for slot in worker.slots:
             slot.close()
+
+
+class _Sent:
+    """A reader on its way to a process that is spawned, and so has imported no task file."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_sent, (task_files(), bytes(reduction.ForkingPickler.dumps(self._reader)))
+
+
+def _open_sent(files: list[str], content: bytes) -> Any:
+    for path in files:
+        import_file(Path(path))
+    return reduction.ForkingPickler.loads(content)
 
 
 def _how_it_ended(exit_code: int | None) -> str:
