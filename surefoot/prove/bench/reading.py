@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.devices import Device, drop_cached, find_device
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader import Kind, Loader, Reader, Settings
-from surefoot.components.data.order import Order
 from surefoot.components.data.remote import is_url
 from surefoot.components.data.sources import ImageFolder
 from surefoot.components.data.tars import Tars

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.encode import END, frame
 from surefoot.components.data.disk.files import (
     check_room,
@@ -32,7 +33,6 @@ from surefoot.components.data.disk.files import (
     write_whole,
 )
 from surefoot.components.data.disk.given import Given
-from surefoot.components.data.order import Order
 from surefoot.components.data.remote.shards import SUMS
 from surefoot.core.errors import DataError
 
