@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from surefoot.components.data import Arrays, ImageFolder, Iterated, Tars, as_source
+from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk import Folder, Layout, Samples, convert, of_arrays
 from surefoot.components.data.disk import files as on_disk
 from surefoot.components.data.disk.convert import PROGRESS
-from surefoot.components.data.order import Order
 from surefoot.components.data.tars.audit import audit
 from surefoot.core.errors import DataError, StorageError
 from tests.cli.conftest import Command
