@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.loaders import sets
@@ -21,7 +22,7 @@ PHOTOS, GOING_ON, WAITING = (FOLDER / "results" / f"{name}.json" for name in ("p
 PEERS = {"torch_loader": "files", "webdataset": None, "litdata": "litdata", "streaming": "streaming"}  # what each reads
 OURS = ("surefoot_processes", "surefoot_threads", "surefoot_decoded")
 CEILING_SHARE, DECODED_TIMES, GOING_S, WAITING_SHARE, EPOCH = 0.9, 15.0, 0.005, 0.02, 1.03
-SETTINGS = ("auto", "0", "1", "2", "4")
+SETTINGS, TASKS = ("auto", "0", "1", "2", "4"), ("decoded", "photos")
 MEASURES = {"cpu_s_per_sample": "CPU time", "wall_s_per_sample": "time"}
 
 
@@ -33,7 +34,7 @@ def arms_of_photos(tars: Path, made: Path) -> list[Arm]:
     ]
 
 
-def arms_of_waiting(tars: Path, made: Path) -> list[Arm]:
+def arms_of_waiting(tars: Path, made: Path, tasks: Sequence[str]) -> list[Arm]:
     words = (sys.executable, "-m", "benchmarks.loaders.waiting")
     return [
         Arm(
@@ -42,7 +43,7 @@ def arms_of_waiting(tars: Path, made: Path) -> list[Arm]:
             folder=ROOT,
             timeout_s=300,
         )
-        for what in ("decoded", "photos")
+        for what in tasks
         for setting in SETTINGS
     ]
 
@@ -127,8 +128,10 @@ def _seconds(found: Interval) -> str:
 def render_waiting(trial: Trial) -> str:
     """Each setting's step and wait; auto against the best and the worst of those by hand."""
     rows, bars = [], []
-    for what in ("decoded", "photos"):
+    for what in TASKS:
         names = [arm for arm in trial.arms if arm.startswith(f"{what} ") and _values(trial, arm, "step_s")]
+        if not names:
+            continue
         steps = {arm: median_interval(_values(trial, arm, "step_s")) for arm in names}
         waits = {arm: median_interval(_values(trial, arm, "waiting")) for arm in names}
         for arm in names:
@@ -162,6 +165,7 @@ def _measure_photos(tars: Path, rounds: int, out: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, PHOTOS)
     parser.add_argument("--only", choices=("photos", "going_on", "waiting"))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="of waiting")
     data = Path(os.environ.get("DATA", "../shared/data"))
     parser.add_argument("--data", type=Path, default=data, help="the folder of cifar10-webdataset")
     asked = parser.parse_args()
@@ -176,7 +180,11 @@ def main() -> None:
         if asked.only in (None, "waiting"):
             with tempfile.TemporaryDirectory(prefix="surefoot-loaders-") as made:
                 measure(
-                    "waiting", arms_of_waiting(tars, Path(made)), rounds=asked.rounds, packages=("torch", "surefoot"), out=WAITING
+                    "waiting",
+                    arms_of_waiting(tars, Path(made), asked.tasks),
+                    rounds=asked.rounds,
+                    packages=("torch", "surefoot"),
+                    out=WAITING,
                 )
     parts = {}
     renders = ((PHOTOS, "results", render_photos), (GOING_ON, "going on", render_going_on), (WAITING, "waiting", render_waiting))

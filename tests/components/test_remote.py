@@ -8,8 +8,6 @@ import os
 import pickle
 import random
 import socket
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -28,6 +26,7 @@ from surefoot.components.data.remote.fetch import Patience
 from surefoot.components.data.tars.index import open_index
 from surefoot.core.errors import DataError
 from tests.components.server import Asked, Served, Short, serving
+from tests.components.store_server import serving_store
 
 pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -412,32 +411,8 @@ def test_another_process_opens_its_own(served: Served, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket of a server of its own, on the loopback interface."""
-    fsspec = pytest.importorskip("fsspec")
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with (
-        pytest.MonkeyPatch.context() as environment,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
-    ):
-        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            environment.setenv(name, "testing")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        try:
-            for _ in range(200):
-                with socket.socket() as door:
-                    if door.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.1)
-            fsspec.filesystem("s3", skip_instance_cache=True).mkdir("shards")
-            yield "s3://shards"
-        finally:
-            server.kill()
+    with serving_store("shards") as url:
+        yield url
 
 
 def test_a_store_gives_the_same_samples_and_refuses_what_is_not_there(bucket: str, tmp_path: Path) -> None:

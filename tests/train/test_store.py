@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +12,7 @@ from surefoot.components.checkpoint import Store
 from surefoot.contract import commits, manifest
 from surefoot.contract.events import Fault, Started
 from surefoot.core.errors import MissingExtra, RunFolderError, SpecError
+from tests.components.store_server import serving_store
 from tests.train.small import Small, records, spec
 from tests.train.test_resume import STEPS, STOP, bits, train
 
@@ -25,32 +21,8 @@ fsspec = pytest.importorskip("fsspec")
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket of a server of its own, on the loopback interface."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with (
-        pytest.MonkeyPatch.context() as environment,
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server,
-    ):
-        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            environment.setenv(name, "testing")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        try:
-            for _ in range(200):
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=1).close()
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            fsspec.filesystem("s3").mkdir("runs")
-            yield "s3://runs"
-        finally:
-            server.kill()
+    with serving_store("runs") as url:
+        yield url
 
 
 def test_another_machine_goes_on_from_the_store_to_the_same_bits(bucket: str, tmp_path: Path) -> None:
