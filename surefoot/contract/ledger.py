@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import RunFolderError, StorageError, hint_unwritten
 
 FILE = "ledger.bin"
@@ -124,7 +125,7 @@ class Appended:
             raise
         os.close(self._descriptor)
         self._descriptor, self._is_spoiled, self._num_written = descriptor, False, len(self._rows)
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
     @staticmethod
     def _append(descriptor: int, data: bytes | bytearray) -> None:
@@ -164,14 +165,6 @@ class Ledger:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _header(plan: Plan, after: int = 0) -> bytes:

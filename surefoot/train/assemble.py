@@ -27,7 +27,7 @@ from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
 from surefoot.contract.task import Batch, Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
-from surefoot.core.errors import DataError, SpecError, TaskError
+from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
@@ -91,9 +91,7 @@ class Assembly:
         """Some samples as a step reads them: on the device, augmented. Raises what reading them raises."""
         source, augment = self.feed.source, self.task.augment
         found = read_sound(source, ids) if self.spec.data.on_bad == "skip" else Read(source.read(ids))
-        if found.batch is None:
-            raise DataError(f"none of {len(ids)} samples can be read: {found.bad[-1].reason}", hint="is this the right data?")
-        batch = to_device(found.batch, self.engine.device)
+        batch = to_device(found.whole, self.engine.device)
         return batch if augment is None else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
 
     def reading(self, tell: Callable[[Told], None]) -> Reading:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from surefoot.components.data import Keys, Tars
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Loss, Source
+from surefoot.contract.task import Source
 from surefoot.train.run import Run
+from tests.components.test_bad_records import Photos as OfOneTar
 
 STEPS, BATCH, MICROBATCH = 40, 8, 2
 SEEN = "seen.jsonl"
@@ -51,28 +53,15 @@ class Unhurried:
         return "unhurried"
 
 
-class Photos:
-    """Learns the labels of images in a tar, each shifted by a draw."""
+class Photos(OfOneTar):
+    """Learns the labels of images in a tar, each shifted by a draw; `folder` holds the tar and its index."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def model(self) -> nn.Module:
-        return nn.Linear(60, 3)
+        super().__init__(f"{folder}/photos.tar", f"{folder}/cache")
 
     def data(self, split: str) -> Source:
-        made: Source = Unhurried(Tars([f"{self.folder}/photos.tar"], cache=f"{self.folder}/cache", image="png", label="cls"))  # type: ignore[assignment]
+        made: Source = Unhurried(super().data(split))  # type: ignore[assignment]
         return made
-
-    def augment(self, batch: dict[str, Tensor], keys: Keys) -> dict[str, Tensor]:
-        return {**batch, "image": batch["image"] / 255 + keys.uniform()[:, :, None, None]}
-
-    def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        made: Tensor = model(batch["image"].float().flatten(1))
-        return made
-
-    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
-        return Loss.sum(F.cross_entropy(output, batch["label"], reduction="sum"), len(output))
 
 
 def spec(loader: dict[str, Any]) -> RunSpec:
@@ -201,16 +190,26 @@ def _runs(pid: int) -> bool:
 
 @contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """No process, descriptor, shared memory or temporary file stays."""
+    """No process, descriptor, shared memory or temporary file of the attempts within stays; other tests may leave theirs."""
 
-    def look() -> tuple[set[str], set[str], int, int]:
-        temporary = {each for each in os.listdir("/tmp") if "surefoot" in each or each.startswith(("torch", "tmp", "pymp"))}
+    def look() -> tuple[set[str], int, int]:
+        shared = {
+            name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.")) and not _is_of_living(name)
+        }
         me = psutil.Process()
-        return set(os.listdir("/dev/shm")), temporary, me.num_fds(), len(me.children(recursive=True))
+        return shared, me.num_fds(), len(me.children(recursive=True))
 
     before = look()
-    yield
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setenv("TMPDIR", folder)
+        yield
+        assert not os.listdir(folder)
     after = look()
     assert after[0] <= before[0]
     assert after[1] <= before[1]
-    assert after[2:] <= before[2:]
+    assert after[2] <= before[2]
+
+
+def _is_of_living(name: str) -> bool:
+    return any(psutil.pid_exists(int(number)) for number in re.findall(r"\d+", name))

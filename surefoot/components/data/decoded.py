@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from surefoot.contract.commits import sync_folder
 from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
 
@@ -136,7 +137,7 @@ def _write(folder: Path, row: dict[str, Any], shards: Sequence[Path], decode: De
         except OSError:
             if _read_manifest(folder) is None:
                 raise
-        _sync(cache)  # the other case: another process decoded the same set meanwhile
+        sync_folder(cache)  # the other case: another process decoded the same set meanwhile
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -154,7 +155,7 @@ def _write_draft(draft: Path, row: dict[str, Any], shards: Sequence[Path], decod
         json.dump(row, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(draft)
+    sync_folder(draft)
 
 
 class _Files:
@@ -190,11 +191,3 @@ def _remove_dead_drafts(cache: Path) -> None:
     for path in cache.glob(f"{DRAFT}*"):
         if time.time() - path.stat().st_mtime > DRAFT_LIVES_S:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -162,16 +162,24 @@ class Feed:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor in its tuples, lists and dicts on `device`."""
+    return map_tensors(
+        batch,
+        lambda tensor: tensor.to(device, non_blocking=True),
+        lambda other: other.to(device) if hasattr(other, "to") else other,
+    )
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda part: part) -> Batch:
+    """The batch with `change` of every tensor in its tuples, lists and dicts, and `other` of whatever else is in them."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return {key: map_tensors(value, change, other) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
-    moved: Any = batch.to(device) if hasattr(batch, "to") else batch
-    return moved
+        parts = [map_tensors(value, change, other) for value in batch]
+        made: Any = type(batch)
+        return made(*parts) if hasattr(batch, "_fields") else made(parts)
+    return other(batch)
 
 
 def size_of(batch: Batch) -> int:

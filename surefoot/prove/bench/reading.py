@@ -6,6 +6,7 @@ reading after the system was asked to forget the files (`cold`); then the same s
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -233,14 +234,11 @@ def _batches(source: Dropped, ids: np.ndarray, workers: int, kind: Kind) -> Iter
     ahead = BATCH * workers  # each worker has been there once
     chosen = _Chosen(source, ids, ahead)
     feed = Feed(chosen, Order(len(chosen), 0, shuffle=False), batch=BATCH)
-    steps = -(-len(chosen) // BATCH)
-    loader = Loader(feed, Reader(chosen, None, 0), settings, last=steps)
-    try:
+    steps = feed.steps_per_epoch or 0
+    with contextlib.closing(Loader(feed, Reader(chosen, None, 0), settings, last=steps)) as loader:
         for number in range(1, steps + 1):
             if number == 1 + bool(workers):
                 yield None
             for batch in loader.take(number).batches:
                 if batch:
                     yield batch
-    finally:
-        loader.close()

@@ -28,12 +28,12 @@ from surefoot.components.data.disk.files import (
     make_folder,
     nearest,
     sweep,
-    sync_folder,
     write_sums,
     write_whole,
 )
 from surefoot.components.data.disk.given import Given
 from surefoot.components.data.remote.shards import SUMS
+from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import DataError
 
 FORMAT = "surefoot convert 1"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from surefoot.components.data.remote.shards import SUM_LINE, SUMS
+from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import DataError, StorageError, hint_unwritten
 from surefoot.core.units import format_bytes
 
@@ -48,14 +49,6 @@ def drafted(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, content: bytes) -> None:
     with drafted(path) as draft:
         draft.write_bytes(content)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sweep(folder: Path, names: Iterable[str]) -> None:

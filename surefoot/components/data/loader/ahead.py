@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.components.data.feed import to_device
+from surefoot.components.data.feed import map_tensors, to_device
 from surefoot.components.data.loader.loader import Taken
 from surefoot.contract.task import Batch
 
@@ -32,9 +32,8 @@ class Ahead:
         if copied is not None and copied[0] == taken.number:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            for tensor in _tensors(copied[1]):
-                tensor.record_stream(current)  # else its memory would be given away while the step still computes with it
             batches = copied[1]
+            map_tensors(batches, lambda tensor: _held_for(tensor, current))
         else:
             batches = self._copy(taken, torch.cuda.current_stream(self._device))
         following = None if peek is None else peek(taken.number + 1)
@@ -45,24 +44,17 @@ class Ahead:
     def _copy(self, taken: Taken, stream: Any) -> list[Batch]:
         self._leaving = [each for each in self._leaving if not each[0].query()]
         with torch.cuda.stream(stream):
-            batches = [to_device(_pinned(batch), self._device) for batch in taken.batches]
+            batches = [to_device(map_tensors(batch, _pinned), self._device) for batch in taken.batches]
             self._leaving.append((stream.record_event(), taken))
         return batches
 
 
-def _pinned(part: Any) -> Any:
-    """The batch in memory that the device reads by itself: out of any other a copy waits for the one before it."""
-    if isinstance(part, Tensor):
-        return part if part.is_pinned() else part.pin_memory()
-    if isinstance(part, dict):
-        return {key: _pinned(each) for key, each in part.items()}
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*map(_pinned, part))
-    return type(part)(map(_pinned, part)) if isinstance(part, tuple | list) else part
+def _held_for(tensor: Tensor, stream: Any) -> Tensor:
+    """Its memory is given away only once the step is through with it, too."""
+    tensor.record_stream(stream)
+    return tensor
 
 
-def _tensors(part: Any) -> list[Tensor]:
-    if isinstance(part, Tensor):
-        return [part]
-    inside = part.values() if isinstance(part, dict) else part if isinstance(part, tuple | list) else ()
-    return [tensor for each in inside for tensor in _tensors(each)]
+def _pinned(tensor: Tensor) -> Tensor:
+    """In memory that the device reads by itself: out of any other a copy waits for the one before it."""
+    return tensor if tensor.is_pinned() else tensor.pin_memory()

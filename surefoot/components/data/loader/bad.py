@@ -25,6 +25,15 @@ class Read(NamedTuple):
     batch: Batch
     bad: tuple[Bad, ...] = ()
 
+    @property
+    def whole(self) -> Batch:
+        """The batch. Raises DataError where no sample is left."""
+        if self.batch is None:
+            raise DataError(
+                f"none of {len(self.bad)} samples can be read, the last one {self.bad[-1].reason}", hint="is this the right data?"
+            )
+        return self.batch
+
     def kept(self, ids: np.ndarray) -> np.ndarray:
         """Those of `ids` that are in the batch."""
         return ids[~np.isin(ids, [each.sample for each in self.bad])] if self.bad else ids
@@ -65,12 +74,7 @@ class Sound:
         return len(self._source)
 
     def read(self, ids: np.ndarray) -> Batch:
-        read = read_sound(self._source, ids)
-        if read.batch is None:
-            raise DataError(
-                f"none of {len(ids)} samples can be read, the last one {read.bad[-1].reason}", hint="is this the right data?"
-            )
-        return read.batch
+        return read_sound(self._source, ids).whole
 
     def describe(self) -> str:
         return self._source.describe()

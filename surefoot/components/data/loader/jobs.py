@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,32 +41,35 @@ class Reader:
     seeds: bool | None = None  # the streams of torch, numpy and Python; None: for a source that several threads may not read
 
     def __call__(self, epoch: int, ids: np.ndarray) -> Read:
-        seeds = not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
-        if not seeds:
-            return self._read(epoch, ids)
-        with _streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS)):
-            return self._read(epoch, ids)
-
-    def _read(self, epoch: int, ids: np.ndarray) -> Read:
-        read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids))
-        if self.augment is None or read.batch is None:
-            return read
-        return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
+        with self._streams(epoch, ids):
+            read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids))
+            if self.augment is None or read.batch is None:
+                return read
+            return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
-        """The seconds that each part of reading these samples takes: as the source itself tells them, or as one."""
-        if self.skips:
-            ids = read_sound(self.source, ids).kept(ids)
-        own = getattr(self.source, "explain", None)
-        begun_s = time.perf_counter()
-        batch = read_sound(self.source, ids).batch if self.skips else self.source.read(ids)
-        read_s = time.perf_counter() - begun_s
-        costs: dict[str, float] = {"read": read_s} if own is None else dict(own(ids))
-        if self.augment is not None and not self.skips:  # else its draws would have to be told apart
+        """The seconds that each part of reading these samples takes: as the source itself tells them, or as one.
+
+        What is drawn meanwhile is drawn as when they are read, so that a run that was looked at goes on as it would have.
+        """
+        with self._streams(epoch, ids):
+            if self.skips:
+                ids = read_sound(self.source, ids).kept(ids)
+            if not len(ids):
+                return {}
+            own = getattr(self.source, "explain", None)
             begun_s = time.perf_counter()
-            self.augment(batch, Keys(self.seed, epoch, ids))
-            costs["augment"] = time.perf_counter() - begun_s
-        return costs
+            batch = self.source.read(ids)
+            costs: dict[str, float] = {"read": time.perf_counter() - begun_s} if own is None else dict(own(ids))
+            if self.augment is not None:
+                begun_s = time.perf_counter()
+                self.augment(batch, Keys(self.seed, epoch, ids))
+                costs["augment"] = time.perf_counter() - begun_s
+            return costs
+
+    def _streams(self, epoch: int, ids: np.ndarray) -> AbstractContextManager[None]:
+        seeds = not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
+        return _streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS)) if seeds else nullcontext()
 
 
 @contextmanager

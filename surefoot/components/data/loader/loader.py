@@ -110,22 +110,19 @@ class Loader:
 
     def __init__(self, feed: Feed, reader: Reader, settings: Settings | None = None, *, last: int | None = None) -> None:
         """`last` is the last step that will be asked for; without settings each step reads by itself."""
-        self.settings = settings = settings or Settings()
         self._feed, self._reader, self._last = feed, reader, last
         self.bad = BadRecords(len(feed.source), 0.0)
         self.tell: Callable[[Told], None] = lambda told: None
-        self._pilot = Pilot(settings.most) if settings.most else None
-        self._steps, self._last_take = Watch(), (0, 0.0, 0.0)
-        self._is_starving = False
+        self._pilot: Pilot | None = None
+        self._last_take = 0, 0.0, 0.0
         self._crew: Crew | None = None
         self._tickets: deque[_Ticket] = deque()  # in the order of the run
         self._given: dict[int, _Ticket] = {}  # serial -> what a worker still has
         self._jobs: Iterator[Job] = iter(())
         self._next, self._serial = 0, 0
-        self._depth = settings.workers * settings.prefetch
-        self.batch_bytes = 0  # of one microbatch, the largest so far
         self._slowest_s = 0.0  # of the batches so far
         self._in_vain = 0
+        self.use(settings or Settings())
 
     def take(self, number: int) -> Taken:
         """What step `number` reads. Raises what reading it raises, and BadRecordError for samples that no worker survives."""
@@ -187,7 +184,8 @@ class Loader:
         """Go on with other workers: what is read stays the same. `last` is the last step that will be asked for."""
         self.close()
         self._last = last or self._last
-        self.settings, self.batch_bytes = settings, 0
+        self.settings = settings
+        self.batch_bytes = 0  # of one microbatch, the largest so far
         self.__dict__.pop("kind", None)
         self._depth = settings.workers * settings.prefetch
         self._steps, self._is_starving = Watch(), False
