@@ -58,7 +58,6 @@ def expected() -> list[list[Any]]:
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Any:
     """No worker, thread, descriptor or shared memory of a test outlives it."""
-    gc.collect()
     resource_tracker.ensure_running()  # Python's own, which stays
     before = psutil.Process().num_fds()
     yield
