@@ -343,6 +343,7 @@ def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
     assert "planted" in said[0]
 
 
+@pytest.mark.slow  # a third of a minute
 def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algorithm_to_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ def verify_script(
     return verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", str(kills))
 
 
-@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("good", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_any_script_is_told_whether_it_goes_on_exactly(
     good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,10 +33,16 @@ def decode(sample: Sample, extension: str) -> Any:
     Images are uint8 (H, W, 3), npy an array, cls an int, txt a str, json what it holds, safetensors a dict of arrays. Raises DataError,
     with file, member and reason, for another extension, a damaged part and one that is too large; MissingExtra without Pillow.
     """
-    decoder = DECODERS.get(extension.rpartition(".")[2])
-    if decoder is None:
-        raise sample.fault(extension, "is of a kind that is not decoded", f"decoded are {', '.join(DECODERS)}")
-    return decoder(sample, extension)
+    return find_decoder(extension)(sample, extension)
+
+
+def find_decoder(extension: str) -> Decoder:
+    """What decodes parts of this extension; one that refuses them where nothing does."""
+    return DECODERS.get(extension.rpartition(".")[2], _refuse)
+
+
+def _refuse(sample: Sample, extension: str) -> Any:
+    raise sample.fault(extension, "is of a kind that is not decoded", f"decoded are {', '.join(DECODERS)}")
 
 
 def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
@@ -44,7 +50,7 @@ def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jp
 
     Raises MissingExtra without Pillow, DataError for a broken file or another size.
     """
-    return _decode_image(sample, extension, "JPEG", (width, height))
+    return _decode_image(sample, extension, kind="JPEG", size=(width, height))
 
 
 def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") -> int:
@@ -55,22 +61,24 @@ def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") ->
     return number
 
 
-def _decode_image(sample: Sample, extension: str, kind: str = "", size: tuple[int, int] | None = None) -> np.ndarray:
-    kind = kind or IMAGES[extension.rpartition(".")[2]]
+def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int, int] | None = None) -> np.ndarray:
     pillow = _pillow(kind)
     try:
-        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=[kind])
-        if size is not None and image.size != size:
-            raise sample.fault(extension, f"is an image of {image.size[0]} x {image.size[1]} pixels, not {size[0]} x {size[1]}")
-        if math.prod(image.size) > MOST_PIXELS:
-            raise sample.fault(
-                extension, f"is an image of {image.size[0]:,} x {image.size[1]:,} pixels, {MOST_PIXELS:,} are allowed"
-            )
-        if image.mode.startswith(("I", "F")):
-            raise sample.fault(
-                extension, f"has {image.mode} for its colours, and 8 bits a colour are read", "write it with 8 bits, or as npy"
-            )
-        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=(kind,))
+        width, height = image.size
+        if size is not None and (width, height) != size:
+            raise sample.fault(extension, f"is an image of {width} x {height} pixels, not {size[0]} x {size[1]}")
+        if width * height > MOST_PIXELS:
+            raise sample.fault(extension, f"is an image of {width:,} x {height:,} pixels, {MOST_PIXELS:,} are allowed")
+        if image.mode != "RGB":
+            if image.mode.startswith(("I", "F")):
+                raise sample.fault(
+                    extension,
+                    f"has {image.mode} for its colours, and 8 bits a colour are read",
+                    "write it with 8 bits, or as npy",
+                )
+            image = image.convert("RGB")
+        return np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, 3)
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow raises for damaged files
         reason = str(error) if "BytesIO" not in str(error) else f"no {kind} begins there"
         raise sample.fault(extension, f"is a broken {kind}: {reason}", "copy the file again") from None
@@ -137,9 +145,10 @@ def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
         raise sample.fault(extension, f"is no safetensors file: {error}", "copy the file again") from None
 
 
-DECODERS: dict[str, Callable[[Sample, str], Any]] = {
-    **dict.fromkeys(IMAGES, _decode_image), "npy": _decode_array, "cls": _decode_number, "txt": _decode_text, "json": _decode_json,
-    "safetensors": _decode_tensors,
+Decoder = Callable[[Sample, str], Any]
+DECODERS: dict[str, Decoder] = {
+    **{extension: functools.partial(_decode_image, kind=kind) for extension, kind in IMAGES.items()},
+    "npy": _decode_array, "cls": _decode_number, "txt": _decode_text, "json": _decode_json, "safetensors": _decode_tensors,
 }  # fmt: skip
 
 __all__ = ["DECODERS", "DataError", "decode", "decode_class", "decode_jpeg"]

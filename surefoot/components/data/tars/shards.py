@@ -112,9 +112,8 @@ def split_name(name: str) -> tuple[str, str]:
     >>> split_name("a.b/1.seg.png")
     ('a.b/1', 'seg.png')
     """
-    folder, slash, file = name.rpartition("/")
-    stem, _, extension = file.partition(".")
-    return f"{folder}{slash}{stem}", extension
+    dot = name.find(".", name.rfind("/") + 1)
+    return (name[:dot], name[dot + 1 :]) if dot >= 0 else (name, "")
 
 
 def complete(sample: Sample, needs: Sequence[str]) -> Sample:
