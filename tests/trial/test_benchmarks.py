@@ -50,6 +50,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     lengths.RESULTS: (lengths.render, measured.render_conditions),
     loaders_run.PHOTOS: (loaders_run.render_photos, measured.render_conditions),
+    loaders_run.CEILING: (loaders_run.render_photos, measured.render_conditions),
     loaders_run.GOING_ON: (loaders_run.render_going_on, measured.render_conditions),
     loaders_run.WAITING: (loaders_run.render_waiting, measured.render_conditions),
     data_run.RESULTS: (data_run.render, measured.render_conditions),

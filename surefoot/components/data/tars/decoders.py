@@ -117,7 +117,7 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
 
 def _decode_number(sample: Sample, extension: str, wanted: str = "a whole number of up to 9 digits") -> int:
     text = sample.parts[extension]
-    if not WHOLE_NUMBER.match(text):
+    if not (text.isdigit() and len(text) <= 9) and not WHOLE_NUMBER.match(text):
         raise sample.fault(extension, f"is {text[:20]!r}, not {wanted}")
     return int(text)
 

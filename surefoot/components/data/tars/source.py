@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import os
-import re
+import struct
 import tarfile
 import threading
 import time
@@ -22,7 +22,7 @@ from torch import Tensor
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars import decoders
 from surefoot.components.data.tars.far import find_remote, open_remote
-from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, KIND, MAGIC, NAME_BYTES, PREFIX, SIZE, says_little
+from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, says_little
 from surefoot.components.data.tars.index import Index, Tell, open_index
 from surefoot.components.data.tars.shards import Sample, complete, split_name
 from surefoot.contract.task import Guarantee
@@ -30,8 +30,9 @@ from surefoot.core.errors import DataError
 from surefoot.core.place import cache_folder
 
 MOST_OPEN = 64  # shards at a time
-OCTAL = re.compile(rb"[0-7]+[ \0]*")
-SIZE_ENDS, KINDS = SIZE + 12, FILES + EXTENDED
+HEADER = struct.Struct("100s 24x 12s 20x c 100x 5s 83x c")  # name, size, kind, magic, first of the prefix
+KINDS = frozenset(bytes([kind]) for kind in FILES + EXTENDED)
+SEVEN = ord("7")
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -128,9 +129,9 @@ class Tars:
 
     def _descriptor(self, shard: int, path: Path) -> Descriptor:
         with self._lock:
-            if shard in self._open:
+            if (held := self._open.get(shard)) is not None:
                 self._open.move_to_end(shard)
-                return self._open[shard]
+                return held
             while len(self._open) >= self.index.most_open(MOST_OPEN):
                 self._open.popitem(last=False)
         opened = Descriptor(self.index.open(shard))  # which fetches one that lies elsewhere, while other threads read on
@@ -186,12 +187,14 @@ def read_sample(path: Path, content: bytes) -> Sample:
     """The one sample whose members, headers and all, are `content`. Raises DataError where they are none."""
     sample, at, end = None, 0, len(content)
     while at + BLOCK <= end:
-        if not _is_plain(content, at):
+        name, size, kind, magic, prefix = HEADER.unpack_from(content, at)
+        digits = size.rstrip(b"\0 ")
+        if magic != b"ustar" or prefix != b"\0" or name[-1] or kind not in KINDS or not digits.isdigit() or max(digits) > SEVEN:
             return _read_slowly(path, content)
         first = at + BLOCK
-        last = first + int(content[at + SIZE : at + SIZE_ENDS].rstrip(b"\0 "), 8)
-        if content[at + KIND] != EXTENDED[0]:
-            sample = _add(path, sample, content[at : content.index(0, at)].decode("ascii", "replace"), content[first:last])
+        last = first + int(digits, 8)
+        if kind != EXTENDED:
+            sample = _add(path, sample, name[: name.index(0)].decode("ascii", "replace"), content[first:last])
         elif not says_little(content[first:last]):
             return _read_slowly(path, content)
         at = last + -last % BLOCK
@@ -200,21 +203,10 @@ def read_sample(path: Path, content: bytes) -> Sample:
     return sample
 
 
-def _is_plain(content: bytes, at: int) -> bool:
-    """Whether the header there says name and size as headers commonly do."""
-    return (
-        content.startswith(b"ustar", at + MAGIC)
-        and content[at + KIND] in KINDS
-        and not content[at + NAME_BYTES - 1]
-        and not content[at + PREFIX]
-        and OCTAL.fullmatch(content, at + SIZE, at + SIZE_ENDS) is not None
-    )
-
-
 def _add(path: Path, sample: Sample | None, name: str, content: bytes) -> Sample:
     key, extension = split_name(name)
     if sample is None:
-        sample = Sample(path, key)
+        return Sample(path, key, {extension: content})
     if sample.key != key or extension in sample.parts:
         raise DataError(
             f"{path} is not what it was when it was indexed: {name} follows {sample.key}",
