@@ -6,9 +6,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from surefoot.contract.spec import RunSpec
 
 
 def complete_spec(incomplete: str) -> list[str]:
@@ -29,6 +32,7 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a value, as in optim.lr=0.01; repeatable")
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")]
+RanksOption = Annotated[int | None, typer.Option("--ranks", metavar="N", help="so many processes of this host train together")]
 SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation")]
 DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
@@ -97,6 +101,17 @@ def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
 def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     """What a verb says while it works: a line on standard error, or nothing."""
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
+
+
+def launch_ranks(ranks: int, spec: RunSpec) -> int:
+    """Run this very command as so many ranks; gives the exit code."""
+    from surefoot.control.launch import launch
+    from surefoot.control.launch.local import without_ranks
+    from surefoot.core import layout
+
+    if ranks > 0:
+        layout.fit(ranks, spec.layout.replicate)
+    return launch(without_ranks(sys.argv[1:]), ranks, lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def print_json(row: dict[str, Any]) -> None:

@@ -49,6 +49,13 @@ class RunLock:
                 hint=hint_unwritten(error, "give another run folder"),
             ) from error
 
+    @classmethod
+    def following(cls, folder: Path, generation: int) -> Self:
+        """The lock that another process holds, for one that works with it: it can tell whether it still stands, and releases nothing."""
+        made = cls.__new__(cls)
+        made._path, made._descriptor, made._process, made.generation = folder / FILE, -1, os.getpid(), generation
+        return made
+
     def _open(self, folder: Path) -> None:
         while True:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

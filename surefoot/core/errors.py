@@ -12,7 +12,8 @@
         |-- NumbersError      4     non-finite or diverged numbers
         |-- StorageError      5     the run folder can no longer be written
         |-- BadRecordError    6     a record could not be read
-        `-- OutOfMemory       7     a step needed more memory than there is
+        |-- OutOfMemory       7     a step needed more memory than there is
+        `-- LostRank          8     another rank of the run is gone, or did not begin
 
 The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 129 ended by
 SIGHUP, 130 interrupted, 143 ended by SIGTERM.
@@ -153,3 +154,9 @@ class OutOfMemory(RunError):
     """A step, or an evaluation, needed more memory than there is."""
 
     exit_code = 7
+
+
+class LostRank(RunError):
+    """Another rank of the run is gone, or did not begin; the first that failed says why."""
+
+    exit_code = 8

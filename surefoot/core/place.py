@@ -8,13 +8,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from surefoot.core.errors import InputError
 
 # what a run records of its environment: the variables that can change numbers or speed
+LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 meets the others
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 RECORDED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
@@ -24,25 +25,56 @@ RECORDED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One process among `world_size`: `rank` over all hosts, `local_rank` on its own."""
+    """One process among `world_size`: `rank` over all hosts, `local_rank` on its own.
+
+    All of them meet at `meeting`:`port`, where rank 0 listens, by the socket `listens` if its launcher opened one; or the launcher does
+    (`has_agent`: torchrun). `restart` counts how often the launcher began them anew.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     host: str = "localhost"
+    meeting: str = ""
+    port: int = 0
+    listens: int | None = None
+    has_agent: bool = False
+    has_interface: bool = False
+    restart: int = 0
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether all ranks are on this host, as far as the address says."""
+        return self.meeting in ("localhost", "::1") or self.meeting.startswith("127.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK (torchrun's names).
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (torchrun's names).
 
-        Raises InputError when one is not a whole number or the rank lies outside the world.
+        Raises InputError when one is not a whole number, the rank lies outside the world, or several ranks have nowhere to meet.
         """
         values = {name: _whole(environ, name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))}
         if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
             raise InputError(f"RANK is {values['RANK']} in a world of {values['WORLD_SIZE']}", hint="ranks count from 0")
-        return cls(
+        here = cls(
             rank=values["RANK"], world_size=values["WORLD_SIZE"], local_rank=values["LOCAL_RANK"], host=socket.gethostname()
         )
+        if here.world_size == 1:
+            return here
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environ.get(name):
+                raise InputError(
+                    f"{name} is not set in a world of {here.world_size}",
+                    hint="surefoot train SPEC --ranks N and torchrun set it; by hand: the host of rank 0, and a free port of it",
+                )
+        port = _whole(environ, "MASTER_PORT", 0)
+        if not 0 < port < 1 << 16:
+            raise InputError(f"MASTER_PORT is {port}", hint="a port is a number from 1 to 65535")
+        return replace(
+            here, meeting=environ["MASTER_ADDR"], port=port, has_interface="GLOO_SOCKET_IFNAME" in environ,
+            listens=_whole(environ, LISTENS, 0) if LISTENS in environ else None,
+            has_agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", restart=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        )  # fmt: skip
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -85,6 +117,11 @@ def quiet_profiler() -> Callable[[], None]:
 def has_chosen_allocator() -> bool:
     """Whether the environment says how memory is to be allocated, or by what."""
     return any(name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES") for name in os.environ)
+
+
+def has_threads() -> bool:
+    """Whether the environment says how many threads a process computes with."""
+    return "OMP_NUM_THREADS" in os.environ
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ from torch import nn
 
 from surefoot.components import optim, precision
 from surefoot.components.compiler import Compiled, lay_channels_last
-from surefoot.components.data import Feed, Iterated, Keys, to_device
+from surefoot.components.data import Feed, Iterated, Keys, Share, to_device
 from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.data.loader import Read, Sound, Told, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, recompute
@@ -31,10 +31,12 @@ from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule_plan import build as build_schedule
 from surefoot.core.units import Duration
+from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
 from surefoot.train.evaluate import Reading, find_direction
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
 
 
@@ -97,7 +99,7 @@ class Assembly:
     def reading(self, tell: Callable[[Told], None]) -> Reading:
         """How an evaluation reads: with the workers that the steps have now."""
         settings = replace(self.engine.stepper.loader.settings, most=0)
-        return lambda source, batch, device: read_once(self.spec, source, batch, device, settings, tell)
+        return lambda source, batch, device, share: read_once(self.spec, source, batch, device, settings, tell, share)
 
     @property
     def noise(self) -> Noise | None:
@@ -140,10 +142,10 @@ class Assembly:
         )  # fmt: skip
 
 
-def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -> Assembly:
+def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, group: Group = ALONE) -> Assembly:
     """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
 
-    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know.
+    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know. `group` are the ranks that share it.
         Raises InputError of some kind for whatever cannot be run.
     """
     device = find_device(spec.train.device)
@@ -155,7 +157,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
-    feed = make_feed(spec, source)
+    feed = make_feed(spec, source, Share(group.rank, group.size))
     if spec.train.batchnorm != "keep":
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
@@ -201,8 +203,10 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None) -
     if policy.scaler is not None and spec.memory.update_in_backward:
         raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
     settings = make_settings(spec, source)
+    ranks = None if group.is_alone else Ranks(group, model, updates, joins_buffers=spec.layout.sync_buffers)
     stepper = Stepper(
-        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
+        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average,
+        ranks=ranks,
     )  # fmt: skip
     stepper.loader.use(settings, last=total_steps)
     if skips:

@@ -10,18 +10,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import Iterated, size_of, to_device
-from surefoot.components.metrics import Better, Mean
+from surefoot.components.data import WHOLE, Iterated, Share, size_of, to_device
+from surefoot.components.metrics import Better
 from surefoot.components.precision import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
+from surefoot.runtime.comm import ALONE, Group
+from surefoot.train import partial
 from surefoot.train.failure.blame import describe
+from surefoot.train.partial import Merged, Part
 from surefoot.train.quiet import untouched
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
-Reading = Callable[[Source, int, torch.device], Iterator[tuple[Batch, int]]]
+Reading = Callable[[Source, int, torch.device, Share], Iterator[tuple[Batch, int]]]
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
 
@@ -54,11 +57,13 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
-    precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None,
+    precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None, group: Group = ALONE,
 ) -> Evaluation:  # fmt: skip
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
-    `read` gives the batches with their samples, another way than one after another here.
+    `read` gives the batches with their samples, another way than one after another here. The ranks of `group` share the batches, whose
+    results are merged in the order of the batches: the same bits for any number of ranks. A metric of the user's own, which only it can
+    merge, and data that are read forwards are evaluated by every rank in whole.
 
     Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
     since its terms are those of one batch. Raises SpecError when `score` is no metric of the task, TaskError when the task's parts
@@ -67,31 +72,40 @@ def evaluate(
     started_s = time.perf_counter()
     total_samples = None if isinstance(source, Iterated) else len(source)  # an iterable's length is in batches
     size, num_samples = _batch_size(source, batch), 0
-    merged: dict[str, Metric] = {}
-    terms: dict[str, tuple[Mean, float]] = {}
+    shares = not group.is_alone and source.guarantee == "proven"
+    share = Share(group.rank, group.size) if shares else WHOLE
+    merged, mine = Merged(), list[Part]()
     compute = compute_context(precision, device)
     with untouched(model, task.state):
-        for inputs, count in (read or _counted)(source, size, device):
+        for inputs, count in (read or _counted)(source, size, device, share):
             with compute():
                 output, loss = _outcome(model, task, inputs)
-            if loss is not None:
-                for term in loss.terms:
-                    partial = Mean(term.total.detach().double(), term.count, "lower")
-                    old = terms.get(term.name)
-                    terms[term.name] = (partial if old is None else old[0].merge(partial), term.weight)
-            for name, metric in _metrics(task, output, inputs).items():
-                merged[name] = merged[name].merge(metric) if name in merged else metric
+            terms = (
+                ()
+                if loss is None
+                else tuple((each.name, each.total.detach().double(), each.count, each.weight) for each in loss.terms)
+            )
+            part = Part(count, terms, _metrics(task, output, inputs))
+            mine.append(part) if shares else merged.add(part)
             num_samples += count
             if tell is not None:
-                tell(num_samples, total_samples)
-    values = {name: metric.value() for name, metric in merged.items()}
-    chosen, better = _choose(score, merged)
-    for name, (mean, _) in terms.items():
+                tell(num_samples if total_samples is None else min(num_samples * share.size, total_samples), total_samples)
+    if shares:
+        gathered = partial.gather(mine, group)
+        if gathered is None:
+            return evaluate(
+                model, task, source, split=split, batch=batch, device=device, score=score, precision=precision, tell=tell, read=read
+            )  # fmt: skip
+        for part in gathered:
+            merged.add(part)
+    values = {name: metric.value() for name, metric in merged.metrics.items()}
+    chosen, better = _choose(score, merged.metrics)
+    for name, (mean, _) in merged.terms.items():
         check_count(name, mean.count)
-    means = [(mean.value(), weight) for mean, weight in terms.values()]
+    means = [(mean.value(), weight) for mean, weight in merged.terms.values()]
     total = sum(weight * value for value, weight in means if value is not None) if any(v is not None for v, _ in means) else None
-    units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.items()}
-    return Evaluation(split, num_samples, total, values, units, chosen, better, time.perf_counter() - started_s, precision)
+    units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.metrics.items()}
+    return Evaluation(split, merged.num_samples, total, values, units, chosen, better, time.perf_counter() - started_s, precision)
 
 
 def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:
@@ -102,11 +116,12 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
         yield to_device(source.read(ids), device)
 
 
-def _counted(source: Source, batch: int, device: torch.device) -> Iterator[tuple[Batch, int]]:
-    left = len(source)
-    for inputs in batches(source, batch, device):
-        yield inputs, size_of(inputs) if isinstance(source, Iterated) else min(batch, left)
-        left -= batch
+def _counted(source: Source, batch: int, device: torch.device, share: Share) -> Iterator[tuple[Batch, int]]:
+    for number, start in enumerate(range(0, len(source), batch)):
+        if number % share.size == share.rank:
+            ids = np.arange(start, min(start + batch, len(source)), dtype=np.int64)
+            inputs = to_device(source.read(ids), device)
+            yield inputs, size_of(inputs) if isinstance(source, Iterated) else len(ids)
 
 
 def _batch_size(source: Source, batch: int) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,7 +23,6 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core import signals
 from surefoot.core.errors import (
-    EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
     InputError,
@@ -32,10 +31,11 @@ from surefoot.core.errors import (
     SurefootError,
     TaskError,
 )
-from surefoot.train import environment, folder, preflight
+from surefoot.train import environment, folder, preflight, together
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.failure import blame, causes
+from surefoot.train.failure.ending import WHOLE, tell_outcome
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
@@ -44,8 +44,6 @@ from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
-
-WHOLE = ("finished", "the length of the run was reached")
 
 
 class Run:
@@ -101,6 +99,21 @@ class Run:
             ) from error
 
     def _begin(self) -> None:
+        self.group = group = self._opened.enter_context(together.joined(self.spec))
+        digest, choice, notes = group.settle(self._prepare)
+        together.check_alike(group, self.assembly, digest)
+        with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
+            chosen,
+            self._lock,
+        ):
+            self._opened.callback(self._lock.release)
+            self._open(chosen, digest, notes)
+        self._listen()
+        self._is_open = True
+        self._clock.switch(OTHER)
+
+    def _prepare(self) -> tuple[str, Callable[[], folder.Chosen], list[str]]:
+        """All that can go wrong before anything is written: the code's digest, what chooses the folder, and notes."""
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
         digest = folder.code_digest(task.importable, task.task)
@@ -109,15 +122,9 @@ class Run:
             is_fork=self._start is not None,
         )  # fmt: skip
         check_as_stated(choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
-        self.assembly: Assembly = assemble(self.spec, task)
+        self.assembly: Assembly = assemble(self.spec, task, group=self.group)
         self.model, self.task = self.assembly.model, task
-        notes = [*self.assembly.notes, *preflight.check(self.assembly)]
-        with folder.taken(choice, environment.as_run(self.spec) if self._start is None else None) as (chosen, self._lock):
-            self._opened.callback(self._lock.release)
-            self._open(chosen, digest, notes)
-        self._listen()
-        self._is_open = True
-        self._clock.switch(OTHER)
+        return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly)]
 
     def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
@@ -125,19 +132,18 @@ class Run:
         course = self.assembly.course
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
-        checkpoint.clear_drafts(self.folder)
+        if self.group.is_first:
+            checkpoint.clear_drafts(self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
-        self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent)
+        self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
         troubles = self._resume(chosen) if begun is None else []
-        first = [] if begun is None else self._commit_first(begun)
-        tensorboard = TensorBoard(
-            self.folder / "tensorboard",
-            wanted=self.spec.observe.tensorboard,
-            purge_step=self.step + 1 if chosen.is_again else None,
-        )
-        journal = Journal(self.folder)
+        first = [] if begun is None or not self.group.is_first else self._commit_first(begun)
+        self._home = home = together.home_of(self.group, self.folder)
+        wanted = self.spec.observe.tensorboard if self.group.is_first else False
+        tensorboard = TensorBoard(home / "tensorboard", wanted=wanted, purge_step=self.step + 1 if chosen.is_again else None)
+        journal = Journal(home)
         self._opened.callback(journal.abandon)
-        self._ledger = ledger.Ledger(self.folder, plan_of(self.assembly.feed), self.generation)
+        self._ledger = together.open_ledger(self.group, self.folder, self.assembly, self.generation)
         self._opened.callback(self._ledger.close)
         self._ends_window = course.rhythm(self.spec.observe.every)
         self._clock = self.assembly.engine.stepper.clock
@@ -147,12 +153,14 @@ class Run:
         said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *self.assembly.said)
         told = environment.as_run(self.spec), digest, (*said, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
-        console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=self._quiet, done_steps=self.step)
+        together.let_follow(self.group)
+        is_quiet = self._quiet or not self.group.is_first
+        console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=is_quiet, done_steps=self.step)
         self._opened.callback(console.close)
         compiling = watch(self.assembly.engine.compiled, self.spec.compile)
         self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling)
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
-        self.profiling = Profiling(self.folder, self.assembly, console.say)
+        self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         for trouble in troubles:
             self._telling.fault(self._guard.damaged_commit(self.step, trouble))
@@ -197,6 +205,7 @@ class Run:
         begun = begin(start, self.assembly)
         if begun.saved is not None:
             self._take(begun.step, begun.saved)
+        if begun.saved is not None and self.group.is_first:
             ledger.begin_fork(start.run, self.folder, plan_of(self.assembly.feed), begun.step)
         return begun
 
@@ -254,16 +263,16 @@ class Run:
             self.evaluate(owed)
         self._first_step = self.step + 1
         self._meter.restart_clock()
-        take_step = stepping(self.assembly, self._telling, self.folder)
+        take_step = stepping(self.assembly, self._telling, self._home)
         self._clock.begin_steps()
-        while self._stop is None and not self._is_over(total):
+        while not self._is_to_end(total):
             number = self.step + 1
             try:
                 report = take_step(number)
             except (Exception, SystemExit) as error:
                 if self._is_leaving:
                     raise
-                raise blame.as_run_error(error, f"step {number}:") from error
+                raise blame.as_run_error(error, f"{self.group.place}step {number}:") from error
             self.step = number
             self._ledger.add(number, stepper.consumed)
             self.num_samples += report.num_samples
@@ -282,10 +291,12 @@ class Run:
         self._close_window()
         self._stop = self._stop or WHOLE
 
-    def _is_over(self, total: int | None) -> bool:
-        if total is not None:
-            return self.step >= total
-        return self._before_s + time.perf_counter() - self.started_s >= self.assembly.course.length.value
+    def _is_to_end(self, total: int | None) -> bool:
+        """Whether no step follows, as all ranks agree."""
+        passed_s = self._before_s + time.perf_counter() - self.started_s
+        is_late = total is None and passed_s >= self.assembly.course.length.value
+        self._stop, self._stop_code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late)
+        return self._stop is not None or is_late or (total is not None and self.step >= total)
 
     def _close_window(self) -> None:
         with self._clock.within(LOGGING):
@@ -341,7 +352,7 @@ class Run:
                     self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=self.assembly.engine.policy.compute,
                     tell=functools.partial(self._evaluating, name),
-                    read=self.assembly.reading(self._telling.of_evaluation(name, self.step)),
+                    read=self.assembly.reading(self._telling.of_evaluation(name, self.step)), group=self.group,
                 )  # fmt: skip
         except (Exception, SystemExit) as error:
             if self._is_leaving:
@@ -365,7 +376,12 @@ class Run:
 
     @property
     def _is_preempted(self) -> bool:
-        return self._stop is not None and self._stop[0] == "interrupted" and self._stop_code != EXIT_INTERRUPTED
+        return (
+            self.group.is_alone
+            and self._stop is not None
+            and self._stop[0] == "interrupted"
+            and self._stop_code != EXIT_INTERRUPTED
+        )
 
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
         """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
@@ -471,24 +487,8 @@ class Run:
             self._close_window()
 
     def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
-        if isinstance(error, KeyboardInterrupt):
-            return "interrupted", f"interrupted at once by Ctrl-C after step {self.step}", EXIT_INTERRUPTED
-        if isinstance(error, SurefootError):
-            return "failed", error.message, error.exit_code
-        if isinstance(error, Exception):
-            made = blame.as_run_error(error, f"after step {self.step}:")
-            return "failed", made.message, made.exit_code
-        if isinstance(error, SystemExit) and self._stop is not None and error.code == self._stop_code:
-            return *self._stop, self._stop_code
-        if isinstance(error, SystemExit):
-            code = blame.find_exit_code(error)
-            return "failed" if code else "stopped", f"SystemExit: {error.code}, after step {self.step}", code
-        if error is not None:
-            return "failed", f"{type(error).__name__} after step {self.step}", EXIT_INTERNAL
-        if self._stop is None and self.step != self.assembly.course.total_steps:
-            return "stopped", f"the loop was left at step {self.step}", EXIT_OK
-        outcome, cause = self._stop or WHOLE
-        return outcome, cause, self._stop_code if outcome == "interrupted" else EXIT_OK
+        total = self.assembly.course.total_steps
+        return tell_outcome(error, step=self.step, stop=self._stop, stop_code=self._stop_code, total_steps=total)
 
 
 def drive(run: Run) -> None:

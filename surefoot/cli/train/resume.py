@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgument, SetOption, StepsOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    RanksOption,
+    RunArgument,
+    SetOption,
+    StepsOption,
+    TracebackOption,
+)
 
 if TYPE_CHECKING:
     from surefoot.train.resume.start import Start
@@ -25,7 +34,7 @@ def resume(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
     set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+    ranks: RanksOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Go on with a run, or begin another one where it stood.
 
@@ -55,6 +64,8 @@ def resume(
         changes.check_fork(found)
     if fork is not None:
         _check_new(fork)
+    if ranks is not None:
+        return options.launch_ranks(ranks, after)
     is_named = start is None or fork is not None
     folder = fork if fork is not None else run
     return finish(

@@ -11,6 +11,7 @@ from surefoot.cli.options import (
     DataOption,
     JsonOption,
     QuietOption,
+    RanksOption,
     RunOption,
     SeedOption,
     SetOption,
@@ -32,15 +33,18 @@ def train(
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="DIR", help="begin with what fits of the weights of a run or an import")
     ] = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+    ranks: RanksOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Train a task and print how it ended.
 
-    The folder of the run holds its spec, its events and its weights; train the same --run again to go on.
+    The folder of the run holds its spec, its events and its weights; train the same --run again to go on. With --ranks it is trained by
+    so many processes of this host, to the same numbers.
     """
     from surefoot.contract import spec_file
 
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
+    if ranks is not None:
+        return options.launch_ranks(ranks, origin.spec)
 
     from surefoot.train.run import Run
 
@@ -67,6 +71,8 @@ def finish(attempt: Run, *, json: bool) -> int:
 
     with attempt:
         drive(attempt)
+    if not attempt.group.is_first:
+        return attempt.exit_code
     if json:
         options.print_json(attempt.summary)
     else:

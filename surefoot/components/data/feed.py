@@ -38,18 +38,39 @@ class Piece(NamedTuple):
     batch: int
 
 
+class Share(NamedTuple):
+    """Which part of each step a rank reads: part `rank` of `size`, microbatches in a row."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, count: int) -> tuple[int, int]:
+        """The first of `count` microbatches that is this rank's, and the one after its last.
+
+        >>> [Share(rank, 3).of(4) for rank in range(3)]
+        [(0, 2), (2, 3), (3, 4)]
+        """
+        return -(-count * self.rank // self.size), -(-count * (self.rank + 1) // self.size)
+
+
+WHOLE = Share()
+
+
 class Feed:
     """Step -> samples. A pure function of (order, batch, ramp), so the sequence does not change with workers or restarts.
 
     `ramp` holds (samples, batch): from so many samples on, counted over all epochs, a step has that batch; the last one is `batch`.
+    Without `microbatch` a step is cut into one for each rank; `share` is this rank's part of them.
     `drop_last` leaves out the short last batch of an epoch; `dropped` says how many samples that is. It goes without a ramp alone.
     """
 
     def __init__(
         self, source: Source, order: Order, *, batch: int, microbatch: int | None = None, drop_last: bool = False, ramp: Ramp = (),
+        share: Share = WHOLE,
     ) -> None:  # fmt: skip
         self.source, self.order, self.batch, self.ramp = source, order, batch, ramp
-        self.microbatch = microbatch or batch
+        self.share, self._is_cut = share, microbatch is not None
+        self.microbatch = microbatch or -(-batch // share.size)
         n = order.n
         self.dropped = n % batch if drop_last else 0
         self._end = n - self.dropped
@@ -98,10 +119,17 @@ class Feed:
         self._block_start = start
 
     def microbatches(self, window: Window) -> list[np.ndarray]:
-        """The ids of each microbatch of a step; the last one may be short."""
-        if len(window.ids) <= self.microbatch:
+        """The ids of each microbatch of a step, for all ranks; the last one may be short."""
+        size = self.microbatch if self._is_cut or self.share.size == 1 else -(-len(window.ids) // self.share.size)
+        if len(window.ids) <= size:
             return [window.ids]
-        return [window.ids[at : at + self.microbatch] for at in range(0, len(window.ids), self.microbatch)]
+        return [window.ids[at : at + size] for at in range(0, len(window.ids), size)]
+
+    def mine(self, window: Window) -> tuple[int, list[np.ndarray]]:
+        """The microbatches of a step that are this rank's, and the number of the first one among all. A short step may leave it none."""
+        cut = self.microbatches(window)
+        first, last = self.share.of(len(cut))
+        return first, cut[first:last]
 
     @property
     def num_unlike(self) -> int:

@@ -23,6 +23,7 @@ from surefoot.contract.spec.tables import (
     EvaluateTable,
     FaultTable,
     LaterTable,
+    LayoutTable,
     LoaderTable,
     MemoryTable,
     ObserveTable,
@@ -70,7 +71,7 @@ class RunSpec(Table):
     precision: PrecisionTable = PrecisionTable()
     compile: CompileTable = CompileTable()
     memory: MemoryTable = MemoryTable()
-    layout: LaterTable = LaterTable()
+    layout: LayoutTable = LayoutTable()
     checkpoint: CheckpointTable = CheckpointTable()
     stability: StabilityTable = StabilityTable()
     observe: ObserveTable = ObserveTable()

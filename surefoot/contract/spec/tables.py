@@ -355,5 +355,15 @@ class FaultTable(Table):
     )
 
 
+class LayoutTable(Table):
+    """Ranks per axis. How many ranks there are, the launcher says."""
+
+    replicate: Positive | None = Field(
+        None, description="ranks that hold the same weights and read other samples; none: all that there are"
+    )
+    sync_buffers: bool = Field(True, description="BatchNorm's statistics as one process would have them; else rank 0's")
+    timeout: float = Field(1800.0, gt=0, description="seconds that a rank waits in a collective before it gives up")
+
+
 class LaterTable(Table):
     """A table whose name is taken and whose room is not built yet: it has no keys."""

@@ -15,6 +15,7 @@ from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
+from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.resume.state import CLOCK, LiveState
@@ -23,8 +24,11 @@ from surefoot.train.resume.state import CLOCK, LiveState
 class Keeper:
     """Saves one run into its folder, and loads it back."""
 
-    def __init__(self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None) -> None:
-        self._folder, self._lock, self._assembly, self.parent = folder, lock, assembly, parent
+    def __init__(
+        self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None, group: Group = ALONE
+    ) -> None:  # fmt: skip
+        """Of several ranks the first one saves; all of them load."""
+        self._folder, self._lock, self._assembly, self.parent, self._group = folder, lock, assembly, parent, group
         self._table = table = assembly.spec.checkpoint
         every = None if table.every == "never" else Duration.parse(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
@@ -75,6 +79,9 @@ class Keeper:
         `copied` the state may change once this returns, also by what leaves no trace (`Tensor.data`).
         """
         self.settle(tell, wait=True)
+        if not self._group.is_first:
+            self.saved_step, self._asked = step, False
+            return
         if step == self.saved_step == 0 and not asked:
             return
         self._asked, self._last_s = False, time.monotonic()
@@ -171,7 +178,7 @@ class Keeper:
     def resume(self) -> tuple[dict[str, Any] | None, int, list[str]]:
         """Load the newest whole commit: what was saved beside it (None where there is none), its step, and what was damaged."""
         found: dict[str, Any] = {}
-        lost, forget = self._fetch(), self._assembly.spec.fault.forget
+        lost, forget = self._fetch() if self._group.is_first else [], self._assembly.spec.fault.forget
         adapt = self._state.forgetting(forget) if forget else None
 
         def load(commit: Commit) -> None:
@@ -179,9 +186,15 @@ class Keeper:
             found.update(self._state.restore(commit, adapt))
             self.parent = commit.manifest.parent
 
-        step, troubles = checkpoint.newest_loadable(self._folder, load)
+        if self._group.is_first:
+            step, troubles = checkpoint.newest_loadable(self._folder, load)
+            self._retain()  # what a kill between a commit and this left over: where the run is at its end, no save follows
+            self._group.from_first(str(step or 0))
+        else:
+            step, troubles = int(self._group.from_first("")) or None, []
+            if step is not None:
+                load(Commit(self._folder, step))
         self.saved_step = step or 0
-        self._retain()  # what a kill between a commit and this left over: where the run is at its end, no save follows
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:

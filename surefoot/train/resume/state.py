@@ -140,7 +140,9 @@ class LiveState:
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.course.schedule.state(),
-            "microbatch": self._assembly.feed.microbatch,
+            "microbatch": self._assembly.feed.microbatch
+            if self._assembly.feed.share.size == 1
+            else None,  # else cut for each rank
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in held.extra.items()},
             "buffers": held.buffers,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from surefoot.components.data import Feed, Iterated, Order, as_source, size_of
+from surefoot.components.data import WHOLE, Feed, Iterated, Order, Share, as_source, size_of
 from surefoot.components.data.lengths import check_ramp
 from surefoot.components.data.loader import Ahead, Loader, Reader, Settings, Told
 from surefoot.components.data.loader.pilot import find_most
@@ -51,7 +52,7 @@ def _failed_data(split: str, error: BaseException) -> TaskError:
     )
 
 
-def make_feed(spec: RunSpec, source: Source) -> Feed:
+def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
     train, batch = spec.train, spec.train.batch
     if isinstance(source, Iterated):
@@ -68,13 +69,33 @@ def make_feed(spec: RunSpec, source: Source) -> Feed:
             )
     if train.ramp:
         check_ramp(spec, source)
+    if share.size > 1:
+        _check_shares(spec, source, share.size)
     shuffles = spec.data.shuffle and source.guarantee == "proven"
     order = Order(len(source), train.seed, shuffle=shuffles)
     if spec.data.window is not None:
         order = replace(order, chunk=_chunk_of(spec, source), window=spec.data.window)
     return Feed(
-        source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp
+        source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp,
+        share=share,
     )  # fmt: skip
+
+
+def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
+    """Raise SpecError where the samples of a step cannot be dealt to so many ranks."""
+    if source.guarantee != "proven":
+        raise SpecError(
+            f"{num_ranks} ranks share the samples of each step, and the source is read in its own order: {source.describe()}",
+            hint="give a source whose samples have numbers, or train on one rank",
+        )
+    smallest = min((spec.train.batch, *(batch for _, batch in spec.train.ramp)))
+    pieces = smallest if spec.train.microbatch is None else -(-smallest // spec.train.microbatch)
+    if pieces < num_ranks:
+        cut = "" if spec.train.microbatch is None else f" in microbatches of {spec.train.microbatch}"
+        raise SpecError(
+            f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} piece{'s' * (pieces != 1)} to compute",
+            hint=f"use fewer ranks, or train.microbatch = {max(1, smallest // num_ranks)} or less",
+        )
 
 
 def _chunk_of(spec: RunSpec, source: Source) -> int:
@@ -87,13 +108,22 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
 
 
 def read_once(
-    spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None]
+    spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None],
+    share: Share = WHOLE,
 ) -> Iterator[tuple[Batch, int]]:  # fmt: skip
     """Every sample of a source once, in order, `batch` at a time, with the number of samples; read ahead as `settings` say.
 
+    Of several ranks each reads every so manieth batch.
+
     What cannot be read is left out where `data.on_bad` says so; `tell` hears of it, and of workers that were lost.
     """
-    feed = Feed(source, Order(len(source), 0, shuffle=False), batch=batch)
+    num_batches = -(-len(source) // batch)
+    mine = len(range(share.rank, num_batches, share.size))
+    has_last = mine > 0 and (num_batches - 1) % share.size == share.rank
+    num_samples = mine * batch - (num_batches * batch - len(source) if has_last else 0)
+    if num_samples == 0:
+        return
+    feed = Feed(source, _EveryNth(num_samples, 0, shuffle=False, batch=batch, share=share), batch=batch)
     steps = feed.steps_per_epoch or 0
     plain = steps < LEAST_BATCHES or isinstance(source, Iterated)
     loader = Loader(feed, Reader(source, None, 0), Settings() if plain else settings, last=steps)
@@ -106,6 +136,18 @@ def read_once(
             taken = loader.take(number)
             for inputs in ahead.take(taken, loader.peek):
                 yield inputs, size_of(inputs) if isinstance(source, Iterated) else taken.num_samples
+
+
+@dataclass(frozen=True)
+class _EveryNth(Order):
+    """In order, and of `share.size` batches the one that is this rank's."""
+
+    batch: int = 1
+    share: Share = WHOLE
+
+    def permutation(self, epoch: int) -> Any:
+        rank, size = self.share
+        return lambda positions: (positions // self.batch * size + rank) * self.batch + positions % self.batch
 
 
 def make_settings(spec: RunSpec, source: Source) -> Settings:

@@ -30,6 +30,7 @@ from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError, NumbersError, TaskError
 
 if TYPE_CHECKING:
+    from surefoot.train.step.ranks import Ranks
     from surefoot.train.step.whole import WholeStep
 
 Count = float | Tensor
@@ -53,8 +54,9 @@ class Stepper:
 
     def __init__(
         self, *, model: Any, task: Resolved, feed: Feed, updates: list[LiveUpdate], seed: int, device: torch.device,
-        policy: Policy = PLAIN, average: WeightAverage | None = None,
+        policy: Policy = PLAIN, average: WeightAverage | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
+        self.ranks = ranks
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
@@ -80,6 +82,7 @@ class Stepper:
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
         self.saw: Callable[[Batch], None] | None = None  # told of every batch before it is computed with
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
+        self._first = 0  # the number of this rank's first microbatch of the step
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -88,15 +91,17 @@ class Stepper:
         started_ns = self.clock.switch(DATA)
         self.has_moved = False
         taken = self.loader.take(number)
-        if not taken.batches:
+        if not taken.batches and self.ranks is None:
             raise BadRecordError(
                 f"none of the {len(taken.window.ids)} samples can be read", hint="use larger batches, or mend the data"
             )
         batches = self._place(taken, self.loader.peek)
-        self.consumed, num_samples = taken.window.ids, taken.num_samples
+        self.consumed, num_samples, self._first = taken.window.ids, taken.num_samples, taken.first
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else num_samples
+        if self.ranks is not None:
+            self.ranks.begin(num_samples)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
@@ -119,6 +124,9 @@ class Stepper:
             overflowed = overflowed | did_overflow
             rate = update.guarded.groups[0]["lr"]
             num_done += 1
+        if self.ranks is not None:
+            self.ranks.end()
+            num_samples = self.ranks.num_samples
         if applied is not True:
             self._buffers.put_back_unless(applied)
         if self._average is not None:
@@ -189,8 +197,10 @@ class Stepper:
             done = self._as_one_graph(self.whole, update.name, number, batches[0], totals)
             if done is not None:
                 return *done, False
-        counts = self._known_counts(batches)
-        scale = 2.0 ** -round(math.log2(max(1, sum(map(size_of, batches))))) if len(batches) > 1 and counts is None else None
+        counts = self._known_counts(batches, update.name)
+        is_split = len(batches) > 1 or self.ranks is not None
+        num_samples = sum(map(size_of, batches)) if self.ranks is None else len(self.consumed)  # the same on every rank
+        scale = 2.0 ** -round(math.log2(max(1, num_samples))) if is_split and counts is None else None
         # a GAN's generator must not leave gradients in the critic
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
@@ -198,11 +208,11 @@ class Stepper:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
-                self._seed_draws(number, position, index)
+                self._seed_draws(number, self._first + position, index)
                 with self.policy.context():
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
-                if len(batches) > 1:
+                if is_split:
                     check_splittable(update.name, loss, counts is not None)
                 factors = [self._factor(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
@@ -210,10 +220,15 @@ class Stepper:
                     named = f"step {number}: the loss of update {update.name}"
                     return *self._update_in_backward(update.in_backward, terms, factors, named), False
                 switch(BACKWARD)
+                if self.ranks is not None and position == len(batches) - 1:
+                    self.ranks.replicas[index].arm()
                 backward([term.total for term in terms], factors, inputs)
                 _add(mine, terms)
                 if self.noise is not None and position == 0:
                     first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
+        if self.ranks is not None:
+            self.ranks.replicas[index].finish()
+            mine = self.ranks.add(update.name, mine)
         switch(OPTIMISER)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:
@@ -275,14 +290,24 @@ class Stepper:
         with self.eager(), look:
             yield
 
-    def _known_counts(self, batches: list[Batch]) -> Mapping[str, float] | float | None:
+    def _known_counts(self, batches: list[Batch], update: str = "") -> Mapping[str, float] | float | None:
         """The counts of the whole global batch where the task knows them before the forward pass, else None."""
-        if len(batches) == 1 or self._task.counts is None:
+        if self._task.counts is None or (len(batches) == 1 and self.ranks is None):
             return None
         counted: list[Any] = [self._task.counts(batch) for batch in batches]
+        if self.ranks is not None:
+            return self._counts_of_all(self.ranks, update, counted)
         if isinstance(counted[0], Mapping):
             return {name: float(sum(each[name] for each in counted)) for name in counted[0]}
         return float(sum(counted))
+
+    @staticmethod
+    def _counts_of_all(ranks: Ranks, update: str, counted: list[Any]) -> Mapping[str, float] | float:
+        """The same over all ranks, of which one may have no batch."""
+        rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
+        names = rows[0] if rows else {}
+        found = ranks.totals.add_counts(update, [(name, float(sum(row[name] for row in rows))) for name in names])
+        return found[""] if list(found) == [""] else found
 
     def _remaining_factor(
         self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None, name: str, number: int

@@ -23,11 +23,12 @@ DRAWS = 0x64726177  # sets these draws apart from the run's others
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One microbatch of the step numbered `number`, from 1: samples `ids` (int64) of its window."""
+    """One microbatch of the step numbered `number`, from 1: samples `ids` (int64) of its window; `first`: see Taken."""
 
     number: int
     window: Window
     ids: np.ndarray
+    first: int = 0
 
 
 @dataclass(frozen=True, eq=False)

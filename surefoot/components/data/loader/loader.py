@@ -84,25 +84,29 @@ class _Ticket:
 
 
 class Taken(NamedTuple):
-    """What step `number` reads: its window, and a batch for each microbatch that has samples, with their `ids`."""
+    """What step `number` reads here: its window, and a batch for each microbatch of this rank that has samples, with their `ids`.
+
+    `first` is the number of the first of them among those of all ranks.
+    """
 
     number: int
     window: Window
     batches: list[Batch]
     ids: list[np.ndarray]
     bad: tuple[Bad, ...] = ()
+    first: int = 0
 
     @classmethod
-    def of(cls, number: int, window: Window, cut: Iterable[np.ndarray], reads: Iterable[Read]) -> Self:
+    def of(cls, number: int, window: Window, cut: Iterable[np.ndarray], reads: Iterable[Read], first: int = 0) -> Self:
         """The reads of the microbatches of a step, whose samples `cut` holds."""
         kept = [(read.batch, read.kept(ids)) for ids, read in zip(cut, reads, strict=True) if read.batch is not None]
         bad = tuple(bad for read in reads for bad in read.bad)
-        return cls(number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad)
+        return cls(number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad, first)
 
     @property
     def num_samples(self) -> int:
         """The samples that are there."""
-        return len(self.window.ids) - len(self.bad)
+        return sum(map(len, self.ids))
 
 
 class Loader:
@@ -162,8 +166,8 @@ class Loader:
     def read(self, number: int) -> Taken:
         """The same, read here and now, whoever else reads what."""
         window = self._feed.window(number - 1)
-        cut = self._feed.microbatches(window)
-        return Taken.of(number, window, cut, [self._reader(window.epoch, ids) for ids in cut])
+        first, cut = self._feed.mine(window)
+        return Taken.of(number, window, cut, [self._reader(window.epoch, ids) for ids in cut], first)
 
     def _leave_out(self, taken: Taken) -> None:
         for each in self.bad.add(taken.bad):
@@ -235,8 +239,9 @@ class Loader:
     def _jobs_from(self, number: int) -> Iterator[Job]:
         while self._last is None or number <= self._last:
             window = self._feed.window(number - 1)
-            for ids in self._feed.microbatches(window):
-                yield Job(number, window, ids)
+            first, cut = self._feed.mine(window)
+            for ids in cut:
+                yield Job(number, window, ids, first)
             number += 1
 
     def _top_up(self) -> None:
@@ -384,7 +389,8 @@ class Loader:
 
     def _tell_starving(self, number: int, seen: Seen) -> None:
         window = self._feed.window(number - 1)
-        ids = self._feed.microbatches(window)[0]
+        _, cut = self._feed.mine(window)
+        ids = (cut or [window.ids])[0]
         costs = self._reader.explain(window.epoch, ids)
         total_s = sum(costs.values()) or 1.0
         causes = ", ".join(f"{name} {cost / total_s:.0%}" for name, cost in sorted(costs.items(), key=lambda each: -each[1]))
@@ -412,7 +418,8 @@ class Loader:
 
 
 def _joined(number: int, tickets: list[_Ticket]) -> Taken:
-    return Taken.of(number, tickets[0].job.window, [each.job.ids for each in tickets], [each.read for each in tickets])
+    job = tickets[0].job
+    return Taken.of(number, job.window, [each.job.ids for each in tickets], [each.read for each in tickets], job.first)
 
 
 def bytes_of(batch: Batch) -> int:

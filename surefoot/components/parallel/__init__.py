@@ -1,0 +1,7 @@
+"""A model on several ranks, so that the numbers stay those of one."""
+
+from surefoot.components.parallel.norms import JoinedBuffers
+from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.totals import Totals
+
+__all__ = ["JoinedBuffers", "Replicas", "Totals"]

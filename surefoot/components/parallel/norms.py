@@ -1,0 +1,113 @@
+"""Buffers that a forward pass changes, over ranks: BatchNorm's statistics become those of one process that saw all microbatches.
+
+One process moves a running statistic x once for each microbatch, x <- (1 - a) x + a s: a map that is linear in x. A rank that starts
+from the same x and sees k of m microbatches in a row ends with (1 - a)^k x + c, and what c is follows from where it ended. So all of
+them in their order give (1 - a)^m x + the sum over ranks of (1 - a)^(the microbatches after that rank's) c.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from surefoot.runtime.comm import Group
+
+Slot = tuple[nn.Module, str]
+
+
+class JoinedBuffers:
+    """Called before and after the forward passes of a step, by every rank. Buffers that are no running statistics become rank 0's."""
+
+    def __init__(self, model: nn.Module, group: Group, *, joins_norms: bool = True) -> None:
+        """Without `joins_norms` running statistics become rank 0's, too."""
+        self._group = group
+        norms = [
+            module
+            for module in model.modules()
+            if joins_norms and isinstance(module, _NormBase) and module.running_mean is not None
+        ]
+        self._norms = [module for module in norms if isinstance(module.num_batches_tracked, Tensor)]
+        known = {(id(module), name) for module in self._norms for name in ("running_mean", "running_var", "num_batches_tracked")}
+        self._others = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if (id(module), name) not in known and buffer is not None
+        ]
+        self._live: list[Slot] | None = None  # those of the others that change
+        self._before: list[Tensor] = []
+        self._others_before: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take note of what they hold."""
+        self._before = [each.clone() for each in self._statistics()]
+        if self._live is None:
+            self._others_before = [getattr(*slot).clone() for slot in self._others]
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Make them those of all ranks."""
+        if self._norms:
+            self._join_norms()
+        if self._live is None:
+            self._live = self._find_live()
+        if self._live:
+            self._group.copy_from_first([getattr(*slot) for slot in self._live])
+
+    def _statistics(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for norm in self._norms:
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            assert norm.num_batches_tracked is not None
+            found += [norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        return found
+
+    def _join_norms(self) -> None:
+        group, now = self._group, self._statistics()
+        counters = torch.stack([each.to(torch.int64) for each in now[2::3]]).to(group.device)
+        before = torch.stack([each.to(torch.int64) for each in self._before[2::3]]).to(group.device)
+        seen = group.gather(counters - before)  # (ranks, norms)
+        total, until = seen.sum(0), seen[: group.rank + 1].sum(0)
+        mine = seen[group.rank]
+        parts = []
+        for place, norm in enumerate(self._norms):
+            stays, kept_here, follows = self._weights(
+                norm, int(before[place]), int(mine[place]), int(until[place]), int(total[place])
+            )
+            for offset in (0, 1):
+                was, ended = self._before[3 * place + offset], now[3 * place + offset]
+                part = (ended.double() - kept_here * was.double()) * follows
+                if group.is_first:
+                    part += stays * was.double()
+                parts.append(part.view(-1))
+        flat = group.add(torch.cat(parts).to(group.device))
+        for place, part in enumerate(torch.split(flat, [each.numel() for each in parts])):
+            now[3 * (place // 2) + place % 2].copy_(part.view_as(now[3 * (place // 2) + place % 2]))
+        for counter, was, more in zip(now[2::3], before, total, strict=True):
+            counter.copy_(was + more)
+
+    @staticmethod
+    def _weights(norm: _NormBase, before: int, mine: int, until: int, total: int) -> tuple[float, float, float]:
+        """What is left of the statistic: after all microbatches, after this rank's alone; and of this rank's share at the end."""
+        if norm.momentum is not None:
+            stays = 1.0 - norm.momentum
+            return stays**total, stays**mine, stays ** (total - until)
+        if before + total == 0:
+            return 1.0, 1.0, 0.0
+        kept = before / (before + mine) if before + mine else 1.0  # the mean of all, each microbatch as much as any other
+        return before / (before + total), kept, (before + mine) / (before + total)
+
+    def _find_live(self) -> list[Slot]:
+        """Those that changed on any rank in the first step."""
+        changed = [
+            float(getattr(*slot) is not was and not torch.equal(getattr(*slot), was))
+            for slot, was in zip(self._others, self._others_before, strict=True)
+        ]
+        self._others_before = []
+        if not changed:
+            return []
+        told = self._group.add(torch.tensor(changed, device=self._group.device)).tolist()
+        return [slot for slot, is_live in zip(self._others, told, strict=True) if is_live]

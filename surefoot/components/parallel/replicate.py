@@ -1,0 +1,178 @@
+"""Data parallel: every rank holds the same weights, reads other samples, and the gradients are summed while the backward pass goes on.
+
+Li et al., PyTorch Distributed (VLDB 2020): gradients go in buckets, in the order in which a backward pass gives them, each as soon as
+the last of it is there. What is summed here are sums, not means: the step divides once, by the count of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from surefoot.runtime.comm import Group
+
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
+Wait = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are sent at once: `flat` holds them one behind the other, and after them a 1 for each that this rank has."""
+
+    parameters: list[Tensor]
+    flat: Tensor
+    views: list[Tensor]
+    presence: Tensor
+    there: list[bool] = field(default_factory=list)  # which of them are in `flat`
+    num_missing: int = 0
+    wait: Wait | None = None
+
+
+class Replicas:
+    """Sums the gradients of `parameters` over the ranks of `group`.
+
+    `arm()` goes before the last backward pass of a step, `finish()` after it: then each gradient is that of all ranks, with the same bits
+    on each. A parameter that some ranks have no gradient for counts as 0 there; one that no rank has a gradient for keeps none. What is
+    stored in 16 bits is summed in 32.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._group = group
+        self._parameters = [each for each in parameters if each.requires_grad]
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[Bucket] = []
+        self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
+        self._next = 0  # the bucket that is sent next: all ranks send them in one order
+        self._is_armed = False
+        self.num_bytes = 0  # sent by this rank so far, as the collective's own arguments
+        self.num_collectives = 0
+        self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in self._parameters]  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Leave the parameters as they were found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._buckets = [], []
+
+    def arm(self) -> None:
+        """From here on each gradient goes out when it is there."""
+        if not self._buckets:
+            self._lay_out()
+        for bucket in self._buckets:
+            bucket.there = [False] * len(bucket.parameters)
+            bucket.num_missing, bucket.wait = len(bucket.parameters), None
+        self._next, self._is_armed = 0, True
+
+    def finish(self) -> None:
+        """Send what is left, and wait until all are summed."""
+        if not self._is_armed:
+            self.arm()  # a rank that had nothing to compute
+        self._is_armed = False
+        for bucket in self._buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if not bucket.there[index]:
+                    self._put(bucket, index, parameter.grad)
+        self._send_ready()
+        for bucket in self._buckets:
+            if bucket.wait is not None:
+                bucket.wait()
+            self._give_out(bucket)
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def _lay_out(self) -> None:
+        """Buckets of one dtype and device, in the order in which gradients come: the last parameter first."""
+        open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        packs: list[list[Tensor]] = []
+        for parameter in reversed(self._parameters):
+            key = _wide(parameter), parameter.device
+            pack = open_.setdefault(key, [])
+            pack.append(parameter)
+            limit = self._bucket_bytes if packs else min(FIRST_BUCKET_BYTES, self._bucket_bytes)
+            if sum(map(_num_bytes, pack)) >= limit:
+                packs.append(open_.pop(key))
+        for pack in (*packs, *(pack for pack in open_.values() if pack)):
+            self._buckets.append(_make_bucket(pack))
+        for number, bucket in enumerate(self._buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                self._place[id(parameter)] = number, index
+
+    def _take(self, parameter: Tensor) -> None:
+        """A gradient is there: autograd calls this, in the thread of the backward pass."""
+        if not self._is_armed:
+            return
+        number, index = self._place[id(parameter)]
+        bucket = self._buckets[number]
+        if not bucket.there[index]:
+            self._put(bucket, index, parameter.grad)
+            self._send_ready()
+
+    @torch.no_grad()
+    def _put(self, bucket: Bucket, index: int, grad: Tensor | None) -> None:
+        bucket.there[index] = True
+        bucket.num_missing -= 1
+        view = bucket.views[index]
+        bucket.presence[index] = float(grad is not None)
+        if grad is None:
+            view.zero_()
+            return
+        view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
+        if grad.dtype == view.dtype:
+            bucket.parameters[index].grad = view  # the gradient's own memory is free from here on
+
+    def _send_ready(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
+            bucket = self._buckets[self._next]
+            self._next += 1
+            self.num_bytes += bucket.flat.numel() * bucket.flat.element_size()
+            self.num_collectives += 1
+            bucket.wait = self._group.begin_to_add(bucket.flat)
+
+    @torch.no_grad()
+    def _give_out(self, bucket: Bucket) -> None:
+        missing = [index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None]
+        elsewhere = bucket.presence.tolist() if missing else []  # which a device is waited for, and only where one is missing
+        for index, parameter in enumerate(bucket.parameters):
+            view = bucket.views[index]
+            if parameter.grad is None and not elsewhere[index]:
+                continue
+            if parameter.dtype == view.dtype:
+                parameter.grad = view
+            elif parameter.grad is None or parameter.grad.layout is not torch.strided:
+                parameter.grad = view.to(parameter.dtype)
+            else:
+                parameter.grad.copy_(view)
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    """What its gradients are summed in."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _num_bytes(parameter: Tensor) -> int:
+    return parameter.numel() * torch.empty(0, dtype=_wide(parameter)).element_size()
+
+
+def _make_bucket(parameters: Sequence[Tensor]) -> Bucket:
+    wide = _wide(parameters[0])
+    real = wide.to_real() if wide.is_complex else wide
+    width = 2 if wide.is_complex else 1
+    sizes = [each.numel() * width for each in parameters]
+    flat = torch.zeros(sum(sizes) + len(parameters), dtype=real, device=parameters[0].device)
+    *parts, presence = torch.split(flat, [*sizes, len(parameters)])
+    views = []
+    for part, parameter in zip(parts, parameters, strict=True):
+        shaped = torch.view_as_complex(part.view(-1, 2)) if wide.is_complex else part
+        views.append(_laid_like(shaped, parameter))
+    return Bucket(list(parameters), flat, views, presence)
+
+
+def _laid_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """The part in the parameter's shape and layout in memory: channels last stays so."""
+    laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's order of memory
+    return part.as_strided(laid.shape, laid.stride(), part.storage_offset())

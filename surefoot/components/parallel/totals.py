@@ -1,0 +1,60 @@
+"""What a step's sums come to over all ranks: the loss terms with their counts, the samples, and what ranks ask for, in one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import TaskError
+from surefoot.runtime.comm import Group
+
+Row = tuple[Tensor, float | Tensor, float]
+
+
+class Totals:
+    """Sums the loss terms of a step over the ranks of a group. float64: the order of ranks must not show."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._names: dict[str, tuple[tuple[str, float], ...]] = {}  # of each update: its terms, with their weights
+
+    def add(self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()) -> tuple[dict[str, Row], list[float]]:
+        """The terms of all ranks, by name, and the sums of `extra`; a rank without a batch has no terms of its own."""
+        group = self._group
+        names = self._find_names(update, mine)
+        row = torch.zeros(2 * len(names) + len(extra), dtype=torch.float64)
+        for place, (name, _) in enumerate(names):
+            if name in mine:
+                total, count, _ = mine[name]
+                row[2 * place], row[2 * place + 1] = float(total), float(count)
+        row[2 * len(names) :] = torch.tensor(extra, dtype=torch.float64)
+        unknown = [name for name in mine if name not in dict(names)]
+        if unknown:
+            raise TaskError(
+                f"the loss has the term {unknown[0]!r}, which no rank had in the first step",
+                hint="give the same terms in every step, with a count of 0 where there is nothing",
+            )
+        summed = group.add(row.to(group.device)).tolist()
+        found: dict[str, Row] = {}
+        for place, (name, weight) in enumerate(names):
+            total, count = summed[2 * place : 2 * place + 2]
+            found[name] = torch.tensor(total, dtype=torch.float64, device=group.device), count, weight
+        return found, summed[2 * len(names) :]
+
+    def add_counts(self, update: str, counts: Sequence[tuple[str, float]]) -> dict[str, float]:
+        """Counts of all ranks, before a backward pass needs them. Every rank names the same ones, or none where it has no batch."""
+        names = self._find_names(f"{update} (counts)", {name: (torch.zeros(()), 0.0, 1.0) for name, _ in counts})
+        given = dict(counts)
+        row = torch.tensor([given.get(name, 0.0) for name, _ in names], dtype=torch.float64, device=self._group.device)
+        return dict(zip((name for name, _ in names), self._group.add(row).tolist(), strict=True))
+
+    def _find_names(self, update: str, mine: Mapping[str, Row]) -> tuple[tuple[str, float], ...]:
+        """The terms of an update, agreed at its first step: a rank may have no batch then."""
+        if update not in self._names:
+            text = json.dumps([(name, weight) for name, (_, _, weight) in mine.items()])
+            rows = [json.loads(each) for each in self._group.exchange(text)]
+            self._names[update] = tuple((str(name), float(weight)) for name, weight in next((row for row in rows if row), ()))
+        return self._names[update]

@@ -1,0 +1,173 @@
+"""This process among the ranks of a run, and the few things they do together. Of one rank all of it costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surefoot.core.errors import LostRank, SurefootError
+
+Result = TypeVar("Result")
+CPU = torch.device("cpu")
+FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rank `rank` of `size`. Every method is called by all ranks, in the same order. Raises LostRank where another rank is gone."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes and prints."""
+        return self.rank == 0
+
+    @property
+    def place(self) -> str:
+        """What an error begins with: `rank 1 of 2, `, nothing for one rank."""
+        return "" if self.is_alone else f"rank {self.rank} of {self.size}, "
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all ranks, in its place: the same bits everywhere."""
+        if not self.is_alone:
+            self._do(lambda: dist.all_reduce(tensor))
+        return tensor
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all ranks."""
+        if self.is_alone:
+            return list(values)
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
+        return row.tolist()
+
+    def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
+        """The same, while this process goes on; gives what waits for it."""
+        if self.is_alone:
+            return lambda: None
+        work: Any = self._do(lambda: dist.all_reduce(tensor, async_op=True))
+        return lambda: self._do(work.wait)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""
+        if self.is_alone:
+            return tensor[None]
+        made = tensor.new_empty((self.size, *tensor.shape))
+        self._do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous()))
+        return made
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, by rank."""
+        if self.is_alone:
+            return [text]
+        content = np.frombuffer(text.encode(), dtype=np.uint8)
+        sizes = self.gather(torch.tensor(len(content), device=self.device)).tolist()
+        padded = np.zeros(max(1, *sizes), dtype=np.uint8)
+        padded[: len(content)] = content
+        rows = self.gather(torch.from_numpy(padded).to(self.device)).cpu().numpy()
+        return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def from_first(self, text: str) -> str:
+        """The text of rank 0."""
+        return self.exchange(text if self.is_first else "")[0]
+
+    @torch.no_grad()
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank rank 0's values of these tensors, in their place."""
+        if self.is_alone:
+            return
+        for together in _packs([each.detach() for each in tensors]):
+            flat = torch.cat([_flat(each) for each in together]).to(self.device)
+            self._do(lambda flat=flat: dist.broadcast(flat, 0))  # type: ignore[misc]
+            parts = torch.split(flat, [_flat(each).numel() for each in together])
+            for each, part in zip(together, parts, strict=True):
+                _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(_as_before(part, each))
+
+    def settle(self, job: Callable[[], Result]) -> Result:
+        """`job` done by this rank; where it fails on one, every other rank ends too instead of waiting. Raises what it raised.
+
+        The others raise LostRank, with what that rank said.
+        """
+        if self.is_alone:
+            return job()
+        problem: BaseException | None = None
+        result: Any = None
+        try:
+            result = job()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again once the others know
+            problem = error
+        said = self.exchange("" if problem is None else _words(problem) or "failed")
+        if problem is not None:
+            raise problem
+        for rank, words in enumerate(said):
+            if words:
+                raise LostRank(f"rank {rank} of {self.size} did not begin: {words}", hint="its own message says what to do")
+        made: Result = result
+        return made
+
+    def check_equal(self, facts: Mapping[str, str]) -> list[tuple[str, int, str, str]]:
+        """The facts in which a rank differs from rank 0: name, rank, what it has, what rank 0 has."""
+        mine = "\x1f".join(f"{name}\x1e{value}" for name, value in facts.items())
+        rows = [dict(pair.split("\x1e", 1) for pair in text.split("\x1f")) for text in self.exchange(mine)]
+        return [
+            (name, rank, row.get(name, "nothing"), rows[0].get(name, "nothing"))
+            for rank, row in enumerate(rows)
+            for name in facts
+            if row.get(name) != rows[0].get(name)
+        ]
+
+    def _do(self, job: Callable[[], Result]) -> Result:
+        try:
+            return job()
+        except RuntimeError as error:  # gloo and NCCL raise nothing more exact
+            raise LostRank("the other ranks are out of reach", hint="the rank that failed first says why") from error
+
+
+def _words(error: BaseException) -> str:
+    return error.message if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}"
+
+
+def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one dtype and device together, so many bytes at a time."""
+    packs: list[list[Tensor]] = []
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for each in tensors:
+        if not each.numel():
+            continue
+        key, size = (each.dtype, each.device), each.numel() * each.element_size()
+        pack, held = open_.get(key, ([], 0))
+        if not pack or held + size > FLAT_BYTES:
+            pack, held = [], 0
+            packs.append(pack)
+        pack.append(each)
+        open_[key] = pack, held + size
+    return packs
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its numbers as bytes of a row: what is sent has no shape, and any dtype goes through."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _flat_view(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _as_before(content: Tensor, like: Tensor) -> Tensor:
+    return content.clone().view(like.dtype).view(like.shape)
+
+
+ALONE = Group()

@@ -1,0 +1,109 @@
+"""How the ranks of a run find each other: at the address that the launcher gave, within a time, or with words for who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from surefoot.core import place
+from surefoot.core.errors import InputError
+from surefoot.core.place import Place
+from surefoot.runtime.comm.group import ALONE, Group
+
+LOOK_S = 0.05
+LOOPBACK = "lo"
+
+
+@contextlib.contextmanager
+def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) -> Iterator[Group]:
+    """The group of all ranks, for as long as the block lasts. A rank waits `wait_s` for the others, a collective `timeout_s`.
+
+    gloo joins CPUs, NCCL GPUs. Raises InputError for an address that is none, a port that is taken, and ranks that do not come: by number.
+    """
+    if here.world_size == 1:
+        yield ALONE
+        return
+    put_back = (
+        place.set_variable("GLOO_SOCKET_IFNAME", LOOPBACK) if here.is_on_loopback and not here.has_interface else lambda: None
+    )
+    try:
+        store = _open_store(here, wait_s)
+        _await_all(store, here, wait_s)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=PrefixStore(f"surefoot/{here.restart}", store), rank=here.rank, world_size=here.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+        try:
+            yield Group(here.rank, here.world_size, device if backend == "nccl" else torch.device("cpu"))
+        finally:
+            dist.destroy_process_group()
+    finally:
+        put_back()
+
+
+def _open_store(here: Place, wait_s: float) -> Store:
+    """Where ranks leave word for each other; rank 0 holds it, unless its launcher does."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InputError(
+            f"the ranks are to meet at {here.meeting}, which is no host that is known here: {error.strerror or error}",
+            hint="MASTER_ADDR is the name or the address of the host of rank 0",
+        ) from None
+    holds = here.rank == 0 and not here.has_agent
+    descriptor = here.listens
+    if holds and descriptor is None:
+        descriptor = _listen(here, family, address)
+    try:
+        store: Store = TCPStore(
+            here.meeting, here.port, here.world_size, is_master=holds, timeout=timedelta(seconds=wait_s), wait_for_workers=False,
+            master_listen_fd=descriptor if holds else None,
+        )  # fmt: skip
+        return store
+    except RuntimeError as error:
+        raise InputError(
+            f"rank {here.rank} of {here.world_size} found nobody at {here.meeting}:{here.port} within {wait_s:g} s",
+            hint="is rank 0 there, and are MASTER_ADDR and MASTER_PORT the same everywhere?",
+        ) from error
+
+
+def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
+    """A socket at the address of the meeting and at no other: torch's own would listen on every interface."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise InputError(
+            f"rank 0 cannot listen at {here.meeting}:{here.port}: {error.strerror}",
+            hint="set MASTER_PORT to a free port, and MASTER_ADDR to an address of the host of rank 0",
+        ) from None
+    return listener.detach()
+
+
+def _await_all(store: Store, here: Place, wait_s: float) -> None:
+    """Come together. Raises InputError, with the ranks that are missing, for those that do not come in time."""
+    until_s = time.monotonic() + wait_s
+    round_ = f"surefoot/{here.restart}/rank"
+    store.set(f"{round_}/{here.rank}", here.host)
+    missing = list(range(here.world_size))
+    while missing := [rank for rank in missing if not store.check([f"{round_}/{rank}"])]:
+        if time.monotonic() >= until_s:
+            told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
+            raise InputError(
+                f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not come within {wait_s:g} s",
+                hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
+            )
+        time.sleep(LOOK_S)

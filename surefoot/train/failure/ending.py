@@ -1,0 +1,32 @@
+"""How a run ended: its outcome, the cause in words, and the exit code."""
+
+from __future__ import annotations
+
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
+from surefoot.train.failure import blame
+
+WHOLE = ("finished", "the length of the run was reached")
+
+
+def tell_outcome(
+    error: BaseException | None, *, step: int, stop: tuple[str, str] | None, stop_code: int, total_steps: int | None
+) -> tuple[str, str, int]:  # fmt: skip
+    """The outcome of a run that ends after `step` by `error`, or else because of `stop` (outcome, cause), or by itself."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", f"interrupted at once by Ctrl-C after step {step}", EXIT_INTERRUPTED
+    if isinstance(error, SurefootError):
+        return "failed", error.message, error.exit_code
+    if isinstance(error, Exception):
+        made = blame.as_run_error(error, f"after step {step}:")
+        return "failed", made.message, made.exit_code
+    if isinstance(error, SystemExit) and stop is not None and error.code == stop_code:
+        return *stop, stop_code
+    if isinstance(error, SystemExit):
+        code = blame.find_exit_code(error)
+        return "failed" if code else "stopped", f"SystemExit: {error.code}, after step {step}", code
+    if error is not None:
+        return "failed", f"{type(error).__name__} after step {step}", EXIT_INTERNAL
+    if stop is None and step != total_steps:
+        return "stopped", f"the loop was left at step {step}", EXIT_OK
+    outcome, cause = stop or WHOLE
+    return outcome, cause, stop_code if outcome == "interrupted" else EXIT_OK

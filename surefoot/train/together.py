@@ -1,0 +1,141 @@
+"""How a run begins on several ranks: at one place, with one folder, alike in all that decides numbers. Rank 0 alone writes the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from surefoot.components.data.consumed import plan_of
+from surefoot.contract import ledger
+from surefoot.contract.runlock import RunLock
+from surefoot.contract.spec import RunSpec
+from surefoot.core import layout, place
+from surefoot.core.errors import SpecError
+from surefoot.core.units import Duration
+from surefoot.runtime.comm import Group, join
+from surefoot.train import folder
+from surefoot.train.assemble import Assembly
+from surefoot.train.environment import find_device
+from surefoot.train.folder import Chosen
+
+WAIT_S = 120.0  # for ranks that are still importing
+RANKS = "ranks"
+
+
+@contextlib.contextmanager
+def joined(spec: RunSpec) -> Iterator[Group]:
+    """The ranks of this run. Raises InputError for a layout that they do not make up, for what several ranks cannot do, and for a
+    rank that does not come."""
+    here = place.here()
+    layout.fit(here.world_size, spec.layout.replicate)
+    if here.world_size > 1:
+        _check_shared(spec)
+    with join(here, find_device(spec.train.device), wait_s=WAIT_S, timeout_s=spec.layout.timeout) as group:
+        yield group
+
+
+def _check_shared(spec: RunSpec) -> None:
+    """Raise SpecError for what only one rank can do so far."""
+    table = spec.as_tables()
+    refused = {
+        "compile.what": (spec.compile.what == "step", "the gradients are summed between backward pass and update"),
+        "memory.update_in_backward": (spec.memory.update_in_backward, "a gradient is summed over ranks before it is used"),
+        "memory.on_oom": (spec.memory.on_oom == "halve", "one rank would compute another step than the others"),
+        "observe.noise": (spec.observe.noise, "it compares a microbatch with its batch on one rank"),
+        "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),
+        "evaluate.every": (Duration.parse(spec.evaluate.every).unit == "s", "clocks differ between ranks"),
+    }
+    for key, (is_set, why) in refused.items():
+        if is_set:
+            room, name = key.split(".")
+            raise SpecError(
+                f"{key} is {table.get(room, {}).get(name)!r}, and there are several ranks: {why}",
+                hint=f"leave {key} out, or train on one rank",
+            )
+
+
+def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
+    """Raise SpecError, with field and rank, where a rank would compute something else; then every rank starts with rank 0's weights."""
+    source, feed = assembly.feed.source, assembly.feed
+    facts = {
+        "spec": assembly.spec.id, "code of the task": code_digest[:16], "data": source.digest[:16],
+        "number of samples": str(len(source)), "steps of an epoch": str(feed.steps_per_epoch), "steps": str(assembly.course.total_steps),
+        "parameters": str([list(each.shape) for each in assembly.model.parameters()]), "precision": assembly.engine.policy.compute,
+        "device": assembly.engine.device.type, "version of torch": torch.__version__,
+    }  # fmt: skip
+    apart = group.check_equal(facts)
+    if apart:
+        name, rank, theirs, first = apart[0]
+        raise SpecError(
+            f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
+            hint="start every rank with the same spec, code, data and packages",
+        )
+    group.copy_from_first([*assembly.model.parameters(), *assembly.model.buffers()])
+
+
+@contextlib.contextmanager
+def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
+    """The folder of the run, as `folder.taken` by rank 0; the others follow it, and write nothing there but what `home_of` names."""
+    if group.is_first:
+        with folder.taken(choice, spec) as (chosen, lock):
+            row = {"folder": str(chosen.folder.resolve()), "is_again": chosen.is_again, "generation": lock.generation}
+            group.from_first(json.dumps(row))
+            yield chosen, lock
+        return
+    row = json.loads(group.from_first(""))
+    yield Chosen(Path(row["folder"]), row["is_again"]), RunLock.following(Path(row["folder"]), row["generation"])
+
+
+def home_of(group: Group, run: Path) -> Path:
+    """Where this rank keeps its own events: the folder of the run for rank 0, for each of the others a folder in it.
+
+    They come to be once rank 0 has begun its own: a folder that holds no run yet stays one that a run can begin in.
+    """
+    if group.is_first:
+        return run
+    group.from_first("")
+    home = run / RANKS / str(group.rank)
+    home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
+def let_follow(group: Group) -> None:
+    """Rank 0 has written its first record."""
+    if group.is_first:
+        group.from_first("begun")
+
+
+class NoLedger:
+    """Of a rank that is not the first: what a step consumes, all ranks consume, and rank 0 writes it down."""
+
+    def add(self, step: int, ids: np.ndarray) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def count_lost(self, step: int) -> int:
+        return 0
+
+
+def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) -> Any:
+    """The ledger of the run, which rank 0 writes."""
+    return ledger.Ledger(run, plan_of(assembly.feed), generation) if group.is_first else NoLedger()
+
+
+def is_over(group: Group, stop: tuple[str, str] | None, code: int, is_time: bool) -> tuple[tuple[str, str] | None, int, bool]:
+    """What all ranks do next: why they stop, if one of them wants it, the exit code, and whether the time of the run is over."""
+    if group.is_alone:
+        return stop, code, is_time
+    kinds = {"stopped": 1.0, "interrupted": 2.0}
+    wanted = 0.0 if stop is None else kinds.get(stop[0], 1.0)
+    kind, most, over = group.most([wanted, float(code) if stop is not None else 0.0, float(is_time and group.is_first)])
+    if kind and stop is None:
+        stop = ("interrupted" if kind == kinds["interrupted"] else "stopped"), "another rank ended the run"
+    return stop, int(most) or code, bool(over)
