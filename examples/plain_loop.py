@@ -26,7 +26,7 @@ from surefoot.components.metrics import accuracy
 from surefoot.components.observe import Meter
 from surefoot.components.optim import GuardedUpdate, build_groups, find_trained
 from surefoot.components.precision import compute_context
-from surefoot.core.schedules import cosine, warmup
+from surefoot.core.schedule.curves import cosine, warmup
 
 SEED, EPOCHS, BATCH, MICROBATCH = 0, 8, 64, 32
 WARMUP_STEPS, REPORT_EVERY, COMMIT_EVERY = 20, 40, 40

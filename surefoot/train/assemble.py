@@ -28,8 +28,8 @@ from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import Timing
 from surefoot.contract.task import Batch, Loss, Resolved, Source, Update, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.core.schedule_plan import Curve, ScheduleSettings, check_for_ramp
-from surefoot.core.schedule_plan import build as build_schedule
+from surefoot.core.schedule.plan import Curve, ScheduleSettings, check_for_ramp
+from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
@@ -203,11 +203,11 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, g
     if policy.scaler is not None and spec.memory.update_in_backward:
         raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
     settings = make_settings(spec, source)
-    ranks = None if group.is_alone else Ranks(group, model, updates, joins_buffers=spec.layout.sync_buffers)
     stepper = Stepper(
-        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average,
-        ranks=ranks,
+        model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
+    if not group.is_alone:
+        stepper.ranks = Ranks(group, model, updates, joins_buffers=spec.layout.sync_buffers)
     stepper.loader.use(settings, last=total_steps)
     if skips:
         stepper.loader.skip_bad(spec.data.max_bad)

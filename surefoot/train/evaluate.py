@@ -17,10 +17,10 @@ from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.comm import ALONE, Group
-from surefoot.train import partial
 from surefoot.train.failure.blame import describe
-from surefoot.train.partial import Merged, Part
 from surefoot.train.quiet import untouched
+from surefoot.train.record import partial
+from surefoot.train.record.partial import Merged, Part
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8

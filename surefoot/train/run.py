@@ -31,7 +31,7 @@ from surefoot.core.errors import (
     SurefootError,
     TaskError,
 )
-from surefoot.train import environment, folder, preflight, together
+from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.failure import blame, causes
@@ -42,6 +42,7 @@ from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
+from surefoot.train.resume import together
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
 
@@ -132,8 +133,7 @@ class Run:
         course = self.assembly.course
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
-        if self.group.is_first:
-            checkpoint.clear_drafts(self.folder)
+        together.clear_drafts(self.group, self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
         self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
         troubles = self._resume(chosen) if begun is None else []
@@ -410,12 +410,12 @@ class Run:
         if self._lock.is_lost():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         self._close_window()
-        clock, score = {"training_s": self.training_s}, self._scores.score_of(self.step)
+        clock = {"training_s": self.training_s}
         try:
             with self._clock.within(CHECKPOINT):
                 self._ledger.sync()
                 self._telling.journal.sync()
-                self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
+                self._keeper.save(self.step, self._more(), clock, self._scores.score_of(self.step), self._saved, **how)
         except StorageError as error:
             self._telling.give_up("this commit", error, self.step)
 

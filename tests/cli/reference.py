@@ -11,7 +11,7 @@ from typing import Any
 
 from surefoot.contract import events
 from surefoot.contract.spec import LaterTable, RunSpec, Table
-from surefoot.core.schedule_settings import USES, ScheduleSettings
+from surefoot.core.schedule.settings import USES, ScheduleSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC, EVENTS, CLI = (ROOT / "docs" / "reference" / name for name in ("spec.md", "events.md", "cli.md"))

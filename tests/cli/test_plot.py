@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from surefoot.cli.plot import NOTHING, Style, overlay, side_by_side, terminal_style
-from surefoot.core.schedule_plan import ScheduleSettings, build, preview
+from surefoot.core.schedule.plan import ScheduleSettings, build, preview
 from surefoot.core.units import Duration
 
 BRAILLE = range(0x2800, 0x2900)

@@ -213,7 +213,7 @@ def test_schedules_are_compared_side_by_side(surefoot: Command, spec_file: Path)
 def test_every_schedule_can_stand_beside_another(surefoot: Command, spec_file: Path) -> None:
     from typing import get_args
 
-    from surefoot.core.schedule_settings import Name
+    from surefoot.core.schedule.settings import Name
 
     for length in ("2 steps", "1000 steps", "3 epochs", "20 M tokens"):
         answer = surefoot("spec", "show", spec_file, "--compare", ",".join(get_args(Name)), "--set", f"train.length={length}")

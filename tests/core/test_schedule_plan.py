@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 import pytest
 
-from surefoot.core import schedules
 from surefoot.core.errors import SpecError
-from surefoot.core.schedule_plan import Curve, ScheduleSettings, build, preview
-from surefoot.core.schedule_settings import USES, Name
+from surefoot.core.schedule import curves as schedules
+from surefoot.core.schedule.plan import Curve, ScheduleSettings, build, preview
+from surefoot.core.schedule.settings import USES, Name
 from surefoot.core.units import Duration
 
 PER_EPOCH = 10
@@ -251,7 +251,7 @@ def test_settings_are_frozen_values() -> None:
 
 def test_schedules_units_and_plots_import_neither_torch_nor_numpy_nor_pydantic() -> None:
     code = (
-        "import sys, surefoot.core.schedule_plan, surefoot.core.units\n"
+        "import sys, surefoot.core.schedule.plan, surefoot.core.units\n"
         "sys.exit(bool({'torch', 'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
-from surefoot.core import schedules
 from surefoot.core.errors import SpecError
-from surefoot.core.schedules import Multiplier, Plateau
+from surefoot.core.schedule import curves as schedules
+from surefoot.core.schedule.curves import Multiplier, Plateau
 
 BASE = 0.1
 STEPS = 120

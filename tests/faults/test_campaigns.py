@@ -13,9 +13,9 @@ import pytest
 from surefoot.prove import outcome
 from surefoot.prove.campaigns import CAMPAIGNS, clock, kills, preemption, rivals
 from surefoot.prove.campaigns.power import cut
+from surefoot.prove.campaigns.promises import PROMISES
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Campaign, Failure, Outcome, Result, carry_out
-from surefoot.prove.promises import PROMISES
 
 PLANTED = Path(__file__).with_name("planted.py")
 LARGE_SEED = 10_000  # the large counts have trials of their own

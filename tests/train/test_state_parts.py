@@ -16,7 +16,7 @@ from surefoot.components.checkpoint import Commit
 from surefoot.components.optim import WeightAverage
 from surefoot.contract import commits, manifest
 from surefoot.contract.events import Evaluated
-from surefoot.core.schedule_plan import Curve
+from surefoot.core.schedule.plan import Curve
 from surefoot.train.resume.start import Start
 from surefoot.train.resume.state import LiveState
 from surefoot.train.run import Run

@@ -14,9 +14,9 @@ from surefoot.cli.plot import overlay, side_by_side, terminal_style
 from surefoot.cli.table import print_pairs, print_table
 from surefoot.contract.spec import RunSpec, find_place
 from surefoot.contract.spec_file import Origin
-from surefoot.core import schedule_plan
 from surefoot.core.errors import SpecError
-from surefoot.core.schedule_settings import USES, Name, ScheduleSettings
+from surefoot.core.schedule import plan as schedule_plan
+from surefoot.core.schedule.settings import USES, Name, ScheduleSettings
 from surefoot.core.units import Duration, format_number
 
 NUM_POINTS, NUM_ROWS = 241, 11

@@ -16,8 +16,8 @@ from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
 
 if TYPE_CHECKING:
+    from surefoot.prove.campaigns.promises import Promise
     from surefoot.prove.outcome import Outcome
-    from surefoot.prove.promises import Promise
 
 
 def prove(
@@ -32,7 +32,7 @@ def prove(
     Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends with 0 where the promise held in
     every trial, 1 where it did not or cannot be shown here.
     """
-    from surefoot.prove.promises import find_promise
+    from surefoot.prove.campaigns.promises import find_promise
 
     if what == "list":
         return _list(json)
@@ -56,7 +56,7 @@ def prove(
 
 def _list(json: bool) -> int:
     from surefoot.cli.table import print_table
-    from surefoot.prove.promises import PROMISES
+    from surefoot.prove.campaigns.promises import PROMISES
 
     if json:
         options.print_json({"promises": [asdict(each) for each in PROMISES]})

@@ -21,6 +21,7 @@ NUM_WORST = 5
 NUM_SEEDS, NUM_STEPS, NUM_KILLS = 3, 24, 3
 OF_SPEC = ("--set", "--seed", "--data")
 USED = {
+    "--layouts": ("--steps", "--keep", *OF_SPEC),
     "--precision": ("--seeds", "--steps", *OF_SPEC), "--compile": ("--keep", *OF_SPEC), "--command": ("--kills", "--kill-seed", "--keep"),
     "a SPEC": ("--steps", "--kills", "--kill-seed", "--keep", *OF_SPEC),
 }  # fmt: skip
@@ -35,6 +36,9 @@ def verify(
     resume: Annotated[bool, typer.Option("--resume", help="kill -9 and go on against an unbroken run (what is tested by default)")] = True,
     precision: Annotated[bool, typer.Option("--precision", help="the spec's precision against fp32 instead, by scores")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="the compiled step against eager mode instead, by every tensor")] = False,
+    layouts: Annotated[
+        str | None, typer.Option("--layouts", metavar="LIST", help='ranks against one process instead: "1; replicate=2"')
+    ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs; 3 (thrice if worse)")] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="how long each run is; 24")] = None,
     kills: Annotated[int | None, typer.Option("--kills", metavar="K", help="how often it is killed; 3")] = None,
@@ -49,20 +53,33 @@ def verify(
 
     Two unbroken runs in fresh processes, then one that is killed with SIGKILL and started again; the first step and component that
     differ are named. Ends with 0 where all is the same, 1 where it is not. With --precision: whether fewer bits changed the score; with
-    --compile: whether torch.compile changed the numbers.
+    --compile: whether torch.compile changed the numbers; with --layouts: whether several ranks compute what one process does.
     """
     given: dict[str, object] = {"--seeds": seeds, "--steps": steps, "--kills": kills, "--kill-seed": kill_seed, "--keep": keep}
     given |= {"--set": set_ or None, "--seed": seed, "--data": data}
-    way = "--precision" if precision else "--compile" if compiled else "a SPEC" if command is None else "--command"
+    way = (
+        "--layouts"
+        if layouts is not None
+        else "--precision"
+        if precision
+        else "--compile"
+        if compiled
+        else "a SPEC"
+        if command is None
+        else "--command"
+    )
     idle = [flag for flag, value in given.items() if value is not None and flag not in USED[way]]
     if idle:
         raise InputError(f"{idle[0]} does nothing with {way}", hint=f"leave it out: {way} goes with {', '.join(USED[way])}")
     steps, kills = NUM_STEPS if steps is None else steps, NUM_KILLS if kills is None else kills
-    if precision or compiled:
-        flag = "--precision" if precision else "--compile"
-        if spec is None or command is not None or (precision and compiled):
+    if precision or compiled or layouts is not None:
+        flag = way
+        if spec is None or command is not None or precision + compiled + (layouts is not None) > 1:
             raise InputError(f"{flag} compares runs of a SPEC, and nothing else", hint=f"surefoot verify digits {flag}")
         stated = options.overrides(set_, seed=seed, data=data)
+        if layouts is not None:
+            with _folder(keep) as folder:
+                return _verify_layouts(spec, stated, layouts, folder, steps=steps, json=json, quiet=quiet)
         if compiled:
             with _folder(keep) as folder:
                 return _verify_compiled(spec, stated, folder, json=json, quiet=quiet)
@@ -133,6 +150,35 @@ def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet:
         print(f"\n{len(found.claims)} comparisons; compiled: {what}")
         print(f"verdict: {spec} {'computes' if holds else 'does not compute'} compiled what it does in eager mode: {found.words}")
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
+
+
+def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: int, json: bool, quiet: bool) -> int:
+    from surefoot.cli.table import print_table
+    from surefoot.contract import spec_file
+    from surefoot.core.layout import Layout
+    from surefoot.core.units import format_number
+    from surefoot.prove.layouts import verify_layouts
+
+    layouts = [Layout.parse(each) for each in text.split(";")]
+    if all(each.world_size == 1 for each in layouts):
+        raise InputError(f"--layouts {text!r} names no layout of several ranks", hint='--layouts "replicate=2; replicate=4"')
+    if steps < 1:
+        raise InputError(f"--steps is {steps}", hint="use a step or more")
+    found = verify_layouts(spec_file.read(spec, stated).spec, layouts, folder, steps=steps, tell=_teller(quiet or json))
+    if json:
+        rows = [{**asdict(row), "holds": row.holds} for row in found.rows]
+        options.print_json({**asdict(found), "spec": spec, "holds": found.holds, "rows": rows})
+    else:
+        heads = ("layout", "precision", "tensors", "the worst", "off by", "allowed")
+        table = [
+            (row.layout, row.precision, f"{row.count:,}", row.worst, format_number(row.off), format_number(row.allowed))
+            for row in found.rows
+        ]
+        print_table(heads, table, right=("tensors", "off by", "allowed"))
+        print(f"\n{found.num_steps} steps of {found.batch} samples in microbatches of {found.microbatch}, against one process")
+        verdict = "computes the same under every layout" if found.holds else "does not compute the same under every layout"
+        print(f"verdict: {spec} {verdict}")
+    return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
 
 
 @contextlib.contextmanager

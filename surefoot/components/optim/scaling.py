@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from surefoot.contract.spec import OptimTable
-from surefoot.core.schedules import scale_to_batch
+from surefoot.core.schedule.curves import scale_to_batch
 
 LARGEST_PLAIN = 8192  # the largest batch that the linear rule was shown to hold for, with warm-up: Goyal et al., 2017
 LOOKED_AT = 200  # steps of a curve that are looked at for a rise

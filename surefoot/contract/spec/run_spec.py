@@ -35,7 +35,7 @@ from surefoot.contract.spec.tables import (
     TrainTable,
 )
 from surefoot.core.errors import SpecError
-from surefoot.core.schedule_plan import ScheduleSettings
+from surefoot.core.schedule.plan import ScheduleSettings
 
 FORMAT = 1
 
@@ -115,7 +115,7 @@ class RunSpec(Table):
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint", "memory", "compile", "loader"):
+        for table in ("observe", "checkpoint", "memory", "compile", "loader", "layout"):
             tables.pop(table, None)
         tables.get("data", {}).pop("folder", None)
         for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):

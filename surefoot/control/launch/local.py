@@ -95,7 +95,7 @@ def _dying_with(parent: int) -> Callable[[], None]:
         if prctl is not None:
             prctl(DIES_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != parent:  # it ended before the request
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return call
 

@@ -32,6 +32,11 @@ RULES = (
     Rule("checkpoint.*", "in place", "when a run is saved changes no number"),
     Rule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
     Rule("loader.*", "in place", "who reads ahead changes no sample and no number"),
+    Rule(
+        "layout.*",
+        "in place",
+        "other ranks share the same batches; what one pass sees stays the same where train.microbatch is stated",
+    ),
     Rule("train.device", "in place", "another device computes other bits, the same run"),
     Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
     Rule("memory.*", "in place", "what is held and what is computed again changes no number"),

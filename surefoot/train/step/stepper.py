@@ -54,9 +54,8 @@ class Stepper:
 
     def __init__(
         self, *, model: Any, task: Resolved, feed: Feed, updates: list[LiveUpdate], seed: int, device: torch.device,
-        policy: Policy = PLAIN, average: WeightAverage | None = None, ranks: Ranks | None = None,
+        policy: Policy = PLAIN, average: WeightAverage | None = None,
     ) -> None:  # fmt: skip
-        self.ranks = ranks
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
@@ -66,6 +65,7 @@ class Stepper:
         self.has_moved = False  # weights or the optimiser's state, in the step that goes on
         self.records = True  # whether the first step is looked at, and so not compiled
         self.whole: WholeStep | None = None  # set where the step is one graph
+        self.ranks: Ranks | None = None  # set where it is shared
         self._look: AbstractContextManager[Any] | None = None
         self.eager: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # nothing is compiled inside: not while operators are seen

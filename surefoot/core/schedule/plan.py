@@ -8,10 +8,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, final
 
-from surefoot.core import schedule_settings, schedules
 from surefoot.core.errors import SpecError
-from surefoot.core.schedule_settings import ScheduleSettings
-from surefoot.core.schedules import Multiplier, Plateau
+from surefoot.core.schedule import curves
+from surefoot.core.schedule import settings as schedule_settings
+from surefoot.core.schedule.curves import Multiplier, Plateau
+from surefoot.core.schedule.settings import ScheduleSettings
 from surefoot.core.units import Duration
 
 __all__ = ["Curve", "ScheduleSettings", "build", "check_for_ramp", "preview"]
@@ -124,7 +125,7 @@ def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_st
         )
     made = [(_Builder(piece, length, to_steps).with_warmup(), length) for piece, length in zip(pieces, lengths, strict=True)]
     try:
-        return schedules.sequence(made, total_steps)
+        return curves.sequence(made, total_steps)
     except SpecError as error:
         raise SpecError(f"schedule.sequence: {error.message}", hint=error.hint) from None
 
@@ -156,7 +157,7 @@ class _Builder:
             body = _hold(body, self._room())
         if warm == 0:
             return body
-        rise = partial(schedules.warmup, length=warm, shape=settings.warmup_shape, start=settings.value("warmup_start"))
+        rise = partial(curves.warmup, length=warm, shape=settings.warmup_shape, start=settings.value("warmup_start"))
         top = body(0)
         return lambda step: top * rise(step) if step < warm else body(step - warm)
 
@@ -164,32 +165,32 @@ class _Builder:
         value = self._settings.value
         low, high = value("momentum_low"), value("momentum_high")
         return partial(
-            schedules.one_cycle_momentum, length=self._room(), peak=value("peak"), low=low, high=high, shape=value("shape")
+            curves.one_cycle_momentum, length=self._room(), peak=value("peak"), low=low, high=high, shape=value("shape")
         )
 
     def _body(self) -> Multiplier:
         settings, value, floor = self._settings, self._settings.value, self._settings.floor
         match settings.name:
             case "constant" | "plateau":
-                return partial(schedules.constant, factor=value("factor") if settings.name == "constant" else 1.0)
+                return partial(curves.constant, factor=value("factor") if settings.name == "constant" else 1.0)
             case "linear":
-                return partial(schedules.linear, length=self._room(), start=value("start_factor"), floor=floor)
+                return partial(curves.linear, length=self._room(), start=value("start_factor"), floor=floor)
             case "cosine":
-                return partial(schedules.cosine, length=self._room(), floor=floor)
+                return partial(curves.cosine, length=self._room(), floor=floor)
             case "cosine_restarts":
-                return partial(schedules.cosine_restarts, first=self._steps("cycle"), factor=value("cycle_factor"), floor=floor)
+                return partial(curves.cosine_restarts, first=self._steps("cycle"), factor=value("cycle_factor"), floor=floor)
             case "step":
-                return partial(schedules.step_decay, every=self._steps("every"), factor=value("factor"))
+                return partial(curves.step_decay, every=self._steps("every"), factor=value("factor"))
             case "multi_step":
-                return partial(schedules.multi_step, milestones=self._milestones(), factor=value("factor"))
+                return partial(curves.multi_step, milestones=self._milestones(), factor=value("factor"))
             case "exponential":
-                return partial(schedules.exponential, factor=value("factor"), every=self._steps("every"))
+                return partial(curves.exponential, factor=value("factor"), every=self._steps("every"))
             case "polynomial":
-                return partial(schedules.polynomial, length=self._room(), power=value("power"), floor=floor)
+                return partial(curves.polynomial, length=self._room(), power=value("power"), floor=floor)
             case "one_cycle":
                 start, final_factor = value("start_factor"), value("final_factor")
                 return partial(
-                    schedules.one_cycle,
+                    curves.one_cycle,
                     length=self._room(),
                     peak=value("peak"),
                     start=start,
@@ -199,13 +200,13 @@ class _Builder:
             case "warmup_stable_decay":
                 stable, decay = self._stable_and_decay()
                 return partial(
-                    schedules.warmup_stable_decay, warmup_length=0, stable=stable, decay=decay, floor=floor, shape=value("shape")
+                    curves.warmup_stable_decay, warmup_length=0, stable=stable, decay=decay, floor=floor, shape=value("shape")
                 )
             case "inverse_square_root":
-                return partial(schedules.inverse_square_root, timescale=self._timescale())
+                return partial(curves.inverse_square_root, timescale=self._timescale())
             case "warmup":
                 shape, start = settings.warmup_shape, value("warmup_start")
-                return partial(schedules.warmup, length=self._room(), shape=shape, start=start)
+                return partial(curves.warmup, length=self._room(), shape=shape, start=start)
 
     def _room(self) -> int:
         """The steps after the warm-up."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from surefoot.core.errors import SpecError
-from surefoot.core.schedules import DecayShape, WarmupShape
+from surefoot.core.schedule.curves import DecayShape, WarmupShape
 from surefoot.core.units import Duration
 
 Name = Literal[

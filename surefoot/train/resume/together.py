@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.components import checkpoint
 from surefoot.components.data.consumed import plan_of
 from surefoot.contract import ledger
 from surefoot.contract.runlock import RunLock
@@ -90,6 +91,12 @@ def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> I
         return
     row = json.loads(group.from_first(""))
     yield Chosen(Path(row["folder"]), row["is_again"]), RunLock.following(Path(row["folder"]), row["generation"])
+
+
+def clear_drafts(group: Group, run: Path) -> None:
+    """Remove what saves that were cut off have left; rank 0 does it, before anyone saves."""
+    if group.is_first:
+        checkpoint.clear_drafts(run)
 
 
 def home_of(group: Group, run: Path) -> Path:

@@ -1,0 +1,1 @@
+"""The rate of learning over a run: curves, the table that chooses them, and that table as one curve."""

@@ -1,0 +1,5 @@
+"""Does a task compute the same under every layout of its ranks?"""
+
+from surefoot.prove.layouts.verify import Compared, Verdict, verify_layouts
+
+__all__ = ["Compared", "Verdict", "verify_layouts"]

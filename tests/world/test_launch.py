@@ -1,0 +1,175 @@
+"""The supervisor of the ranks of one host, at the command line: one run, whatever happens to a rank or to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from surefoot.components.data import consumed
+from surefoot.contract import manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = '''
+import os, signal, time
+import torch
+from surefoot.tasks.digits import Digits as Plain
+
+class Slow(Plain):
+    """Digits, a little slower, so that a signal finds it at work; `fails` at a step of a rank."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.fails, self.calls = fails, 0
+
+    def loss(self, output, batch):
+        if torch.is_grad_enabled():
+            time.sleep(0.02)
+            self.calls += 1
+            kind, _, rank = self.fails.partition(" ")
+            if kind and os.environ.get("RANK", "0") == rank and self.calls == 12:
+                if kind == "raises":
+                    raise ValueError("planted")
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(output, batch)
+'''
+
+
+def command(tmp_path: Path, *more: str, ranks: int = 2) -> list[str]:
+    (tmp_path / "slow.py").write_text(SLOW)
+    return [
+        sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "slow.py:Slow"), "--ranks", str(ranks),
+        "--run", str(tmp_path / "run"), "--set", 'checkpoint.every="4 steps"', "--set", "evaluate.every=\"99 epochs\"",
+        "--set", "observe.tensorboard=false", *more,
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def processes_of(tmp_path: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(tmp_path) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for_step(tmp_path: Path, supervisor: subprocess.Popen[bytes]) -> None:
+    """Until a commit is there: the run is in the middle of its steps."""
+    until_s = time.monotonic() + 60
+    while not manifest.steps(tmp_path / "run"):
+        assert supervisor.poll() is None, "it ended before its first commit"
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, "--steps", "60", "--json"), env=environment(), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["step"], row["task"]) == (60, "slow")
+    assert "[rank 1]" not in done.stderr
+    assert consumed.check(tmp_path / "run").holds
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "said"),
+    [
+        (
+            "raises 1",
+            3,
+            ("[rank 1] error: rank 1 of 2, step ", "ValueError: planted", "error: rank 1 of 2 ended with exit code 3"),
+        ),
+        ("dies 1", 137, ("error: rank 1 of 2 was ended by SIGKILL", "hint: the same command goes on after the newest commit")),
+        ("dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",)),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run_is_named_and_the_same_command_goes_on(
+    fails: str, code: int, said: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = command(tmp_path, "--steps", "60")
+    broken = subprocess.run(
+        [*words, "--set", f'task.fails="{fails}"'], env=environment(), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert broken.returncode == code, broken.stderr
+    for each in said:
+        assert each in broken.stderr
+    assert "Traceback" not in broken.stderr
+    assert processes_of(tmp_path) == []
+    assert manifest.steps(tmp_path / "run")[-1] >= 4
+
+
+def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "60", "--quiet")
+    supervisor = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_step(tmp_path, supervisor)
+    supervisor.kill()
+    supervisor.wait()
+    until_s = time.monotonic() + 10
+    while processes_of(tmp_path):
+        assert time.monotonic() < until_s, "a rank outlives its supervisor"
+        time.sleep(0.05)
+    resumed = command(tmp_path, "--steps", "60", "--quiet", ranks=3)
+    done = subprocess.run(resumed, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    checked = consumed.check(tmp_path / "run")
+    assert checked.holds, checked.faults
+    assert checked.last == 60
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_supervisor_ends_all_ranks_after_a_step_that_is_saved(name: str, tmp_path: Path) -> None:
+    number = getattr(signal, name)
+    supervisor = subprocess.Popen(
+        command(tmp_path, "--steps", "2000"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    wait_for_step(tmp_path, supervisor)
+    supervisor.send_signal(number)
+    out, err = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 128 + number, err.decode()
+    assert "interrupted" in out.decode()
+    assert processes_of(tmp_path) == []
+    last = manifest.steps(tmp_path / "run")[-1]
+    assert consumed.check(tmp_path / "run").last == last
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (("--ranks", "0"), {}, "error: --ranks is 0"),
+        (("--ranks", "2", "--set", "layout.replicate=3"), {}, "error: layout.replicate is 3, and there are 2 ranks"),
+        (
+            ("--ranks", "2"), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "error: --ranks is given to a process that is a rank already",
+        ),
+        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "error: MASTER_ADDR is not set in a world of 2"),
+        ((), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "error: the variable MASTER_PORT is 'x'"),
+        (
+            (), {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"},
+            "error: the ranks are to meet at nowhere.invalid, which is no host that is known here",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_launched_is_told_before_any_work(
+    words: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    full = [sys.executable, "-P", "-m", "surefoot", "train", "digits", "--run", str(tmp_path / "run"), *words]
+    done = subprocess.run(full, env={**environment(), **variables}, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,316 @@
+"""A run on several ranks: the numbers of one process, one folder, one ledger, decisions that all ranks take together."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from surefoot.components.data import Arrays, Keys, consumed
+from surefoot.components.metrics import Mean, accuracy, perplexity
+from surefoot.contract import manifest
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss, Term
+from surefoot.core.errors import EXIT_TERMINATED
+from surefoot.train.run import Run
+from tests.world.ranks import run_ranks
+
+NUM_SAMPLES = 44
+
+
+class Sentences:
+    """Texts of unlike length, whose padding does not count; with dropout, BatchNorm, tied, frozen and unused parameters."""
+
+    split_loss, differs_in = False, ""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        model = nn.ModuleDict({
+            "table": nn.Embedding(11, 8), "norm": nn.BatchNorm1d(8), "hidden": nn.Linear(8, 8), "drop": nn.Dropout(0.3),
+            "head": nn.Linear(8, 11, bias=False), "unused": nn.Linear(8, 8), "frozen": nn.Linear(8, 8),
+        })  # fmt: skip
+        if self.differs_in == "shape":
+            model["more"] = nn.Linear(2, 2)
+        model["head"].weight = model["table"].weight  # type: ignore[index]
+        for each in model["frozen"].parameters():  # type: ignore[index]
+            each.requires_grad_(False)
+        return model.double()
+
+    def data(self, split: str) -> Any:
+        rng = np.random.default_rng(3)
+        words = rng.integers(1, 11, size=(NUM_SAMPLES, 7))
+        lengths = rng.integers(0 if split == "train" else 1, 8, size=NUM_SAMPLES)
+        words[np.arange(7) >= lengths[:, None]] = 0
+        return Arrays(words=torch.from_numpy(words[::-1].copy() if self.differs_in == "data" else words))
+
+    def augment(self, batch: dict[str, Tensor], keys: Keys) -> dict[str, Tensor]:
+        swapped = torch.where(keys.uniform()[:, 0:1] < 0.5, batch["words"], batch["words"].clamp(max=9))
+        return {"words": swapped}
+
+    def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        hidden = model["norm"](model["table"](batch["words"]).flatten(0, 1))
+        hidden = hidden + model["frozen"](model["drop"](model["hidden"](hidden)))
+        made: Tensor = model["head"](hidden)
+        return made
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+        words = batch["words"].flatten()
+        nats = F.cross_entropy(output, words, reduction="none")
+        real = words != 0
+        if self.split_loss:
+            size = Term("size", output.square().sum(), output.numel(), 1e-3)
+            return Loss(Term("nats", (nats * real).sum(), real.sum()), size)
+        return Loss.sum((nats * real).sum(), real.sum())
+
+    def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
+        words = batch["words"].flatten()
+        nats = F.cross_entropy(output, words, reduction="none")
+        return {
+            "accuracy": accuracy(output, torch.where(words != 0, words, -100)),
+            "perplexity": perplexity((nats * (words != 0)).sum(), (words != 0).sum()),
+        }
+
+
+class Counted(Sentences):
+    """Two terms, whose counts are known before."""
+
+    split_loss = True
+
+    def counts(self, batch: dict[str, Tensor]) -> dict[str, float]:
+        return {"nats": float((batch["words"] != 0).sum()), "size": float(batch["words"].numel() * 11)}
+
+
+def spec(**tables: dict[str, Any]) -> RunSpec:
+    stated: dict[str, dict[str, Any]] = {
+        "train": {"length": "13 steps", "batch": 8, "microbatch": 2, "threads": 1}, "optim": {"name": "adamw", "lr": 0.01, "clip": 0.5},
+        "evaluate": {"every": "5 steps", "batch": 4}, "checkpoint": {"every": "3 steps", "keep": 2},
+        "observe": {"tensorboard": False, "every": "1 step"},
+    }  # fmt: skip
+    return RunSpec(**{name: {**stated.get(name, {}), **tables.get(name, {})} for name in stated.keys() | tables.keys()})
+
+
+def train(folder: Path, task: Any = None, given: RunSpec | None = None, most: int | None = None) -> Any:
+    """What a rank makes of a run: losses, norms, scores, weights, and what it read."""
+    losses, norms = list[Any](), list[Any]()
+    with Run(given or spec(), task or Sentences(), folder=folder, quiet=True) as run:
+        for report in run.steps():
+            losses.append(report.loss)
+            norms.append(report.gradient_norm)
+            if run.evaluation_due:
+                run.evaluate()
+            if most is not None and report.step == most:
+                raise KeyboardInterrupt
+        found = run.evaluate("test") if given is None else None
+        state = {name: each.double().flatten().tolist() for name, each in run.model.state_dict().items()}
+        num_samples, step = run.num_samples, run.step
+    return {
+        "losses": losses, "norms": norms, "state": state, "num_samples": num_samples, "step": step, "exit_code": run.exit_code,
+        "cause": run.cause,
+        "evaluation": None if found is None else [found.loss, found.metrics, found.num_samples],
+    }  # fmt: skip
+
+
+def apart(one: Any, other: Any) -> float:
+    """The largest difference of losses, norms and weights."""
+    pairs = [(one["losses"], other["losses"]), (one["norms"], other["norms"])]
+    pairs += [(one["state"][name], other["state"][name]) for name in one["state"]]
+    return max(float(np.abs(np.subtract(left, right)).max(initial=0.0)) for left, right in pairs)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(tmp_path_factory.mktemp("alone") / "run")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_so_many_ranks_train_to_the_numbers_of_one_process(num_ranks: int, alone: Any, tmp_path: Path) -> None:
+    """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout, BatchNorm, tied, frozen, unused weights."""
+    found = run_ranks(num_ranks, lambda rank: train(tmp_path / "run"), tmp_path / "ranks")
+    assert all("losses" in each for each in found), found
+    assert max(apart(alone, each) for each in found) < 1e-10
+    first = found[0]
+    assert all(each == first for each in found)  # the same bits on every rank
+    assert first["evaluation"] == alone["evaluation"] or num_ranks  # held below to equal weights
+    assert (first["num_samples"], first["step"]) == (alone["num_samples"], 13)
+    checked = consumed.check(tmp_path / "run")
+    assert checked.holds, checked.faults
+    assert manifest.steps(tmp_path / "run")[-1] == 13
+    assert sorted(path.name for path in (tmp_path / "run" / "ranks").iterdir()) == [str(rank) for rank in range(1, num_ranks)]
+    assert not (tmp_path / "run" / "ranks" / "1" / "checkpoints").exists()
+
+
+def test_several_terms_with_counts_that_are_known_before_are_each_divided_by_their_own(tmp_path: Path) -> None:
+    whole = train(tmp_path / "one", Counted())
+    found = run_ranks(3, lambda rank: train(tmp_path / "run", Counted()), tmp_path / "ranks")
+    assert all("losses" in each for each in found), found
+    assert max(apart(whole, each) for each in found) < 1e-10
+
+
+def test_several_terms_without_known_counts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    class Unknown(Sentences):
+        split_loss = True
+
+    found = run_ranks(2, lambda rank: train(tmp_path / "run", Unknown()), tmp_path / "ranks")
+    assert all("counts that are not known before" in each["error"] for each in found), found
+
+
+def test_evaluation_has_the_same_bits_for_any_number_of_ranks(alone: Any, tmp_path: Path) -> None:
+    def evaluate(folder: Path) -> Any:
+        with Run(spec(), Sentences(), folder=folder, quiet=True) as run:
+            found = run.evaluate("test")
+            own = run.evaluate("train")
+            return [found.loss, found.metrics, found.num_samples, own.loss, own.num_samples]
+
+    whole = evaluate(tmp_path / "one")
+    assert whole[2] == NUM_SAMPLES
+    for num_ranks in (2, 3):
+        found = run_ranks(num_ranks, lambda rank, n=num_ranks: evaluate(tmp_path / f"run-{n}"), tmp_path / f"ranks-{num_ranks}")
+        assert found == [whole] * num_ranks
+
+
+def test_a_metric_that_only_its_own_code_can_merge_is_evaluated_by_every_rank_in_whole(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Longest:
+        words: int
+        better = "higher"
+
+        def merge(self, other: Longest) -> Longest:
+            return Longest(max(self.words, other.words))
+
+        def value(self) -> float:
+            return float(self.words)
+
+    class Own(Sentences):
+        def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
+            return {"longest": Longest(int((batch["words"] != 0).sum(1).max()))}
+
+    def job(rank: int) -> Any:
+        with Run(spec(), Own(), folder=tmp_path / "run", quiet=True) as run:
+            found = run.evaluate("test")
+            return [found.metrics, found.num_samples]
+
+    assert run_ranks(2, job, tmp_path / "ranks") == [[{"longest": 7.0}, NUM_SAMPLES]] * 2
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_and_each_sample_is_read_once(alone: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for number, (num_ranks, until) in enumerate(((3, 4), (1, 6), (2, 9), (4, None))):
+        found = run_ranks(num_ranks, lambda rank, until=until: train(folder, most=until), tmp_path / f"{number}")
+        assert all(("losses" in each) == (until is None) for each in found), found
+    assert all(each["step"] == 13 for each in found)
+    kept = alone["state"]
+    worst = max(float(np.abs(np.subtract(kept[name], found[0]["state"][name])).max(initial=0.0)) for name in kept)
+    assert worst < 1e-8
+    checked = consumed.check(folder)
+    assert checked.holds, checked.faults
+    assert checked.last == 13
+
+
+def test_a_stop_that_one_rank_asks_for_is_taken_by_all_after_the_same_step(tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+            for report in run.steps():
+                if report.step == 4 and rank == 1:
+                    run.stop("good enough")
+        return [run.step, run.outcome, run.cause, run.exit_code]
+
+    first, second = run_ranks(2, job, tmp_path / "ranks")
+    assert first == [4, "stopped", "another rank ended the run", 0]
+    assert second == [4, "stopped", "good enough", 0]
+    assert manifest.steps(tmp_path / "run")[-1] == 4
+
+
+def test_a_signal_to_one_rank_ends_all_after_one_step_with_its_code(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    def job(rank: int) -> Any:
+        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+            for report in run.steps():
+                if report.step == 3 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        return [run.step, run.outcome, run.exit_code]
+
+    assert run_ranks(2, job, tmp_path / "ranks") == [[3, "interrupted", EXIT_TERMINATED]] * 2
+
+
+def test_a_number_that_is_none_in_one_rank_s_data_skips_the_step_on_all(tmp_path: Path) -> None:
+    class Poisoned(Sentences):
+        def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+            output = super().forward(model, batch)
+            bad = (batch["words"] == self.data("train").read(np.array([7]))["words"]).all(1).any()
+            return output * torch.where(bad, torch.nan, 1.0)
+
+    whole = train(tmp_path / "one", Poisoned(), spec(stability={"max_skips": 20}))
+    found = run_ranks(2, lambda rank: train(tmp_path / "run", Poisoned(), spec(stability={"max_skips": 20})), tmp_path / "ranks")
+    assert found[0]["state"] == found[1]["state"]
+    assert all(np.isfinite(each).all() for each in found[0]["state"].values())
+    skipped = [not np.isfinite(each) for each in found[0]["losses"]]
+    assert 0 < sum(skipped) < 13
+    assert skipped == [not np.isfinite(each) for each in whole["losses"]]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"), [("lr", "spec: rank 1 has"), ("shape", "parameters: rank 1 has"), ("data", "data: rank 1 has")]
+)
+def test_a_rank_that_would_compute_something_else_is_refused_before_the_first_step(
+    field: str, words: str, tmp_path: Path
+) -> None:
+    def job(rank: int) -> Any:
+        task = Sentences()
+        task.differs_in = field if rank == 1 else ""
+        return train(tmp_path / "run", task, spec(optim={"lr": 0.5}) if rank == 1 and field == "lr" else None)
+
+    found = run_ranks(2, job, tmp_path / "ranks")
+    assert all(words in each["error"] for each in found), found
+    assert all(each["code"] == 2 for each in found)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"layout": {"replicate": 3}}, "layout.replicate is 3, and there are 2 ranks"),
+        ({"train": {"batch": 8, "microbatch": 8}}, "a batch of 8 in microbatches of 8 gives 2 ranks 1 piece"),
+        ({"memory": {"on_oom": "halve"}}, "memory.on_oom is 'halve', and there are several ranks"),
+        ({"data": {"on_bad": "skip"}}, "data.on_bad is 'skip', and there are several ranks"),
+        ({"observe": {"noise": True}}, "observe.noise is True, and there are several ranks"),
+        ({"evaluate": {"every": "3 s"}}, "evaluate.every is '3 s', and there are several ranks"),
+        ({"compile": {"what": "step"}}, "compile.what is 'step', and there are several ranks"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_in_words(tables: Any, words: str, tmp_path: Path) -> None:
+    found = run_ranks(2, lambda rank: train(tmp_path / "run", None, spec(**tables)), tmp_path / "ranks")
+    assert all(words in each["error"] and each["code"] == 2 for each in found), found
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_others(tmp_path: Path) -> None:
+    class Failing(Sentences):
+        rank = 0
+
+        def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+            if self.rank == 1 and torch.is_grad_enabled() and self.calls > 12:
+                raise ValueError("planted")
+            self.calls += 1
+            return super().loss(output, batch)
+
+        calls = 0
+
+    def job(rank: int) -> Any:
+        task = Failing()
+        task.rank = rank
+        return train(tmp_path / "run", task)
+
+    first, second = run_ranks(2, job, tmp_path / "ranks")
+    assert second["error"].startswith("rank 1 of 2, step ")
+    assert "ValueError: planted" in second["error"]
+    assert second["code"] == 3
+    assert "the other ranks are out of reach" in first["error"]
+    assert first["code"] == 8
