@@ -1,0 +1,138 @@
+"""What each rank of an arm does: a model's steps, shared by surefoot or by torch's DistributedDataParallel, and what rank 0 saw of them.
+
+python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|weak|strong --model convnet --report FILE --folder DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+from benchmarks.by_hand.components import MODELS
+from benchmarks.step_cost.arms.surefoot_run import Costed
+from benchmarks.step_cost.models import CLIP, LEARNING_RATE, READ_EVERY, SEED, Workload, mean_loss
+from surefoot.contract.spec import RunSpec
+from surefoot.core import place
+from surefoot.runtime.comm import Group
+from surefoot.train.run import Run
+from surefoot.trial import write_report
+
+RANKS = 2
+
+
+class Meter:
+    """Wall and CPU seconds of the steps after the first `warmup`, and those that this rank waited for others."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._number = workload, 0
+        self._begun = self._waited_s = 0.0, 0.0, 0.0
+        self.waited_s = 0.0
+        self.measures: dict[str, float] = {}
+
+    def tick(self) -> None:
+        """A step is over."""
+        self._number += 1
+        now = time.perf_counter(), time.process_time(), self.waited_s
+        if self._number == self._workload.warmup:
+            self._begun = now
+        if self._number == self._workload.warmup + self._workload.steps:
+            wall_s, cpu_s, waited_s = (one - other for one, other in zip(now, self._begun, strict=True))
+            steps = self._workload.steps
+            self.measures = {
+                "wall_s_per_step": wall_s / steps, "cpu_s_per_step": cpu_s / steps, "waited_s_per_step": waited_s / steps,
+            }  # fmt: skip
+
+    @property
+    def total(self) -> int:
+        return self._workload.warmup + self._workload.steps
+
+
+def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str) -> None:
+    spec = RunSpec(
+        task={"use": f"{Costed.__module__}:{Costed.__name__}", "workload": workload.name, "batches": 2 * workload.num_batches},
+        optim={"lr": LEARNING_RATE, "clip": CLIP}, schedule={"name": "constant"}, observe={"tensorboard": False},
+        train={"length": f"{meter.total} steps", "batch": batch, "seed": SEED, "threads": 1}, checkpoint={"every": "never"},
+    )  # fmt: skip
+    do = Group._do
+
+    def timed(self: Group, job: Callable[[], Any]) -> Any:
+        begun_s = time.perf_counter()
+        try:
+            return do(self, job)
+        finally:
+            meter.waited_s += time.perf_counter() - begun_s
+
+    Group._do = timed  # type: ignore[method-assign]
+    with Run(spec, folder=folder, quiet=True) as run:
+        for report in islice(run.steps(), meter.total):
+            if report.step % READ_EVERY == 0:
+                _ = report.loss
+            meter.tick()
+
+
+def by_hand(workload: Workload, meter: Meter, rank: int, ranks: int, batch: int) -> None:
+    """The loop that torch's documentation shows: an equal share for each rank, a mean of means."""
+    model = workload.model()
+    shared = DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    inputs, targets = workload.samples()
+    generator = torch.Generator().manual_seed(SEED)
+    order = torch.randperm(len(inputs), generator=generator)
+    share = batch // ranks
+    for number in range(meter.total):
+        first = (number * batch + rank * share) % len(inputs)
+        ids = order[first : first + share]
+        optimizer.zero_grad()
+        loss = mean_loss(shared(inputs[ids]), targets[ids])
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(model.parameters(), CLIP, foreach=True)
+        optimizer.step()
+        if number % READ_EVERY == 0:
+            whole = loss.detach().clone()
+            if ranks > 1:
+                dist.all_reduce(whole)
+            whole.item()
+        meter.tick()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--how", required=True, choices=("surefoot", "hand"))
+    parser.add_argument("--scaling", required=True, choices=("one", "weak", "strong"))
+    parser.add_argument("--model", required=True, choices=MODELS)
+    parser.add_argument("--report", required=True)
+    parser.add_argument("--folder", required=True)
+    asked = parser.parse_args()
+    here = place.here()
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[here.local_rank % len(cores)]})
+    workload = MODELS[asked.model]
+    meter = Meter(workload)
+    batch = workload.batch * (RANKS if asked.scaling == "weak" else 1)
+    if asked.how == "surefoot":
+        by_surefoot(workload, meter, batch, asked.folder)
+    else:
+        if here.world_size > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        by_hand(workload, meter, here.rank, here.world_size, batch)
+        if here.world_size > 1:
+            dist.destroy_process_group()
+    if here.rank == 0:
+        write_report(asked.report, meter.measures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Two ranks on two cores: surefoot against torch's DistributedDataParallel by hand, and against one rank.
+
+python -m benchmarks.distributed.run [--rounds 9] [--show]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.by_hand.components import MODELS
+from benchmarks.distributed.arm import RANKS
+from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from surefoot.core.statistics import Interval, median_interval, paired_ratio
+from surefoot.core.units import format_seconds
+from surefoot.trial import Arm, Trial, markdown, read_trial
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results" / "replicate.json"
+KINDS = (("surefoot", "one"), ("hand", "one"), ("surefoot", "weak"), ("hand", "weak"), ("surefoot", "strong"), ("hand", "strong"))
+WALL, WAITED = "wall_s_per_step", "waited_s_per_step"
+MOST, LEAST = 1.05, 0.90
+
+
+def make_arms(folder: str) -> list[Arm]:
+    return [
+        Arm(
+            name=f"{model} {how} {scaling}", folder=ROOT, ranks=1 if scaling == "one" else RANKS, timeout_s=300.0,
+            command=(
+                sys.executable, "-m", "benchmarks.distributed.arm", "--how", how, "--scaling", scaling, "--model", model,
+                "--report", "{report}", "--folder", f"{{work}}/{folder}" if scaling == "one" else f"{{work}}/../{folder}",
+            ),
+        )
+        for model in MODELS
+        for how, scaling in KINDS
+    ]  # fmt: skip
+
+
+def render(trial: Trial) -> str:
+    """Each model's step, how it scales, and what it takes against the one by hand."""
+    rows, bars = [], []
+    for model in MODELS:
+        for how, scaling in KINDS:
+            arm = f"{model} {how} {scaling}"
+            walls = list(trial.by_round(arm, WALL).values())
+            if not walls:
+                continue
+            waited = list(trial.by_round(arm, WAITED).values())
+            told = "" if scaling == "one" or how == "hand" else format_seconds(median_interval(waited).estimate)
+            rows.append(
+                (
+                    model,
+                    how,
+                    scaling,
+                    format_seconds(median_interval(walls).estimate),
+                    told,
+                    _efficiency(trial, model, how, scaling),
+                )
+            )
+        for scaling in ("weak", "strong"):
+            ratio = _ratio(trial, f"{model} surefoot {scaling}", f"{model} hand {scaling}")
+            bars.append((f"{model}, {scaling}: surefoot to by hand", _told(ratio), f"<= {MOST}", _standing(ratio, most=MOST)))
+        weak = _ratio(trial, f"{model} surefoot one", f"{model} surefoot weak")
+        bars.append((f"{model}: weak scaling", _told(weak), f">= {LEAST}", _standing(weak, least=LEAST)))
+    heads = ("model", "by", "batch", "a step", "of it waiting for the other rank", "efficiency (95 %)")
+    return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
+
+
+def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:
+    """T1 / T2 of a batch twice as large, or T1 / 2 T2 of the same batch."""
+    if scaling == "one":
+        return "1"
+    found = _ratio(trial, f"{model} {how} one", f"{model} {how} {scaling}")
+    return _told(found, 1.0 if scaling == "weak" else 1 / RANKS)
+
+
+def _ratio(trial: Trial, arm: str, baseline: str) -> Interval | None:
+    one, other = trial.by_round(arm, WALL), trial.by_round(baseline, WALL)
+    rounds = [number for number in one if number in other]
+    return paired_ratio([one[number] for number in rounds], [other[number] for number in rounds]) if rounds else None
+
+
+def _told(found: Interval | None, factor: float = 1.0) -> str:
+    if found is None:
+        return "n/a"
+    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
+    return f"{found.estimate * factor:.3f} ({low * factor:.3f} to {high * factor:.3f})"
+
+
+def _standing(found: Interval | None, *, least: float | None = None, most: float | None = None) -> str:
+    if found is None:
+        return "not measured"
+    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
+    if (least is None or low >= least) and (most is None or high <= most):
+        return "holds"
+    return "missed" if (least is not None and high < least) or (most is not None and low > most) else "undecided"
+
+
+def main() -> None:
+    asked = make_parser(__doc__, RESULTS).parse_args()
+    if not asked.show:
+        with tempfile.TemporaryDirectory(prefix="surefoot-distributed-") as name:
+            measure(
+                "two ranks", make_arms(Path(name).name), rounds=asked.rounds, packages=("torch", "surefoot"), out=asked.out,
+                said={"pinned": "each rank to a core of its own"},
+            )  # fmt: skip
+    trial = read_trial(asked.out)
+    parts = {"results": render(trial), "conditions": render_conditions(trial)}
+    show(parts, FOLDER / "README.md" if asked.out.resolve() == RESULTS else None)
+
+
+if __name__ == "__main__":
+    main()
