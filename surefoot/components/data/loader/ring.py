@@ -109,7 +109,12 @@ class _Packer(pickle.Pickler):
         self.num_bytes = 0
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type == "cpu" and not obj.is_quantized:
+        if (
+            type(obj) is Tensor
+            and obj.layout is torch.strided
+            and obj.device.type == "cpu"
+            and not (obj.is_quantized or obj.is_nested)
+        ):
             dense = obj.detach().resolve_conj().resolve_neg()
             flat = dense.contiguous().view(-1) if dense.numel() else dense.new_empty(0)
             named = str(obj.dtype).removeprefix("torch.")
