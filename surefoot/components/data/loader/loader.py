@@ -326,7 +326,8 @@ class Loader:
                 self.close()
                 raise BadRecordError(
                     f"{what}; so did {MOST_TRIES - 1} workers before it",
-                    hint="read these samples by hand: source.read(ids); loader.timeout gives a slow one more time",
+                    hint="read these samples by hand: source.read(ids); loader.timeout gives a slow one more time; "
+                    'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"',
                 )
         crew.replace(place)
         for ticket in lost:
