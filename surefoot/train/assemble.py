@@ -92,7 +92,7 @@ class Assembly:
     def read(self, epoch: int, ids: np.ndarray) -> Batch:
         """Some samples as a step reads them: on the device, augmented. Raises what reading them raises."""
         source, augment = self.feed.source, self.task.augment
-        found = read_sound(source, ids) if self.spec.data.on_bad == "skip" else Read(source.read(ids))
+        found = read_sound(source, ids) if self.spec.data.on_bad == "skip" else Read(source.read(ids.copy()))
         batch = to_device(found.whole, self.engine.device)
         return batch if augment is None else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 from surefoot.components.data import Feed, Order
 from surefoot.components.data.loader import Loader, Reader, Settings, Told, bytes_of
 from surefoot.contract.task import Source, import_file
-from surefoot.core.errors import DataError
-from tests.components.loading import Drawing, Nameless, Numbers, OnlyAtHome, Wordy, shifted
+from surefoot.core.errors import BadRecordError, DataError
+from tests.components.loading import Drawing, Nameless, Numbers, OnlyAtHome, Unsafe, Wordy, shifted
 from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
 
 ONE = Settings(workers=1, kind="process")
@@ -122,6 +123,62 @@ def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two
     assert found[2] == found[0]
     assert found[7] == found[0]
     assert all(len(set(column)) == 21 for column in zip(*found[0], strict=True))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(workers: int, skips: bool) -> None:
+    """It counts from 1: a step that is done again would read others, and the ledger would hold what nobody read."""
+
+    class FromOne(Unsafe):
+        def read(self, ids: np.ndarray) -> dict[str, Any]:
+            ids += 1
+            if 41 in ids:
+                raise ValueError("no image")
+            return {"number": torch.from_numpy(ids - 1)}
+
+    reading = loader(FromOne(), Settings(workers=workers, kind="process" if workers else "auto"))
+    if skips:
+        reading.skip_bad(1.0)
+    for number in (1, 1, 2, 7) if skips else (1, 1, 3):
+        taken = reading.take(number)
+        assert taken.batches[0]["number"].tolist() == [each for each in taken.window.ids.tolist() if each != 40]
+        assert taken.window.ids.tolist() == Feed(reading.source, Order(97, 5), batch=16).window(number - 1).ids.tolist()
+    reading.close()
+    assert list(reading.bad.found) == ([40] if skips else [])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_in_tensors_come_through() -> None:
+    class Ragged(Numbers):
+        def read(self, ids: np.ndarray) -> Any:
+            return torch.nested.nested_tensor([torch.arange(float(number)) for number in ids[:3]])
+
+    here, there = loader(Ragged(), Settings()), loader(Ragged(), ONE)
+    mine, its = here.take(1).batches[0], there.take(1).batches[0]
+    there.close()
+    assert [each.tolist() for each in its.unbind()] == [each.tolist() for each in mine.unbind()]
+
+
+def test_a_source_that_hangs_in_workers_alone_is_told_what_may_hold_it() -> None:
+    """A pool of threads that was begun before the fork has none behind it."""
+
+    class Pooled(Unsafe):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = ThreadPoolExecutor(1)
+            self.pool.submit(int).result()
+
+        def read(self, ids: np.ndarray) -> dict[str, Any]:
+            self.pool.submit(int).result()
+            return super().read(ids)
+
+    source = Pooled()
+    reading = loader(source, Settings(workers=1, kind="process", timeout_s=0.05))
+    with pytest.raises(BadRecordError, match=r"gave nothing for .* of step 1; so did 2 workers before it") as raised:
+        reading.take(1)
+    source.pool.shutdown()
+    assert 'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"' in str(raised.value.hint)
 
 
 def test_a_gradient_that_is_asked_for_is_asked_for_behind_a_worker() -> None:

@@ -42,12 +42,12 @@ class Read(NamedTuple):
 def read_sound(source: Source, ids: np.ndarray) -> Read:
     """Read those of `ids` that can be read. Raises OSError of a disk or a network, which says nothing of a record, and MemoryError."""
     try:
-        return Read(source.read(ids))
+        return Read(source.read(ids.copy()))
     except Exception as error:  # noqa: BLE001 - whatever a decoder raises
         _raise_unless_of_a_record(error)
     bad = tuple(found for each in ids.tolist() if (found := _try(source, each)) is not None)
     left = Read(None, bad).kept(ids)
-    return Read(source.read(left) if len(left) else None, bad)
+    return Read(source.read(left.copy()) if len(left) else None, bad)
 
 
 def _try(source: Source, sample: int) -> Bad | None:

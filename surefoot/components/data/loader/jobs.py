@@ -33,7 +33,10 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads and augments the samples `ids` of an epoch: a pure function, so it does not matter which worker calls it, nor how often."""
+    """Reads and augments the samples `ids` of an epoch: a pure function, so it does not matter which worker calls it, nor how often.
+
+    A source is given a copy of `ids`: one that sorts them in place, or counts them from 1, would change what the run says it read.
+    """
 
     source: Source
     augment: Augment | None
@@ -43,7 +46,7 @@ class Reader:
 
     def __call__(self, epoch: int, ids: np.ndarray) -> Read:
         with self._streams(epoch, ids):
-            read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids))
+            read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids.copy()))
             if self.augment is None or read.batch is None:
                 return read
             return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
@@ -60,7 +63,7 @@ class Reader:
                 return {}
             own = getattr(self.source, "explain", None)
             begun_s = time.perf_counter()
-            batch = self.source.read(ids)
+            batch = self.source.read(ids.copy())
             costs: dict[str, float] = {"read": time.perf_counter() - begun_s} if own is None else dict(own(ids))
             if self.augment is not None:
                 begun_s = time.perf_counter()
