@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -20,9 +21,10 @@ import torch
 
 from surefoot.components.data import Feed, Order
 from surefoot.components.data.loader import Loader, Reader, Settings, Told, bytes_of
+from surefoot.components.data.order import Keys
 from surefoot.contract.task import Source, import_file
 from surefoot.core.errors import BadRecordError, DataError
-from tests.components.loading import Drawing, Nameless, Numbers, OnlyAtHome, Unsafe, Wordy, shifted
+from tests.components.loading import Drawing, Nameless, Numbers, Once, OnlyAtHome, Unsafe, Wordy, shifted
 from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
 
 ONE = Settings(workers=1, kind="process")
@@ -209,15 +211,21 @@ def test_a_thread_that_ends_takes_no_worker_with_it() -> None:
     assert told == []
 
 
-def test_workers_begun_by_a_thread_die_with_the_process() -> None:
+@pytest.mark.parametrize("of_main", [False, True])
+def test_workers_in_the_middle_of_a_batch_die_with_the_process(of_main: bool) -> None:
+    """They look at no pipe then; and the thread that began them is the main one, or another."""
+
     def begin(pipe: Any) -> None:
         reading = loader(Numbers(30), TWO)
-        thread = threading.Thread(target=reading.take, args=(1,))
-        thread.start()
+        threading.Thread(target=tell if of_main else reading.take, args=(pipe if of_main else 1,)).start()
+        (reading.take if of_main else tell)(1 if of_main else pipe)
+        time.sleep(30)
+
+    def tell(pipe: Any) -> None:
         while len(multiprocessing.active_children()) < 2:
             time.sleep(0.01)
+        time.sleep(0.1)  # until they read
         pipe.send([each.pid for each in multiprocessing.active_children()])
-        time.sleep(30)
 
     ours, theirs = multiprocessing.Pipe()
     run = multiprocessing.get_context("fork").Process(target=begin, args=(theirs,))
@@ -232,6 +240,63 @@ def test_workers_begun_by_a_thread_die_with_the_process() -> None:
     while any(map(psutil.pid_exists, workers)) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert not [each for each in workers if psutil.pid_exists(each)]
+
+
+class Deadly(Numbers):
+    """A worker dies once of the samples of the first step, and of those of the third each time."""
+
+    def __init__(self, once: Once) -> None:
+        super().__init__()
+        self.once, feed = once, Feed(Numbers(), Order(97, 5), batch=16)
+        self.first, self.third = (int(feed.window(step).ids[0]) for step in (0, 2))
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        if self.third in ids or (self.first in ids and self.once.is_due()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(ids)
+
+
+def test_samples_that_were_read_when_a_worker_died_of_others_are_not_blamed(tmp_path: Path) -> None:
+    """What it had is read again in the same order, so that the first of it is what it died of."""
+    reading = loader(Deadly(Once(tmp_path, 1)), Settings(workers=1, kind="process", prefetch=3))
+    with pytest.raises(BadRecordError, match="of step 3; so did 2 workers before it"):
+        for number in range(1, 4):
+            reading.take(number)
+
+
+class Late(Numbers):
+    """The first batch comes only while the fourth is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.gate = itertools.count(1), threading.Event()
+
+    def read(self, ids: np.ndarray) -> dict[str, Any]:
+        number = next(self.reads)
+        if number == 1:
+            self.gate.wait(10)
+        elif number == 4:
+            self.gate.set()
+            time.sleep(0.1)
+        return super().read(ids)
+
+
+def test_what_a_thread_gives_after_it_was_replaced_is_nobodys() -> None:
+    told: list[Told] = []
+    here, there = loader(Numbers(), Settings()), loader(Late(), Settings(workers=1, kind="thread", timeout_s=0.1), told=told)
+    for number in range(1, 9):
+        assert same(rows(there.take(number)), rows(here.take(number)))
+    there.close()
+    assert [each.step for each in told] == [1]
+
+
+def test_a_sample_is_augmented_by_its_own_draws(expected: list[list[Any]]) -> None:  # noqa: F811
+    """Not by its place in a microbatch, which another cut or a sample that is left out would change."""
+    for step, (_, batches) in enumerate(expected):
+        for numbers, images in batches:
+            for number, image in zip(numbers, images, strict=True):
+                ids = np.array([number])
+                assert torch.equal(shifted(Numbers().read(ids), Keys(5, step // 7, ids))["image"][0], image)
 
 
 def test_a_process_that_may_have_no_children_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,3 +180,11 @@ def test_a_run_that_goes_on_keeps_the_half_that_memory_left_it(tmp_path: Path) -
     stated = spec(14, memory={"on_oom": "halve"}, train={"microbatch": 4})
     with Run(stated, Once(None), folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "whole", 12)) as run:
         assert run.assembly.feed.microbatch == 4
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_what_was_read_ahead_of_a_step_that_is_done_again_is_cut_anew(kind: str, tmp_path: Path) -> None:
+    for name, loader in (("alone", {}), ("ahead", {"workers": 2, "kind": kind})):
+        train(tmp_path / name, spec(12, memory={"on_oom": "halve"}, checkpoint={"every": "3 steps"}, loader=loader), Once(4))
+    assert bits(tmp_path / "ahead", 12) == bits(tmp_path / "alone", 12)
+    assert [event.step for event in records(tmp_path / "ahead") if isinstance(event, Fault)] == [4]
