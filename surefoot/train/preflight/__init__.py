@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
-from surefoot.train.preflight import contract, norms
+from surefoot.train.preflight import contract, draws, norms
 from surefoot.train.record.compiling import eager
 from surefoot.train.resume.state import LiveState
 
@@ -20,5 +20,5 @@ def check(assembly: Assembly) -> list[str]:
     LiveState(assembly).check()
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
-        assembly.told.extend(norms.check(assembly))
+        assembly.told.extend([*norms.check(assembly), *draws.check(assembly)])
     return notes
