@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -303,6 +304,18 @@ def test_a_process_that_may_have_no_children_is_told_so(monkeypatch: pytest.Monk
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="daemonic"):
         loader(Numbers(), TWO).take(1)
+
+
+def test_more_files_than_a_process_may_open_are_told_and_given_back() -> None:
+    before, (soft, hard) = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, hard))
+    try:
+        with pytest.raises(DataError, match=r"worker 1 of 2 could not begin: .* each opens 42 files of memory") as raised:
+            loader(Numbers(), Settings(workers=2, kind="process", prefetch=20)).take(1)
+        assert psutil.Process().num_fds() <= before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "ulimit -n" in str(raised.value.hint)
 
 
 def test_batches_that_grow_are_held_to_the_memory_that_was_allowed() -> None:

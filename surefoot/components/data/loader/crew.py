@@ -188,7 +188,20 @@ class Processes:
             self._begin(place)
 
     def _begin(self, place: int) -> None:
-        slots = tuple(Slot() for _ in range(self._num_slots))
+        slots: list[Slot] = []
+        try:
+            slots.extend(Slot() for _ in range(self._num_slots))
+            self._begin_with(place, tuple(slots))
+        except OSError as error:
+            for slot in slots:
+                slot.close()  # else the run could not open even the file that says how it ended
+            self.close()
+            raise DataError(
+                f"worker {place} of {self.size} could not begin: {error}; each opens {self._num_slots} files of memory here",
+                hint="a smaller loader.workers or loader.prefetch; or a larger number of open files: ulimit -n",
+            ) from error
+
+    def _begin_with(self, place: int, slots: tuple[Slot, ...]) -> None:
         ours, theirs = self._context.Pipe()
         inherited = [each.pipe for each in self._workers] + [ours] if self.start == "fork" else []
         of_main = threading.current_thread() is threading.main_thread()
