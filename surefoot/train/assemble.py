@@ -22,6 +22,7 @@ from surefoot.components.data.loader import Read, Sound, Told, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
+from surefoot.components.parallel import join_batchnorm
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
@@ -158,7 +159,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, g
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
     feed = make_feed(spec, source, Share(group.rank, group.size))
-    if spec.train.batchnorm != "keep":
+    if spec.train.batchnorm in ("group", "layer"):
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
         notes.append(f'the last {feed.dropped} samples of each epoch are left out (data.last_batch = "drop")')
@@ -208,6 +209,8 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, g
     )  # fmt: skip
     if not group.is_alone:
         stepper.ranks = Ranks(group, model, updates, joins_buffers=spec.layout.sync_buffers)
+        if spec.layout.check_every != "never":
+            stepper.ranks.checks_after = course.rhythm(spec.layout.check_every)
     stepper.loader.use(settings, last=total_steps)
     if skips:
         stepper.loader.skip_bad(spec.data.max_bad)
@@ -267,7 +270,12 @@ def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
 def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
     """The task's model with what the spec puts in the place of its parts. Raises SpecError where it has none of them."""
     model = task.task.model()
-    if spec.train.batchnorm != "keep" and isinstance(model, nn.Module) and not convert_batchnorm(model, spec.train.batchnorm):
+    how = spec.train.batchnorm
+    if (
+        how != "keep"
+        and isinstance(model, nn.Module)
+        and not (join_batchnorm(model) if how == "sync" else convert_batchnorm(model, how))
+    ):
         raise SpecError(
             f"train.batchnorm is {spec.train.batchnorm!r}, and the model has no BatchNorm", hint="leave train.batchnorm out"
         )

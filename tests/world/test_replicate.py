@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surefoot.components.parallel import JoinedBuffers, Replicas, Totals
+from surefoot.components.parallel import JoinedBuffers, Replicas, Totals, join_batchnorm
 from surefoot.runtime.comm import Group
 from tests.world.ranks import RankFailed, together
 
@@ -229,3 +229,42 @@ def test_what_fails_on_one_rank_ends_the_others_too(tmp_path: Path) -> None:
 
     with pytest.raises(RankFailed, match=r"rank 0: rank 1 of 2 did not begin: ZeroDivisionError: .*"):
         together(2, job, tmp_path)
+
+
+@pytest.mark.parametrize("shares", [(4, 4), (5, 2, 3)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_joint_batch_norm_computes_what_one_process_does_that_sees_all_samples(
+    shares: tuple[int, ...], momentum: float | None, affine: bool, tmp_path: Path
+) -> None:
+    inputs = torch.randn(2, sum(shares), 3, 4, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 2 + 3
+
+    def make() -> nn.Module:
+        torch.manual_seed(6)
+        norm = nn.BatchNorm2d(3, momentum=momentum, affine=affine).double()
+        return nn.Sequential(nn.Conv2d(3, 3, 1).double(), norm, nn.Tanh())
+
+    def job(group: Group) -> Any:
+        model, alone = make(), make()
+        for each in join_batchnorm(model):
+            each.group = group
+        first = sum(shares[: group.rank])
+        worst = 0.0
+        for whole in inputs:
+            mine, every = (part.clone().requires_grad_() for part in (whole[first : first + shares[group.rank]], whole))
+            out, expected = model(mine), alone(every)
+            (out**3).sum().backward()
+            (expected**3).sum().backward()
+            rows = slice(first, first + shares[group.rank])
+            worst = max(worst, float((out - expected[rows]).abs().max()), float((mine.grad - every.grad[rows]).abs().max()))  # type: ignore[index, operator]
+        for one, two in zip(model.parameters(), alone.parameters(), strict=True):
+            worst = max(worst, float((group.add(one.grad.clone()) - two.grad).abs().max()))  # type: ignore[union-attr]
+        buffers = max(
+            float((one.double() - two.double()).abs().max()) for one, two in zip(model.buffers(), alone.buffers(), strict=True)
+        )
+        return [worst, buffers, list(model.state_dict()) == list(alone.state_dict())]
+
+    found = together(len(shares), job, tmp_path)
+    assert max(each[0] for each in found) < 1e-11
+    assert max(each[1] for each in found) < 1e-12
+    assert all(each[2] for each in found)

@@ -314,3 +314,37 @@ def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_ot
     assert second["code"] == 3
     assert "the other ranks are out of reach" in first["error"]
     assert first["code"] == 8
+
+
+def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_process(tmp_path: Path) -> None:
+    class Awake(Sentences):
+        def model(self) -> nn.Module:
+            model = super().model()
+            model["drop"] = nn.Identity()  # type: ignore[operator]
+            return model
+
+    def given(batchnorm: str) -> RunSpec:
+        return spec(train={"microbatch": None, "batchnorm": batchnorm}, data={"last_batch": "drop"})
+
+    whole = train(tmp_path / "one", Awake(), given("keep"))
+    found = run_ranks(2, lambda rank: train(tmp_path / "run", Awake(), given("sync")), tmp_path / "ranks")
+    assert all("losses" in each for each in found), found
+    assert max(apart(whole, each) for each in found) < 1e-10
+    refused = run_ranks(3, lambda rank: train(tmp_path / "other", None, spec(train={"batchnorm": "sync"})), tmp_path / "refused")
+    assert all('train.batchnorm is "sync", and a batch of' in each["error"] for each in refused), refused
+
+
+@pytest.mark.parametrize(("num_ranks", "words"), [(2, "are not those of rank 0"), (3, "are not those of most ranks")])
+def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(num_ranks: int, words: str, tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        with Run(spec(layout={"check_every": "3 steps"}), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+            for report in run.steps():
+                if report.step == 7 and rank == 1:
+                    weight = run.model["hidden"].weight  # type: ignore[index]
+                    weight.data.view(torch.int64)[0, 0] ^= 1  # the last bit of a number of 64
+        return run.step
+
+    found = run_ranks(num_ranks, job, tmp_path / "ranks")
+    told = f"step 9: the weights of rank 1 of {num_ranks} {words}: hidden."
+    assert all(told in each["error"] and each["code"] == 4 for each in found), found
+    assert all("alike after step 6" in each["error"] for each in found)

@@ -2,6 +2,7 @@
 
 from surefoot.components.parallel.norms import JoinedBuffers
 from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.sync_norm import SyncNorm, join_batchnorm
 from surefoot.components.parallel.totals import Totals
 
-__all__ = ["JoinedBuffers", "Replicas", "Totals"]
+__all__ = ["JoinedBuffers", "Replicas", "SyncNorm", "Totals", "join_batchnorm"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from surefoot.components.parallel.sync_norm import SyncNorm
 from surefoot.runtime.comm import Group
 
 Slot = tuple[nn.Module, str]
@@ -22,13 +23,10 @@ class JoinedBuffers:
     def __init__(self, model: nn.Module, group: Group, *, joins_norms: bool = True) -> None:
         """Without `joins_norms` running statistics become rank 0's, too."""
         self._group = group
-        norms = [
-            module
-            for module in model.modules()
-            if joins_norms and isinstance(module, _NormBase) and module.running_mean is not None
-        ]
-        self._norms = [module for module in norms if isinstance(module.num_batches_tracked, Tensor)]
-        known = {(id(module), name) for module in self._norms for name in ("running_mean", "running_var", "num_batches_tracked")}
+        norms = [each for each in model.modules() if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)]
+        alike = [each for each in norms if isinstance(each, SyncNorm)]  # on every rank, by themselves
+        self._norms = [each for each in norms if joins_norms and each not in alike]
+        known = {(id(module), name) for module in (*self._norms, *alike) for name, _ in module.named_buffers(recurse=False)}
         self._others = [
             (module, name)
             for module in model.modules()

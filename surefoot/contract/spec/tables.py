@@ -140,8 +140,9 @@ class TrainTable(Table):
     ramp: tuple[tuple[Count, Positive], ...] = Field(
         (), max_length=8, description="pairs (samples seen, batch from there on), from 0 up to train.batch: a batch that grows"
     )
-    batchnorm: Literal["keep", "group", "layer"] = Field(
-        "keep", description="what BatchNorm is replaced by: keep it, or GroupNorm, or a LayerNorm over channels and positions"
+    batchnorm: Literal["keep", "group", "layer", "sync"] = Field(
+        "keep",
+        description="BatchNorm: keep it, put GroupNorm in its place, a LayerNorm over channels and positions, or join it over ranks",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, order, augmentation, dropout")
     deterministic: bool = Field(True, description="deterministic kernels where torch has them")
@@ -362,6 +363,9 @@ class LayoutTable(Table):
         None, description="ranks that hold the same weights and read other samples; none: all that there are"
     )
     sync_buffers: bool = Field(True, description="BatchNorm's statistics as one process would have them; else rank 0's")
+    check_every: DurationText | Never = Field(
+        "100 steps", description="how often the weights of all ranks are held side by side; or never"
+    )
     timeout: float = Field(1800.0, gt=0, description="seconds that a rank waits in a collective before it gives up")
 
 

@@ -70,6 +70,11 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
         raise SpecError(
             "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
         )
+    if spec.train.batchnorm == "sync":
+        raise SpecError(
+            'train.batchnorm is "sync", which joins what ranks see: other numbers of ranks compute something else on purpose',
+            hint="verify with --set train.batchnorm=keep",
+        )
     most, batch = max(each.world_size for each in layouts), spec.train.batch
     microbatch = spec.train.microbatch or next((size for size in range(batch // most, 0, -1) if batch % size == 0), 0)
     if microbatch < 1 or -(-batch // microbatch) < most:

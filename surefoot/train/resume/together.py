@@ -51,6 +51,7 @@ def _check_shared(spec: RunSpec) -> None:
         "observe.noise": (spec.observe.noise, "it compares a microbatch with its batch on one rank"),
         "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),
         "evaluate.every": (Duration.parse(spec.evaluate.every).unit == "s", "clocks differ between ranks"),
+        "layout.check_every": (_is_time(spec.layout.check_every), "clocks differ between ranks"),
     }
     for key, (is_set, why) in refused.items():
         if is_set:
@@ -59,6 +60,10 @@ def _check_shared(spec: RunSpec) -> None:
                 f"{key} is {table.get(room, {}).get(name)!r}, and there are several ranks: {why}",
                 hint=f"leave {key} out, or train on one rank",
             )
+
+
+def _is_time(text: str) -> bool:
+    return text != "never" and Duration.parse(text).unit == "s"
 
 
 def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:

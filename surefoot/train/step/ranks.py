@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from surefoot.components.optim import leaf_of
-from surefoot.components.parallel import JoinedBuffers, Replicas, Totals
+from surefoot.components.parallel import JoinedBuffers, Replicas, SyncNorm, Totals
+from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.totals import Row
+from surefoot.core.errors import NumbersError
 from surefoot.runtime.comm import Group
 
 if TYPE_CHECKING:
@@ -24,13 +26,18 @@ class Ranks:
         self.replicas = [Replicas([leaf_of(each) for each in update.guarded.parameters], group) for update in updates]
         self.totals = Totals(group)
         self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers)
+        self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
         self._mine, self._was_told = 0, False
+        self._model, self._alike_after = model, 0
+        self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
 
     def begin(self, num_samples: int) -> None:
         """A step begins, in which this rank reads so many samples."""
         self._mine, self._was_told = num_samples, False
         self.buffers.keep()
+        for each in self._sync_norms:  # from the first step on: what is tried before it, a rank tries alone
+            each.group = self.group
 
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
         """The loss terms of all ranks; with the first of a step go the samples."""
@@ -39,11 +46,27 @@ class Ranks:
             self._was_told, self.num_samples = True, int(told[0])
         return found
 
-    def end(self) -> None:
-        """All passes of a step are over."""
+    def end(self, number: int) -> None:
+        """All passes and updates of a step are over. Raises NumbersError where a rank's weights are no longer those of the others."""
         if not self._was_told:
             self.add("", {})
         self.buffers.join()
+        if self.checks_after(number):
+            self._check_alike(number)
+
+    def _check_alike(self, number: int) -> None:
+        apart = find_apart(self.group, dict(self._model.named_parameters()))
+        if not apart:
+            self._alike_after = number
+            return
+        first = apart[0]
+        ranks = ", ".join(str(each.rank) for each in apart)
+        others = "most ranks" if first.is_certain else "rank 0"
+        raise NumbersError(
+            f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of {self.group.size} are not those of {others}: {first.name}",
+            hint=f"they were alike after step {self._alike_after:,}: surefoot resume RUN --fork NEW --from that step or an earlier one; "
+            "test the memory of that host",
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -71,6 +71,8 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         check_ramp(spec, source)
     if share.size > 1:
         _check_shares(spec, source, share.size)
+        if train.batchnorm == "sync":
+            _check_equal_passes(spec, len(source), share.size)
     shuffles = spec.data.shuffle and source.guarantee == "proven"
     order = Order(len(source), train.seed, shuffle=shuffles)
     if spec.data.window is not None:
@@ -136,6 +138,19 @@ def read_once(
             taken = loader.take(number)
             for inputs in ahead.take(taken, loader.peek):
                 yield inputs, size_of(inputs) if isinstance(source, Iterated) else taken.num_samples
+
+
+def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None:
+    """Raise SpecError where a step has a rank compute fewer passes than another, which would wait for it in a joint BatchNorm."""
+    train = spec.train
+    rest = num_samples % train.batch if spec.data.last_batch == "keep" else 0
+    for batch in {train.batch, *([rest] if rest else [])}:
+        size = train.microbatch or -(-batch // num_ranks)
+        if train.ramp or -(-batch // size) % num_ranks:
+            raise SpecError(
+                f'train.batchnorm is "sync", and a batch of {batch} cut into pieces of {size} does not give {num_ranks} ranks equally many',
+                hint='set data.last_batch = "drop", and train.batch to a multiple of train.microbatch times the ranks; no ramp',
+            )
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Stepper:
             rate = update.guarded.groups[0]["lr"]
             num_done += 1
         if self.ranks is not None:
-            self.ranks.end()
+            self.ranks.end(number)
             num_samples = self.ranks.num_samples
         if applied is not True:
             self._buffers.put_back_unless(applied)

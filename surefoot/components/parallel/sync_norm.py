@@ -1,0 +1,122 @@
+"""BatchNorm whose statistics join the samples that all ranks have in a pass. torch's own SyncBatchNorm takes GPUs alone.
+
+Forward, each rank gives count, mean and summed squares of deviations, which combine without cancellation (Chan et al., Algorithms for
+Computing the Sample Variance, 1983); backward, the two sums that a joint normalisation needs. Both are what one process computes that
+sees all of these samples at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from surefoot.core.errors import TaskError
+from surefoot.runtime.comm import ALONE, Group
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class SyncNorm(_BatchNorm):
+    """A BatchNorm over the ranks of `group`, in training; every rank calls it as often as any other. Alone it is a BatchNorm."""
+
+    group: Group = ALONE
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise TaskError(f"a batch norm was given {input.dim()} dimensions", hint="give (B, C) or (B, C, ...)")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """(B, C) or (B, C, ...) in, the same out."""
+        if not self.training or self.group.is_alone:
+            made: Tensor = super().forward(input)
+            return made
+        self._check_input_dim(input)
+        output, mean, variance, count = _Joined.apply(input, self.weight, self.bias, self.eps, self.group)  # type: ignore[no-untyped-call]
+        self._follow(mean, variance, float(count))
+        joined: Tensor = output
+        return joined
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """The running statistics move as those of one process that saw it all."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean), share)
+        self.running_var.lerp_((variance * (count / max(count - 1, 1))).to(self.running_var), share)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims, wide = [0, *range(2, x.dim())], x.to(torch.promote_types(x.dtype, torch.float32))
+        mine = wide.mean(dims) if x.numel() else wide.new_zeros(x.shape[1])
+        squares = (wide - _spread(mine, x)).square().sum(dims)
+        count = torch.full((1,), x.numel() / max(1, x.shape[1]), dtype=wide.dtype, device=x.device)
+        rows = group.gather(torch.cat((mine, squares, count)).to(group.device)).to(x.device)
+        means, squares, counts = torch.split(rows, [x.shape[1], x.shape[1], 1], dim=1)
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        inverse = torch.rsqrt(variance + eps)
+        normed = (wide - _spread(mean, x)) * _spread(inverse, x)
+        ctx.save_for_backward(normed, inverse, weight, total)
+        ctx.group, ctx.has_bias = group, bias is not None
+        made = normed if weight is None else normed * _spread(weight.to(wide.dtype), x)
+        made = made if bias is None else made + _spread(bias.to(wide.dtype), x)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return made.to(x.dtype), mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        normed, inverse, weight, total = ctx.saved_tensors
+        dims, wide = [0, *range(2, grad.dim())], grad.to(normed.dtype)
+        by_weight, by_bias = (wide * normed).sum(dims), wide.sum(dims)
+        scale = torch.ones_like(inverse) if weight is None else weight.to(normed.dtype)
+        sums = torch.cat((by_bias * scale, by_weight * scale)).to(ctx.group.device)
+        of_grad, of_product = ctx.group.add(sums).to(grad.device).chunk(2)
+        passed = wide * _spread(scale, grad) - _spread(of_grad / total, grad) - normed * _spread(of_product / total, grad)
+        into = (passed * _spread(inverse, grad)).to(grad.dtype)
+        return into, None if weight is None else by_weight.to(weight.dtype), by_bias if ctx.has_bias else None, None, None
+
+
+def _spread(channels: Tensor, like: Tensor) -> Tensor:
+    return channels.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
+    """Put a SyncNorm in the place of every BatchNorm of `model`, with its parameters and buffers; gives those that were put there.
+
+    Raises TaskError for a model that is nothing but a BatchNorm, and for one with a forward pass of its own.
+    """
+    if isinstance(model, PLAIN):
+        raise TaskError(
+            "the model is a BatchNorm itself, which cannot be replaced from inside", hint="wrap it: nn.Sequential(norm)"
+        )
+    made: dict[int, SyncNorm] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, PLAIN):
+            continue
+        if type(module) not in PLAIN:
+            raise TaskError(
+                f"{name} is a {type(module).__name__}, a BatchNorm of your own, which would be lost",
+                hint="leave train.batchnorm out",
+            )
+        if id(module) not in made:
+            made[id(module)] = _joined_like(module)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, made[id(module)])
+    return list(made.values())
+
+
+def _joined_like(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> SyncNorm:
+    made = SyncNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    made.weight, made.bias = norm.weight, norm.bias
+    made.running_mean, made.running_var, made.num_batches_tracked = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    return made.train(norm.training)
