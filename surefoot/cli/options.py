@@ -105,13 +105,16 @@ def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
 
 def launch_ranks(ranks: int, spec: RunSpec) -> int:
     """Run this very command as so many ranks; gives the exit code."""
+    from surefoot.control.diagnose.hang import find_hang, is_stalled
     from surefoot.control.launch import launch
     from surefoot.control.launch.local import without_ranks
+    from surefoot.control.launch.looking import Judge
     from surefoot.core import layout
 
     if ranks > 0:
         layout.fit(ranks, spec.layout.replicate)
-    return launch(without_ranks(sys.argv[1:]), ranks, lambda text: print(text, file=sys.stderr, flush=True))
+    judge = Judge(lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words)
+    return launch(without_ranks(sys.argv[1:]), ranks, lambda text: print(text, file=sys.stderr, flush=True), judge)
 
 
 def print_json(row: dict[str, Any]) -> None:

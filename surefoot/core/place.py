@@ -15,6 +15,7 @@ from typing import Self
 from surefoot.core.errors import InputError
 
 # what a run records of its environment: the variables that can change numbers or speed
+FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of what a rank tells its launcher
 LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 meets the others
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 RECORDED = (
@@ -41,6 +42,7 @@ class Place:
     has_agent: bool = False
     has_interface: bool = False
     restart: int = 0
+    told: tuple[int, int] | None = None  # where the launcher looks on: the flight record, the stacks
 
     @property
     def is_on_loopback(self) -> bool:
@@ -74,6 +76,7 @@ class Place:
             here, meeting=environ["MASTER_ADDR"], port=port, has_interface="GLOO_SOCKET_IFNAME" in environ,
             listens=_whole(environ, LISTENS, 0) if LISTENS in environ else None,
             has_agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", restart=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            told=(_whole(environ, FLIGHT, 0), _whole(environ, STACKS, 0)) if FLIGHT in environ else None,
         )  # fmt: skip
 
 

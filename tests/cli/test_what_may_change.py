@@ -24,7 +24,7 @@ EDITS = {
     "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
     "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
     "layout.replicate": (2, "in place"), "layout.sync_buffers": (False, "in place"), "layout.timeout": (9.0, "in place"),
-    "layout.check_every": ("5 steps", "in place"),
+    "layout.check_every": ("5 steps", "in place"), "layout.stall": (9.0, "in place"),
     "loader.workers": (2, "in place"), "loader.kind": ("process", "in place"), "loader.prefetch": (3, "in place"),
     "loader.start": ("spawn", "in place"), "loader.timeout": (9.0, "in place"), "loader.memory": ("1 GiB", "in place"),
     "train.cudnn_benchmark": (True, "in place"), "train.attention": ("math", "in place"),

@@ -366,6 +366,9 @@ class LayoutTable(Table):
     check_every: DurationText | Never = Field(
         "100 steps", description="how often the weights of all ranks are held side by side; or never"
     )
+    stall: float = Field(
+        60.0, gt=0, description="seconds that a rank may keep the others waiting before it is named and the run ends"
+    )
     timeout: float = Field(1800.0, gt=0, description="seconds that a rank waits in a collective before it gives up")
 
 

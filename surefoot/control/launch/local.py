@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from surefoot.control.launch.looking import Judge, Told, look, with_stacks
 from surefoot.core import place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank
 from surefoot.core.hardware import count_cores
@@ -26,6 +27,7 @@ DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LOOK_S = 0.05
 GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
 LOST = LostRank.exit_code
+STALL_LOOK_S = 0.5
 HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
@@ -41,9 +43,10 @@ class Rank:
     ended_s: float = 0.0
 
 
-def launch(words: Sequence[str], num_ranks: int, say: Callable[[str], None]) -> int:
+def launch(words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge) -> int:
     """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host; gives the exit code: 0, or that of the rank which failed first.
 
+    `judge` is shown what every rank does, and says who keeps the others waiting for too long; then all are ended.
     Rank 0 has this terminal. What the others write to standard error goes to `say` with their number; they write nothing else. Raises
     InputError for a number that is none, and inside of ranks.
     """
@@ -61,19 +64,23 @@ def launch(words: Sequence[str], num_ranks: int, say: Callable[[str], None]) -> 
             if hasattr(signal, name):
                 number = getattr(signal, name)
                 stack.callback(signals.listen(number, functools.partial(_tell, ranks, number)))
+        told = [Told.make(rank) for rank in range(num_ranks)]
+        for each in told:
+            stack.callback(each.close)
         for rank in range(num_ranks):
-            ranks.append(_start(words, rank, num_ranks, meeting))  # noqa: PERF401 - ended even if one cannot be started
+            ranks.append(_start(words, rank, num_ranks, meeting, told[rank]))  # noqa: PERF401 - ended even if one cannot be started
         meeting.close()
-        _watch(ranks, say)
-    return _judge(ranks, say)
+        is_hung = _watch(ranks, say, judge, told)
+    return LOST if is_hung else _judge(ranks, say)
 
 
-def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.socket) -> Rank:
+def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.getsockname()[1],
+        place.FLIGHT: told.flight, place.STACKS: told.stacks,
     }  # fmt: skip
-    passed = [meeting.fileno()] if rank == 0 else []
+    passed = [*told, *([meeting.fileno()] if rank == 0 else [])]
     if rank == 0:
         variables[place.LISTENS] = meeting.fileno()
     threads = None if place.has_threads() else max(1, count_cores() // num_ranks)
@@ -107,8 +114,12 @@ def _tell(ranks: Sequence[Rank], number: int) -> None:
                 each.process.send_signal(number)
 
 
-def _watch(ranks: Sequence[Rank], say: Callable[[str], None]) -> None:
-    """Until all have ended: show what they write; once one has failed the others have a while, then they are ended."""
+def _watch(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> bool:
+    """Until all have ended: show what they write; once one has failed the others have a while, then they are ended.
+
+    So are all of them, where one keeps the others waiting: gives whether that was so.
+    """
+    is_hung, next_s = False, time.monotonic() + STALL_LOOK_S
     with selectors.DefaultSelector() as selector:
         for each in ranks:
             if each.process.stderr is not None:
@@ -124,9 +135,26 @@ def _watch(ranks: Sequence[Rank], say: Callable[[str], None]) -> None:
             failed_s = min((each.ended_s for each in ranks if each.code), default=None)
             if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
                 _end_all(ranks)
+            if time.monotonic() >= next_s and failed_s is None:
+                next_s = time.monotonic() + STALL_LOOK_S
+                is_hung = is_hung or _end_if_stalled(ranks, say, judge, told)
         for each in ranks:
             while _read(each, say):
                 pass
+    return is_hung
+
+
+def _end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> bool:
+    pids = {each.number: each.process.pid for each in ranks if each.code is None}
+    rows = look(pids, told)
+    if len(rows) < 2 or not judge.is_stalled(rows):
+        return False
+    say(f"error: {judge.tell(with_stacks(rows, pids, told))}")
+    say(
+        "hint: all ranks are ended, and the same command goes on after the newest commit; layout.stall says how long one may take"
+    )
+    _end_all(ranks)
+    return True
 
 
 def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from surefoot.core.errors import LostRank, SurefootError
+from surefoot.core.flight import Flight, Kind
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -25,6 +26,7 @@ class Group:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    flight: Flight | None = None  # where its launcher looks on
 
     @property
     def is_alone(self) -> bool:
@@ -43,7 +45,7 @@ class Group:
     def add(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in its place: the same bits everywhere."""
         if not self.is_alone:
-            self._do(lambda: dist.all_reduce(tensor))
+            self._do(lambda: dist.all_reduce(tensor), Kind.SUM, tensor)
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -51,22 +53,22 @@ class Group:
         if self.is_alone:
             return list(values)
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX))
+        self._do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX), Kind.LARGEST, row)
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The same, while this process goes on; gives what waits for it."""
         if self.is_alone:
             return lambda: None
-        work: Any = self._do(lambda: dist.all_reduce(tensor, async_op=True))
-        return lambda: self._do(work.wait)
+        work: Any = self._do(lambda: dist.all_reduce(tensor, async_op=True), Kind.SUM, tensor)
+        return lambda: self._do(work.wait, Kind.WAIT, tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""
         if self.is_alone:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape))
-        self._do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous()))
+        self._do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous()), Kind.GATHER, tensor)
         return made
 
     def exchange(self, text: str) -> list[str]:
@@ -91,7 +93,7 @@ class Group:
             return
         for together in _packs([each.detach() for each in tensors]):
             flat = torch.cat([_flat(each) for each in together]).to(self.device)
-            self._do(lambda flat=flat: dist.broadcast(flat, 0))  # type: ignore[misc]
+            self._do(lambda flat=flat: dist.broadcast(flat, 0), Kind.COPY, flat)  # type: ignore[misc]
             parts = torch.split(flat, [_flat(each).numel() for each in together])
             for each, part in zip(together, parts, strict=True):
                 _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(_as_before(part, each))
@@ -129,9 +131,11 @@ class Group:
             if row.get(name) != rows[0].get(name)
         ]
 
-    def _do(self, job: Callable[[], Result]) -> Result:
+    def _do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
         try:
-            return job()
+            if self.flight is None:
+                return job()
+            return self.flight.during(kind, tensor.numel() * tensor.element_size(), job)
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
             raise LostRank("the other ranks are out of reach", hint="the rank that failed first says why") from error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from surefoot.core import place
 from surefoot.core.errors import InputError
+from surefoot.core.flight import Flight
 from surefoot.core.place import Place
 from surefoot.runtime.comm.group import ALONE, Group
 
@@ -44,11 +47,20 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
             timeout=timedelta(seconds=timeout_s),
         )  # fmt: skip
         try:
-            yield Group(here.rank, here.world_size, device if backend == "nccl" else torch.device("cpu"))
+            yield Group(here.rank, here.world_size, device if backend == "nccl" else torch.device("cpu"), _begin_to_tell(here))
         finally:
             dist.destroy_process_group()
     finally:
         put_back()
+
+
+def _begin_to_tell(here: Place) -> Flight | None:
+    """Let the launcher see what this rank does, and have its stack by SIGUSR2; None where nobody looks on."""
+    if here.told is None:
+        return None
+    flight, stacks = here.told
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    return Flight(flight)
 
 
 def _open_store(here: Place, wait_s: float) -> Store:

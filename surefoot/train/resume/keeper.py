@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -78,6 +79,13 @@ class Keeper:
         A step that was saved before is saved again where a tensor has changed since; `asked` for by a user, where anything has. With
         `copied` the state may change once this returns, also by what leaves no trace (`Tensor.data`).
         """
+        with contextlib.nullcontext() if self._group.flight is None else self._group.flight.busy():
+            self._save(step, more, clock, score, tell, last=last, asked=asked, copied=copied)
+
+    def _save(
+        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
+        tell: Callable[[Saved], None], *, last: bool, asked: bool, copied: bool,
+    ) -> None:  # fmt: skip
         self.settle(tell, wait=True)
         if not self._group.is_first:
             self.saved_step, self._asked = step, False

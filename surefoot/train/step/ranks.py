@@ -32,8 +32,18 @@ class Ranks:
         self._model, self._alike_after = model, 0
         self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
 
+    def step(self, number: int) -> None:
+        """A step begins, with the reading of its samples."""
+        if self.group.flight is not None:
+            self.group.flight.step(number)
+
+    def microbatch(self, position: int) -> None:
+        """The pass of a microbatch begins."""
+        if self.group.flight is not None:
+            self.group.flight.microbatch(position)
+
     def begin(self, num_samples: int) -> None:
-        """A step begins, in which this rank reads so many samples."""
+        """The samples of a step are there, so many on this rank."""
         self._mine, self._was_told = num_samples, False
         self.buffers.keep()
         for each in self._sync_norms:  # from the first step on: what is tried before it, a rank tries alone

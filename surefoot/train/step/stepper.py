@@ -90,6 +90,8 @@ class Stepper:
     def __call__(self, number: int) -> StepReport:
         started_ns = self.clock.switch(DATA)
         self.has_moved = False
+        if self.ranks is not None:
+            self.ranks.step(number)
         taken = self.loader.take(number)
         if not taken.batches and self.ranks is None:
             raise BadRecordError(
@@ -208,6 +210,8 @@ class Stepper:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
+                if self.ranks is not None:
+                    self.ranks.microbatch(self._first + position)
                 self._seed_draws(number, self._first + position, index)
                 with self.policy.context():
                     loss = update.loss(self._model, batch)

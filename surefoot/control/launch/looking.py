@@ -1,0 +1,86 @@
+"""What the supervisor sees of its ranks from outside: their flight records, what the system says of them, and their stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from surefoot.core import flight
+from surefoot.core.flight import Seen
+
+STACK_S = 0.3  # for a rank to write its stack
+FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
+STOPPED = "tT"
+LOOP = "surefoot/train/"  # in the stack of the thread that takes the steps
+
+
+class Judge(NamedTuple):
+    """What is made of it: whether ranks have been kept waiting for too long, and who does that, in words."""
+
+    is_stalled: Callable[[Sequence[Seen]], bool]
+    tell: Callable[[Sequence[Seen]], str]
+
+
+class Told(NamedTuple):
+    """Two files of memory that a rank writes: its flight record, and its stacks."""
+
+    flight: int
+    stacks: int
+
+    @classmethod
+    def make(cls, rank: int) -> Told:
+        """New ones; other processes do not inherit them."""
+        return cls(flight.make_file(f"surefoot-flight-{rank}"), flight.make_file(f"surefoot-stacks-{rank}"))
+
+    def close(self) -> None:
+        for each in self:
+            os.close(each)
+
+
+def look(pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
+    """Every rank as it is now; `pids` are theirs by rank."""
+    return [Seen(rank, flight.read(told[rank].flight), state_of(pid)) for rank, pid in pids.items()]
+
+
+def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
+    """The same with the stacks of those that can be asked: who is stopped hears nothing, who has not joined knows no signal."""
+    asked = [row for row in rows if row.state not in STOPPED and row.record.count]
+    for row in asked:
+        os.ftruncate(told[row.rank].stacks, 0)
+        os.lseek(told[row.rank].stacks, 0, os.SEEK_SET)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[row.rank], signal.SIGUSR2)
+    if asked:
+        time.sleep(STACK_S)
+    return [
+        Seen(row.rank, row.record, row.state, parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace")))
+        for row in rows
+    ]
+
+
+def parse_stacks(text: str) -> tuple[str, ...]:
+    """The frames, innermost first, of the thread that takes steps, else of the first one; `text` is what faulthandler writes.
+
+    >>> parse_stacks('Current thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n')
+    ('a.py:3 in f', 'b.py:9 in g')
+    """
+    threads = [
+        tuple(f"{found['file']}:{found['line']} in {found['name']}" for found in FRAME.finditer(block))
+        for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]
+    ]
+    stepping = [frames for frames in threads if any(LOOP in frame for frame in frames)]
+    return (*stepping, *threads, ())[0]
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state (proc(5)): R, S, D, T, Z; "?" where it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"

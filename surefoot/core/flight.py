@@ -1,0 +1,119 @@
+"""What a rank does, told to whoever launched it, in memory that both have: a few numbers, written without waiting, read at any time.
+
+The launcher makes one file of memory for each rank, and another that takes the stacks of its threads when it is asked (SIGUSR2).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+Result = TypeVar("Result")
+NUM_BYTES = 64
+BUSY = -2  # in the place of a microbatch
+ROW = struct.Struct("<6q")  # step, microbatch, collectives begun, kind of the last, its bytes, when it was begun (0: it is over)
+FIELD = struct.Struct("<q")
+STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
+
+
+class Kind(IntEnum):
+    """What ranks do together."""
+
+    NONE = 0
+    SUM = 1
+    WAIT = 2
+    LARGEST = 3
+    GATHER = 4
+    COPY = 5
+
+    @property
+    def words(self) -> str:
+        return {
+            Kind.NONE: "nothing", Kind.SUM: "a sum", Kind.WAIT: "the sum of gradients", Kind.LARGEST: "a maximum",
+            Kind.GATHER: "a gathering", Kind.COPY: "a copy from rank 0",
+        }[self]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a rank is: its `step` and `microbatch`, its `count`-th collective, and how long it has been in that one, or None."""
+
+    step: int
+    microbatch: int
+    count: int
+    kind: Kind
+    num_bytes: int
+    waits_s: float | None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it saves, or does something else that only one rank does."""
+        return self.microbatch == BUSY
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank as its launcher sees it: its record, the letter of its state (proc(5)), and its stack, innermost frame first."""
+
+    rank: int
+    record: Record
+    state: str
+    stack: tuple[str, ...] = ()
+
+
+class Flight:
+    """The writing end, in the rank."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, NUM_BYTES)
+        self._count = 0
+
+    def step(self, number: int) -> None:
+        """A step begins."""
+        ROW.pack_into(self._map, 0, number, -1, self._count, 0, 0, 0)
+
+    def microbatch(self, number: int) -> None:
+        """A pass of this step begins."""
+        FIELD.pack_into(self._map, MICROBATCH, number)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """This rank does what the others do not, and may take its time over it."""
+        FIELD.pack_into(self._map, MICROBATCH, BUSY)
+        try:
+            yield
+        finally:
+            FIELD.pack_into(self._map, MICROBATCH, -1)
+
+    def during(self, kind: Kind, num_bytes: int, job: Callable[[], Result]) -> Result:
+        """Do what all ranks do together."""
+        self._count += 1
+        FIELD.pack_into(self._map, COUNT, self._count)
+        FIELD.pack_into(self._map, KIND, kind)
+        FIELD.pack_into(self._map, SIZE, num_bytes)
+        FIELD.pack_into(self._map, SINCE, time.monotonic_ns())
+        try:
+            return job()
+        finally:
+            FIELD.pack_into(self._map, SINCE, 0)
+
+
+def make_file(name: str) -> int:
+    """A file of memory that lives as long as somebody has it open; gives its descriptor."""
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, NUM_BYTES)
+    return descriptor
+
+
+def read(descriptor: int) -> Record:
+    """What a rank wrote last."""
+    step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack(os.pread(descriptor, ROW.size, 0))
+    waits_s = (time.monotonic_ns() - since_ns) / 1e9 if since_ns else None
+    return Record(step, microbatch, count, Kind(kind), num_bytes, waits_s)
