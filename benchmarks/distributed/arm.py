@@ -66,10 +66,10 @@ def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str) -> No
     )  # fmt: skip
     do = Group._do
 
-    def timed(self: Group, job: Callable[[], Any]) -> Any:
+    def timed(self: Group, job: Callable[[], Any], *what: Any) -> Any:
         begun_s = time.perf_counter()
         try:
-            return do(self, job)
+            return do(self, job, *what)
         finally:
             meter.waited_s += time.perf_counter() - begun_s
 

@@ -33,6 +33,10 @@ SetOption = Annotated[
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")]
 RanksOption = Annotated[int | None, typer.Option("--ranks", metavar="N", help="so many processes of this host train together")]
+RestartsOption = Annotated[
+    int | None,
+    typer.Option("--max-restarts", metavar="N", help="with --ranks: how often in a row a lost rank may cost all a commit; 3"),
+]
 SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation")]
 DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
@@ -103,8 +107,12 @@ def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
 
 
-def launch_ranks(ranks: int, spec: RunSpec) -> int:
-    """Run this very command as so many ranks; gives the exit code."""
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int | None) -> int:
+    """Run this very command as so many ranks; gives the exit code. It goes on by itself in the folder `run`, where that is one."""
     from surefoot.control.diagnose.hang import find_hang, is_stalled
     from surefoot.control.launch import launch
     from surefoot.control.launch.local import without_ranks
@@ -114,7 +122,9 @@ def launch_ranks(ranks: int, spec: RunSpec) -> int:
     if ranks > 0:
         layout.fit(ranks, spec.layout.replicate)
     judge = Judge(lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words)
-    return launch(without_ranks(sys.argv[1:]), ranks, lambda text: print(text, file=sys.stderr, flush=True), judge)
+    return launch(
+        without_ranks(sys.argv[1:]), ranks, _say, judge, run=run, max_restarts=3 if max_restarts is None else max_restarts
+    )
 
 
 def print_json(row: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,7 +108,11 @@ class Flight:
 
 def make_file(name: str) -> int:
     """A file of memory that lives as long as somebody has it open; gives its descriptor."""
-    descriptor = os.memfd_create(name)
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(name)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, NUM_BYTES)
     return descriptor
 

@@ -108,10 +108,24 @@ def keep_freed_memory() -> bool:
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `train.device` names; "auto" is the GPU where there is one. Raises SpecError for one that is not here."""
+    """The device that `train.device` names; "auto" is the GPU where there is one; of several ranks each has its own.
+
+    Raises SpecError for one that is not here.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise SpecError("train.device is 'cuda', and torch sees no GPU", hint='use "auto" or "cpu"')
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    here = place.here()
+    if here.world_size == 1:
+        return torch.device("cuda")
+    if here.local_rank >= torch.cuda.device_count():
+        raise SpecError(
+            f"local rank {here.local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}",
+            hint='start as many ranks as there are GPUs, or set train.device = "cpu"',
+        )
+    torch.cuda.set_device(here.local_rank)
+    return torch.device("cuda", here.local_rank)
 
 
 def set_seeds(seed: int) -> None:

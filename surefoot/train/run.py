@@ -153,7 +153,7 @@ class Run:
         said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *self.assembly.said)
         told = environment.as_run(self.spec), digest, (*said, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
-        together.let_follow(self.group)
+        self._opened.callback(together.let_follow(self.group, self.assembly))
         is_quiet = self._quiet or not self.group.is_first
         console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=is_quiet, done_steps=self.step)
         self._opened.callback(console.close)

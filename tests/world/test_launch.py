@@ -33,8 +33,8 @@ class Slow(Plain):
         if torch.is_grad_enabled():
             time.sleep(0.02)
             self.calls += 1
-            kind, _, rank = self.fails.partition(" ")
-            if kind and os.environ.get("RANK", "0") == rank and self.calls == 12:
+            kind, rank, early = (*self.fails.split(), "", "", "")[:3]
+            if kind and os.environ.get("RANK", "0") == rank and self.calls == (4 if early else 12):
                 if kind == "raises":
                     raise ValueError("planted")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -43,6 +43,7 @@ class Slow(Plain):
 
 
 def command(tmp_path: Path, *more: str, ranks: int = 2) -> list[str]:
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "slow.py").write_text(SLOW)
     return [
         sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "slow.py:Slow"), "--ranks", str(ranks),
@@ -98,19 +99,41 @@ def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
         ("dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",)),
     ],
 )
-def test_a_rank_that_fails_ends_the_run_is_named_and_the_same_command_goes_on(
-    fails: str, code: int, said: tuple[str, ...], tmp_path: Path
-) -> None:
-    words = command(tmp_path, "--steps", "60")
-    broken = subprocess.run(
-        [*words, "--set", f'task.fails="{fails}"'], env=environment(), capture_output=True, text=True, check=False, timeout=120
-    )
+def test_a_rank_that_fails_ends_the_run_and_is_named(fails: str, code: int, said: tuple[str, ...], tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "60", "--max-restarts", "0", "--set", f'task.fails="{fails}"')
+    broken = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert broken.returncode == code, broken.stderr
     for each in said:
         assert each in broken.stderr
     assert "Traceback" not in broken.stderr
+    assert "begin anew" not in broken.stderr
     assert processes_of(tmp_path) == []
     assert manifest.steps(tmp_path / "run")[-1] >= 4
+
+
+def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(tmp_path: Path) -> None:
+    """Rank 1 is killed in each attempt that takes so many steps; what each attempt brought is kept."""
+    whole = command(tmp_path / "whole", "--steps", "26", "--quiet")
+    killed = command(tmp_path / "killed", "--steps", "26", "--quiet", "--set", 'task.fails="dies 1"')
+    done = [
+        subprocess.run(each, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+        for each in (whole, killed)
+    ]
+    assert [each.returncode for each in done] == [0, 0], done[1].stderr
+    assert done[1].stderr.count("all 2 ranks begin anew, after step ") >= 2
+    runs = [tmp_path / name / "run" for name in ("whole", "killed")]
+    assert consumed.check(runs[1]).holds
+    one, other = (manifest.read(manifest.step_folder(run, 26)) for run in runs)
+    digests = [{each.name: each.sha256 for each in found.files if each.name.endswith(".safetensors")} for found in (one, other)]
+    assert digests[0] == digests[1]
+
+
+def test_attempts_without_a_commit_come_to_an_end(tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "60", "--quiet", "--max-restarts", "1", "--set", 'task.fails="dies 1 early"')
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 137, done.stderr
+    assert done.stderr.count("all 2 ranks begin anew, from the start") == 1
+    assert "error: 2 attempts in a row ended like this without a commit" in done.stderr
 
 
 def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from surefoot.cli.options import (
     JsonOption,
     QuietOption,
     RanksOption,
+    RestartsOption,
     RunArgument,
     SetOption,
     StepsOption,
@@ -34,7 +35,8 @@ def resume(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
     set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
-    ranks: RanksOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+    ranks: RanksOption = None, max_restarts: RestartsOption = None,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Go on with a run, or begin another one where it stood.
 
@@ -65,7 +67,7 @@ def resume(
     if fork is not None:
         _check_new(fork)
     if ranks is not None:
-        return options.launch_ranks(ranks, after)
+        return options.launch_ranks(ranks, after, run if start is None and fork is None else None, max_restarts)
     is_named = start is None or fork is not None
     folder = fork if fork is not None else run
     return finish(

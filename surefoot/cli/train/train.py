@@ -12,6 +12,7 @@ from surefoot.cli.options import (
     JsonOption,
     QuietOption,
     RanksOption,
+    RestartsOption,
     RunOption,
     SeedOption,
     SetOption,
@@ -33,7 +34,8 @@ def train(
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="DIR", help="begin with what fits of the weights of a run or an import")
     ] = None,
-    ranks: RanksOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+    ranks: RanksOption = None, max_restarts: RestartsOption = None,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Train a task and print how it ended.
 
@@ -44,7 +46,8 @@ def train(
 
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
     if ranks is not None:
-        return options.launch_ranks(ranks, origin.spec)
+        goes_on = run is not None and not fresh and weights is None
+        return options.launch_ranks(ranks, origin.spec, run if goes_on else None, max_restarts)
 
     from surefoot.train.run import Run
 

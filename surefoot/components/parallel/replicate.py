@@ -27,6 +27,7 @@ class Bucket:
     views: list[Tensor]
     presence: Tensor
     there: list[bool] = field(default_factory=list)  # which of them are in `flat`
+    has: list[float] = field(default_factory=list)  # 1 for each that this rank has, 0 for the others
     num_missing: int = 0
     wait: Wait | None = None
 
@@ -62,7 +63,7 @@ class Replicas:
         if not self._buckets:
             self._lay_out()
         for bucket in self._buckets:
-            bucket.there = [False] * len(bucket.parameters)
+            bucket.there, bucket.has = [False] * len(bucket.parameters), [1.0] * len(bucket.parameters)
             bucket.num_missing, bucket.wait = len(bucket.parameters), None
         self._next, self._is_armed = 0, True
 
@@ -117,8 +118,8 @@ class Replicas:
         bucket.there[index] = True
         bucket.num_missing -= 1
         view = bucket.views[index]
-        bucket.presence[index] = float(grad is not None)
         if grad is None:
+            bucket.has[index] = 0.0
             view.zero_()
             return
         view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
@@ -131,6 +132,7 @@ class Replicas:
             self._next += 1
             self.num_bytes += bucket.flat.numel() * bucket.flat.element_size()
             self.num_collectives += 1
+            bucket.presence.copy_(torch.tensor(bucket.has))
             bucket.wait = self._group.begin_to_add(bucket.flat)
 
     @torch.no_grad()

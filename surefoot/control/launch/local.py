@@ -17,7 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
+from surefoot.contract import manifest
 from surefoot.control.launch.looking import Judge, Told, look, with_stacks
 from surefoot.core import place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank
@@ -28,6 +31,7 @@ LOOK_S = 0.05
 GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
 LOST = LostRank.exit_code
 STALL_LOOK_S = 0.5
+FLAGS = ("--ranks", "--max-restarts")
 HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
@@ -43,19 +47,56 @@ class Rank:
     ended_s: float = 0.0
 
 
-def launch(words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge) -> int:
+class End(NamedTuple):
+    """How an attempt ended: its exit code; whether a rank was lost, by a kill or a hang; whether the supervisor was told to end."""
+
+    code: int
+    is_lost: bool
+    is_asked: bool = False
+
+
+def launch(
+    words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge, *, run: Path | None = None, max_restarts: int = 3
+) -> int:  # fmt: skip
     """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host; gives the exit code: 0, or that of the rank which failed first.
 
     `judge` is shown what every rank does, and says who keeps the others waiting for too long; then all are ended.
+    Where a rank was killed, or hung, and the command goes on in the folder `run`, all begin anew, until so many times in a row no commit
+    has come; what a rank raised ends it at once.
     Rank 0 has this terminal. What the others write to standard error goes to `say` with their number; they write nothing else. Raises
-    InputError for a number that is none, and inside of ranks.
+    InputError for numbers that are none, and inside of ranks.
     """
-    if num_ranks < 1:
-        raise InputError(f"--ranks is {num_ranks}", hint="use one rank or more")
+    if num_ranks < 1 or max_restarts < 0:
+        raise InputError(
+            f"--ranks is {num_ranks} and --max-restarts {max_restarts}", hint="use one rank or more, and no restart or more"
+        )
     if place.here().world_size > 1:
         raise InputError(
             "--ranks is given to a process that is a rank already", hint="leave --ranks out under torchrun and the like"
         )
+    newest, in_vain = _newest_commit(run), 0
+    while True:
+        end = _attempt(words, num_ranks, say, judge)
+        if run is None or end.is_asked or not end.is_lost or max_restarts == 0:
+            return end.code
+        before, newest = newest, _newest_commit(run)
+        in_vain = in_vain + 1 if newest == before else 1
+        if in_vain > max_restarts:
+            say(f"error: {in_vain} attempts in a row ended like this without a commit: no use in another")
+            return end.code
+        say(
+            f"all {num_ranks} ranks begin anew, "
+            + (f"after step {newest:,}" if newest else "from the start: there is no commit yet")
+        )
+
+
+def _newest_commit(run: Path | None) -> int:
+    return 0 if run is None else max(manifest.steps(run), default=0)
+
+
+def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge) -> End:
+    """All ranks once, from their beginning to the end of the last one."""
+    asked: list[int] = []
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
         ranks: list[Rank] = []
@@ -63,15 +104,16 @@ def launch(words: Sequence[str], num_ranks: int, say: Callable[[str], None], jud
         for name in HEARD:
             if hasattr(signal, name):
                 number = getattr(signal, name)
-                stack.callback(signals.listen(number, functools.partial(_tell, ranks, number)))
+                stack.callback(signals.listen(number, functools.partial(_tell, ranks, number, asked)))
         told = [Told.make(rank) for rank in range(num_ranks)]
         for each in told:
             stack.callback(each.close)
         for rank in range(num_ranks):
             ranks.append(_start(words, rank, num_ranks, meeting, told[rank]))  # noqa: PERF401 - ended even if one cannot be started
         meeting.close()
-        is_hung = _watch(ranks, say, judge, told)
-    return LOST if is_hung else _judge(ranks, say)
+        if _watch(ranks, say, judge, told):
+            return End(LOST, is_lost=True, is_asked=bool(asked))
+    return _judge(ranks, say)._replace(is_asked=bool(asked))
 
 
 def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
@@ -107,7 +149,10 @@ def _dying_with(parent: int) -> Callable[[], None]:
     return call
 
 
-def _tell(ranks: Sequence[Rank], number: int) -> None:
+def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:
+    """A signal goes to every rank; but for SIGUSR1, which asks for a save, it ends them."""
+    if number != getattr(signal, "SIGUSR1", None):
+        asked.append(number)
     for each in ranks:
         if each.code is None:
             with contextlib.suppress(ProcessLookupError):
@@ -192,11 +237,11 @@ def _end_all(ranks: Sequence[Rank]) -> None:
         each.process.wait()
 
 
-def _judge(ranks: Sequence[Rank], say: Callable[[str], None]) -> int:
-    """The exit code of all; says which rank failed first, where that is not rank 0, which has said so itself."""
+def _judge(ranks: Sequence[Rank], say: Callable[[str], None]) -> End:
+    """How all of them ended; says which rank failed first, where that is not rank 0, which has said so itself."""
     failed = sorted((each for each in ranks if each.code), key=lambda each: (each.code == LOST, each.ended_s, each.number))
     if not failed:
-        return EXIT_OK
+        return End(EXIT_OK, is_lost=False)
     first = failed[0]
     first = next((each for each in failed if each.number == 0 and each.code == first.code), first)  # all failed alike
     assert first.code is not None
@@ -209,7 +254,7 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None]) -> int:
         say("hint: the same command goes on after the newest commit")
     elif first.number:
         say(f"error: rank {first.number} of {len(ranks)} ended with exit code {code}")
-    return code
+    return End(code, is_lost=first.code == -signal.SIGKILL)
 
 
 def _signal_name(number: int) -> str:
@@ -220,7 +265,7 @@ def _signal_name(number: int) -> str:
 
 
 def without_ranks(words: Sequence[str]) -> list[str]:
-    """The words of a command without `--ranks N`: what each rank runs.
+    """The words of a command without `--ranks N` and `--max-restarts N`: what each rank runs.
 
     >>> without_ranks(["train", "digits", "--ranks", "2", "--quiet"])
     ['train', 'digits', '--quiet']
@@ -228,8 +273,8 @@ def without_ranks(words: Sequence[str]) -> list[str]:
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
-        if word == "--ranks":
+        if word in FLAGS:
             next(rest, None)
-        elif not word.startswith("--ranks="):
+        elif not word.startswith(tuple(f"{flag}=" for flag in FLAGS)):
             kept.append(word)
     return kept

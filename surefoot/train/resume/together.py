@@ -117,10 +117,12 @@ def home_of(group: Group, run: Path) -> Path:
     return home
 
 
-def let_follow(group: Group) -> None:
-    """Rank 0 has written its first record."""
+def let_follow(group: Group, assembly: Assembly) -> Callable[[], None]:
+    """Rank 0 has written its first record; gives what takes this run's hooks off the parameters."""
     if group.is_first:
         group.from_first("begun")
+    ranks = assembly.engine.stepper.ranks
+    return (lambda: None) if ranks is None else ranks.close
 
 
 class NoLedger:
