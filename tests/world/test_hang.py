@@ -80,7 +80,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_with_its_place(kind: str,
     done = subprocess.run(
         [
             sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "hangs.py:Hangs"), "--ranks", "2", "--steps", "80",
-            "--run", str(tmp_path / "run"), "--quiet", "--set", f'task.kind="{kind}"', "--set", "layout.stall=1.5",
+            "--run", str(tmp_path / "run"), "--quiet", "--max-restarts", "0", "--set", f'task.kind="{kind}"', "--set", "layout.stall=1.5",
             "--set", "observe.tensorboard=false",
         ],
         env=environment(), capture_output=True, text=True, check=False, timeout=60,

@@ -113,17 +113,17 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(fails: str, code: int, said
 
 def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(tmp_path: Path) -> None:
     """Rank 1 is killed in each attempt that takes so many steps; what each attempt brought is kept."""
-    whole = command(tmp_path / "whole", "--steps", "26", "--quiet")
-    killed = command(tmp_path / "killed", "--steps", "26", "--quiet", "--set", 'task.fails="dies 1"')
+    whole = command(tmp_path / "whole", "--steps", "13", "--quiet")
+    killed = command(tmp_path / "killed", "--steps", "13", "--quiet", "--set", 'task.fails="dies 1"')
     done = [
         subprocess.run(each, env=environment(), capture_output=True, text=True, check=False, timeout=120)
         for each in (whole, killed)
     ]
     assert [each.returncode for each in done] == [0, 0], done[1].stderr
-    assert done[1].stderr.count("all 2 ranks begin anew, after step ") >= 2
+    assert done[1].stderr.count("all 2 ranks begin anew, after step ") >= 1
     runs = [tmp_path / name / "run" for name in ("whole", "killed")]
     assert consumed.check(runs[1]).holds
-    one, other = (manifest.read(manifest.step_folder(run, 26)) for run in runs)
+    one, other = (manifest.read(manifest.step_folder(run, 13)) for run in runs)
     digests = [{each.name: each.sha256 for each in found.files if each.name.endswith(".safetensors")} for found in (one, other)]
     assert digests[0] == digests[1]
 
