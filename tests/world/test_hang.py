@@ -71,7 +71,7 @@ class Stuck:
     [
         ("stopped", ("rank 1 of 2 has not come", "it is stopped (SIGSTOP)")),
         ("computes", ("rank 1 of 2 has not come", "hangs.py:", "in loss")),
-        ("data", ("rank 1 of 2 has not come", "hangs.py:", "in read")),
+        pytest.param("data", ("rank 1 of 2 has not come", "hangs.py:", "in read"), marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_keeps_the_others_waiting_is_named_with_its_place(kind: str, said: tuple[str, ...], tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
             ("[rank 1] error: rank 1 of 2, step ", "ValueError: planted", "error: rank 1 of 2 ended with exit code 3"),
         ),
         ("dies 1", 137, ("error: rank 1 of 2 was ended by SIGKILL", "hint: the same command goes on after the newest commit")),
-        ("dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",)),
+        pytest.param("dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",), marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_the_run_and_is_named(fails: str, code: int, said: tuple[str, ...], tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
     assert checked.last == 60
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_to_the_supervisor_ends_all_ranks_after_a_step_that_is_saved(name: str, tmp_path: Path) -> None:
     number = getattr(signal, name)
     supervisor = subprocess.Popen(
