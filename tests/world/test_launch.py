@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ class Slow(Plain):
             if kind and os.environ.get("RANK", "0") == rank and self.calls == (4 if early else 12):
                 if kind == "raises":
                     raise ValueError("planted")
+                if kind == "leaves":
+                    os._exit(0)
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(output, batch)
 '''
@@ -168,6 +171,36 @@ def test_a_signal_to_the_supervisor_ends_all_ranks_after_a_step_that_is_saved(na
     assert processes_of(tmp_path) == []
     last = manifest.steps(tmp_path / "run")[-1]
     assert consumed.check(tmp_path / "run").last == last
+
+
+@pytest.mark.parametrize(
+    ("is_well", "shell"),
+    [  # a daemon starts it: the socket at which they meet would be number 0, which the ranks have on nothing
+        ('test "$RANK" = 1 || test -S /proc/self/fd/$SUREFOOT_LISTENS', "exec {} <&-"),
+        (
+            'test "$1" = -P',
+            "exec {}",
+        ),  # an installed `surefoot` does not look in the working folder for modules, nor do its ranks
+    ],
+)
+def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, shell: str, tmp_path: Path) -> None:
+    rank = tmp_path / "python"
+    rank.write_text(f"#!/bin/sh\n{is_well}\n")
+    rank.chmod(0o755)
+    script = (
+        f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; from surefoot.control.launch import launch; "
+        "from surefoot.control.launch.looking import Judge; sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
+    )
+    words = shell.format(shlex.join([sys.executable, "-c", script]))
+    done = subprocess.run(["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=30)
+    assert done.returncode == 0
+
+
+def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="leaves 1 early"')
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 8, done.stderr
+    assert "error: rank 1 of 2 had ended before, with exit code 0" in done.stderr
 
 
 @pytest.mark.parametrize(

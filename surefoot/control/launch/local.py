@@ -74,6 +74,7 @@ def launch(
         raise InputError(
             "--ranks is given to a process that is a rank already", hint="leave --ranks out under torchrun and the like"
         )
+    _fill_standard_streams()
     newest, in_vain = _newest_commit(run), 0
     while True:
         end = _attempt(words, num_ranks, say, judge)
@@ -88,6 +89,13 @@ def launch(
             f"all {num_ranks} ranks begin anew, "
             + (f"after step {newest:,}" if newest else "from the start: there is no commit yet")
         )
+
+
+def _fill_standard_streams() -> None:
+    """Open on nothing what of standard input, output and error is closed: else the ranks' socket gets its number, and is lost to it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _newest_commit(run: Path | None) -> int:
@@ -126,7 +134,7 @@ def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.sock
     if rank == 0:
         variables[place.LISTENS] = meeting.fileno()
     threads = None if place.has_threads() else max(1, count_cores() // num_ranks)
-    safe = ["-P"] if sys.flags.safe_path else []
+    safe = [] if os.getcwd() in sys.path else ["-P"]  # an installed `surefoot` does not look here for modules, `python -m` does
     process = subprocess.Popen(
         [sys.executable, *safe, "-m", "surefoot", *words],
         stdin=subprocess.DEVNULL, stdout=None if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else subprocess.PIPE,
@@ -254,6 +262,10 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None]) -> End:
         say("hint: the same command goes on after the newest commit")
     elif first.number:
         say(f"error: rank {first.number} of {len(ranks)} ended with exit code {code}")
+    if first.code == LOST:
+        for each in ranks:
+            if each.code == 0 and each.ended_s < first.ended_s:
+                say(f"error: rank {each.number} of {len(ranks)} had ended before, with exit code 0, as if the run were over")
     return End(code, is_lost=first.code == -signal.SIGKILL)
 
 
