@@ -150,6 +150,7 @@ def is_over(group: Group, stop: tuple[str, str] | None, code: int, is_time: bool
     kinds = {"stopped": 1.0, "interrupted": 2.0}
     wanted = 0.0 if stop is None else kinds.get(stop[0], 1.0)
     kind, most, over = group.most([wanted, float(code) if stop is not None else 0.0, float(is_time and group.is_first)])
-    if kind and stop is None:
-        stop = ("interrupted" if kind == kinds["interrupted"] else "stopped"), "another rank ended the run"
+    wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
+    if kind and (stop is None or stop[0] != wants):  # one that is interrupted evaluates no more, so none does
+        stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)
