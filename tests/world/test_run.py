@@ -17,6 +17,7 @@ from surefoot.components.metrics import Mean, accuracy, perplexity
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term
+from surefoot.core import place
 from surefoot.core.errors import EXIT_TERMINATED
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
@@ -238,6 +239,50 @@ def test_a_signal_to_one_rank_ends_all_after_one_step_with_its_code(tmp_path: Pa
         return [run.step, run.outcome, run.exit_code]
 
     assert run_ranks(2, job, tmp_path / "ranks") == [[3, "interrupted", EXIT_TERMINATED]] * 2
+
+
+def test_ranks_that_end_for_unlike_reasons_end_alike(tmp_path: Path) -> None:
+    """Who is interrupted evaluates no more: the other, which only stops, must not wait for it in an evaluation."""
+    import os
+    import signal
+
+    def job(rank: int) -> Any:
+        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+            for report in run.steps():
+                if report.step == 3 and rank == 0:
+                    run.stop("good enough")
+                if report.step == 3 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            if run.is_stopping != "interrupted":
+                run.evaluate()
+        return [run.step, run.outcome, run.exit_code]
+
+    assert run_ranks(2, job, tmp_path / "ranks", within_s=20) == [[3, "interrupted", EXIT_TERMINATED]] * 2
+
+
+def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits_have_the_same_bits(tmp_path: Path) -> None:
+    class Unlike(Sentences):
+        def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+            made = super().loss(output, batch).terms[0]
+            return Loss(Term("nats", made.total, np.int64(int(made.count))))  # type: ignore[arg-type]
+
+        def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
+            values = output.detach().exp()
+            return {
+                "narrow": Mean(values.float().sum(), values.numel()),
+                "numpy": Mean(np.float32(values.sum().item()), np.int64(values.numel())),  # type: ignore[arg-type]
+            }
+
+    def job(rank: int) -> Any:
+        with Run(spec(), Unlike(), folder=tmp_path / f"{place.here().world_size}", quiet=True) as run:
+            next(run.steps())  # its weights are those of one process but for the order of a sum
+            for number, each in enumerate(run.model.state_dict().values()):
+                each.fill_(number % 7 / 7)
+            return run.evaluate("test").metrics
+
+    (alone,), both = run_ranks(1, job, tmp_path / "one"), run_ranks(2, job, tmp_path / "two")
+    assert "error" not in alone, alone
+    assert both == [alone] * 2
 
 
 def test_a_number_that_is_none_in_one_rank_s_data_skips_the_step_on_all(tmp_path: Path) -> None:

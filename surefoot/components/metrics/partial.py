@@ -27,7 +27,9 @@ class Mean:
     unit: str = ""
 
     def merge(self, other: Self) -> Self:
-        return type(self)(self.total + other.total, self.count + other.count, self.better, self.unit)
+        """Summed in 64 bits: the same bits whether the parts come as tensors or, from another rank, as numbers."""
+        total, count = _held(self.total) + _held(other.total), _held(self.count) + _held(other.count)
+        return type(self)(total, count, self.better, self.unit)
 
     def value(self) -> float | None:
         count = float(self.count)
@@ -81,7 +83,9 @@ def mean_of(total: Tensor | float, count: Tensor | float, *, better: Better = "l
 
 
 def _held(total: Tensor | float) -> Tensor | float:
-    return total.detach().double() if isinstance(total, Tensor) and total.device.type != "mps" else total
+    if isinstance(total, Tensor):
+        return total if total.device.type == "mps" else total.detach().double()
+    return total if isinstance(total, int) else float(total)
 
 
 class FromTorchmetrics:

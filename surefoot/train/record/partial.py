@@ -62,7 +62,8 @@ def _as_row(part: Part) -> list[Any]:
 
 
 def _number(value: Number) -> float:
-    return value.item() if isinstance(value, Tensor) else value
+    """As Python's own; NumPy's have no place in a text."""
+    return value if isinstance(value, (int, float)) else value.item()
 
 
 def _from_row(row: list[Any]) -> Part:
