@@ -268,3 +268,10 @@ def test_a_joint_batch_norm_computes_what_one_process_does_that_sees_all_samples
     assert max(each[0] for each in found) < 1e-11
     assert max(each[1] for each in found) < 1e-12
     assert all(each[2] for each in found)
+
+
+def test_what_ranks_tell_each_other_may_name_files_whose_names_are_no_text(tmp_path: Path) -> None:
+    def job(group: Group) -> Any:
+        return [each == f"{rank}: caf\udce9" for rank, each in enumerate(group.exchange(f"{group.rank}: caf\udce9"))]
+
+    assert together(2, job, tmp_path) == [[True, True]] * 2

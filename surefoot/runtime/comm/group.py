@@ -75,12 +75,12 @@ class Group:
         """Every rank's text, by rank."""
         if self.is_alone:
             return [text]
-        content = np.frombuffer(text.encode(), dtype=np.uint8)
+        content = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)  # names of files hold any byte
         sizes = self.gather(torch.tensor(len(content), device=self.device)).tolist()
         padded = np.zeros(max(1, *sizes), dtype=np.uint8)
         padded[: len(content)] = content
         rows = self.gather(torch.from_numpy(padded).to(self.device)).cpu().numpy()
-        return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+        return [bytes(row[:size]).decode(errors="surrogatepass") for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, text: str) -> str:
         """The text of rank 0."""
