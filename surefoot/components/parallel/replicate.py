@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from surefoot.contract.state import master_of
 from surefoot.runtime.comm import Group
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
@@ -37,12 +38,13 @@ class Replicas:
 
     `arm()` goes before the last backward pass of a step, `finish()` after it: then each gradient is that of all ranks, with the same bits
     on each. A parameter that some ranks have no gradient for counts as 0 there; one that no rank has a gradient for keeps none. What is
-    stored in 16 bits is summed in 32.
+    stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed.
     """
 
     def __init__(self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._group = group
-        self._parameters = [each for each in parameters if each.requires_grad]
+        leaves = [each for each in parameters if each.requires_grad]
+        self._parameters = list(map(master_of, leaves))
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
@@ -50,7 +52,7 @@ class Replicas:
         self._is_armed = False
         self.num_bytes = 0  # sent by this rank so far, as the collective's own arguments
         self.num_collectives = 0
-        self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in self._parameters]  # type: ignore[no-untyped-call]
+        self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Leave the parameters as they were found."""
@@ -107,6 +109,7 @@ class Replicas:
         """A gradient is there: autograd calls this, in the thread of the backward pass."""
         if not self._is_armed:
             return
+        parameter = master_of(parameter)  # which has the gradient by now: its hook came first
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:

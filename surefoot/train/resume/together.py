@@ -16,6 +16,7 @@ from surefoot.components.data.consumed import plan_of
 from surefoot.contract import ledger
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import master_of
 from surefoot.core import layout, place
 from surefoot.core.errors import SpecError
 from surefoot.core.units import Duration
@@ -47,6 +48,7 @@ def _check_shared(spec: RunSpec) -> None:
     refused = {
         "compile.what": (spec.compile.what == "step", "the gradients are summed between backward pass and update"),
         "memory.update_in_backward": (spec.memory.update_in_backward, "a gradient is summed over ranks before it is used"),
+        "memory.offload": (spec.memory.offload == "optimizer", "GPUs sum what is in their own memory"),
         "memory.on_oom": (spec.memory.on_oom == "halve", "one rank would compute another step than the others"),
         "observe.noise": (spec.observe.noise, "it compares a microbatch with its batch on one rank"),
         "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),
@@ -82,7 +84,10 @@ def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
             f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
             hint="start every rank with the same spec, code, data and packages",
         )
-    group.copy_from_first([*assembly.model.parameters(), *assembly.model.buffers()])
+    parameters = list(assembly.model.parameters())
+    masters = [master_of(each) for each in parameters if master_of(each) is not each]
+    averages = [] if assembly.engine.average is None else assembly.engine.average.averages
+    group.copy_from_first([*parameters, *masters, *averages, *assembly.model.buffers()])
 
 
 @contextlib.contextmanager
