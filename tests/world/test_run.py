@@ -16,7 +16,7 @@ from surefoot.components.data import Arrays, Keys, consumed
 from surefoot.components.metrics import Mean, accuracy, perplexity
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Loss, Term
+from surefoot.contract.task import Loss, Term, Update
 from surefoot.core import place
 from surefoot.core.errors import EXIT_TERMINATED
 from surefoot.train.run import Run
@@ -211,6 +211,44 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_and_each_sample_is_read_once(
     checked = consumed.check(folder)
     assert checked.holds, checked.faults
     assert checked.last == 13
+
+
+class Pair:
+    """Two updates of one step, both of which pass the generator's BatchNorm."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(1)
+        maker = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        return nn.ModuleDict({"maker": maker, "critic": nn.Linear(4, 1)}).double()
+
+    def data(self, split: str) -> Any:
+        return Arrays(noise=torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+    def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        made: Tensor = model["maker"](batch["noise"])
+        return made
+
+    def updates(self, model: Any) -> list[Update]:
+        def critic(model: Any, batch: dict[str, Tensor]) -> Loss:
+            return Loss.sum(F.softplus(model["critic"](self.forward(model, batch).detach())).sum(), len(batch["noise"]))
+
+        def maker(model: Any, batch: dict[str, Tensor]) -> Loss:
+            return Loss.sum(F.softplus(-model["critic"](self.forward(model, batch))).sum(), len(batch["noise"]))
+
+        return [
+            Update("critic", critic, model["critic"].parameters()), Update("maker", maker, model["maker"].parameters(), every=2)
+        ]  # fmt: skip
+
+    def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
+        return {"size": Mean(output.square().sum(), len(output))}
+
+
+def test_several_updates_of_a_step_move_running_statistics_as_on_one_process(tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, lambda rank: train(tmp_path / "alone", Pair(), spec()), tmp_path / "one")
+    found = run_ranks(3, lambda rank: train(tmp_path / "run", Pair(), spec()), tmp_path / "ranks")
+    assert all("error" not in each for each in (alone, *found)), found
+    for name, kept in alone["state"].items():
+        assert np.abs(np.subtract(kept, found[0]["state"][name])).max(initial=0.0) < 1e-8, name
 
 
 class Narrow(Sentences):

@@ -45,6 +45,13 @@ class JoinedBuffers:
             self._others_before = [getattr(*slot).clone() for slot in self._others]
 
     @torch.no_grad()
+    def between(self) -> None:
+        """Between two updates of a step: one process passes all microbatches for the one, then all of them for the other."""
+        if self._norms:
+            self._join_norms()
+            self._before = [each.clone() for each in self._statistics()]
+
+    @torch.no_grad()
     def join(self) -> None:
         """Make them those of all ranks."""
         if self._norms:

@@ -119,6 +119,8 @@ class Stepper:
             if number % update.every:
                 continue
             begun_s = time.perf_counter()
+            if self.ranks is not None and num_done:
+                self.ranks.buffers.between()
             norm, was_applied, did_overflow = self._update(update, index, number, batches, totals)
             if self.whole is not None and not self._is_first:
                 self.whole.plan.pace.add(time.perf_counter() - begun_s, is_compiled=self.whole.plan.was_called)
