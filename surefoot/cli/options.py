@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -108,7 +109,11 @@ def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """A reader of standard error who left ends no training, nor makes a failure a success."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int | None) -> int:

@@ -196,6 +196,14 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, 
     assert done.returncode == 0
 
 
+def test_a_failure_stays_one_where_nobody_reads_of_it(tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="raises 1"')
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == 3
+
+
 def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="leaves 1 early"')
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
