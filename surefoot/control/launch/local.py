@@ -28,6 +28,7 @@ from surefoot.core.hardware import count_cores
 
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LOOK_S = 0.05
+MOST_SAID = 200  # lines of a rank that are kept, after its first error
 GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
 LOST = LostRank.exit_code
 STALL_LOOK_S = 0.5
@@ -119,6 +120,8 @@ def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], j
         for rank in range(num_ranks):
             ranks.append(_start(words, rank, num_ranks, meeting, told[rank]))  # noqa: PERF401 - ended even if one cannot be started
         meeting.close()
+        if asked:  # before all were there to hear it: nothing has begun
+            return End(128 + asked[0], is_lost=False, is_asked=True)
         if _watch(ranks, say, judge, told):
             return End(LOST, is_lost=True, is_asked=bool(asked))
     return _judge(ranks, say)._replace(is_asked=bool(asked))
@@ -228,6 +231,7 @@ def _read(rank: Rank, say: Callable[[str], None]) -> bool:
         text = line.decode(errors="replace")
         if rank.said or text.startswith(("error: ", "Traceback ")):
             rank.said.append(text)
+            del rank.said[:-MOST_SAID]
         else:
             say(f"[rank {rank.number}] {text}")
     if not content:
