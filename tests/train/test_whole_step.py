@@ -115,7 +115,9 @@ def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> No
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize(("left", "saved"), [(7, 4), (10, 8)])  # before and after the steps that are taken in order
+@pytest.mark.parametrize(
+    ("left", "saved"), [(7, 4), pytest.param(10, 8, marks=pytest.mark.slow)]
+)  # before and after the steps that are taken in order
 def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(left: int, saved: int, tmp_path: Path) -> None:
     task, made = Small(dropout=0.1, norm=True), stated("step", checkpoint={"every": "4 steps", "background": False})
     losses, expected, _ = train(made, task, tmp_path / "unbroken")

@@ -196,6 +196,7 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, 
     assert done.returncode == 0
 
 
+@pytest.mark.slow  # imports torch in three processes
 def test_a_failure_stays_one_where_nobody_reads_of_it(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="raises 1"')
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
