@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from surefoot.core.statistics import mean, mean_difference
+from surefoot.core.statistics import Interval, mean, mean_difference, paired_ratio
 from surefoot.core.units import format_number, format_seconds
 from surefoot.trial import Arm, Effect, Trial, find_conditions, markdown, run_rounds, write_trial
 
@@ -88,6 +88,36 @@ def render_ratio(effect: Effect) -> str:
     if found is None:
         return "n/a"
     return f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
+
+
+def ratio_of(trial: Trial, arm: str, baseline: str, name: str) -> Interval | None:
+    """What `arm` takes over what `baseline` takes, round by round; None where no round has both."""
+    one, other = trial.by_round(arm, name), trial.by_round(baseline, name)
+    rounds = [number for number in one if number in other]
+    return paired_ratio([one[number] for number in rounds], [other[number] for number in rounds]) if rounds else None
+
+
+def render_interval(found: Interval | None, form: str = ".3g", factor: float = 1.0) -> str:
+    """`0.964 (0.782 to 1.05)`."""
+    if found is None:
+        return "n/a"
+    low, middle, high = (each * factor for each in _ends(found))
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
+
+
+def standing_of(found: Interval | None, *, least: float | None = None, most: float | None = None) -> str:
+    """Whether an interval lies within a bar, without it, or on both sides."""
+    if found is None:
+        return "not measured"
+    low, _, high = _ends(found)
+    if (least is None or low >= least) and (most is None or high <= most):
+        return "holds"
+    return "missed" if (least is not None and high < least) or (most is not None and low > most) else "undecided"
+
+
+def _ends(found: Interval) -> tuple[float, float, float]:
+    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
+    return low, found.estimate, high
 
 
 def show(parts: Mapping[str, str], readme: Path | None) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.by_hand.components import MODELS
 from benchmarks.distributed.arm import RANKS
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
-from surefoot.core.statistics import Interval, median_interval, paired_ratio
+from benchmarks.measured import ROOT, make_parser, measure, ratio_of, render_conditions, render_interval, show, standing_of
+from surefoot.core.statistics import median_interval
 from surefoot.core.units import format_seconds
 from surefoot.trial import Arm, Trial, markdown, read_trial
 
@@ -59,10 +59,17 @@ def render(trial: Trial) -> str:
                 )
             )
         for scaling in ("weak", "strong"):
-            ratio = _ratio(trial, f"{model} surefoot {scaling}", f"{model} hand {scaling}")
-            bars.append((f"{model}, {scaling}: surefoot to by hand", _told(ratio), f"<= {MOST}", _standing(ratio, most=MOST)))
-        weak = _ratio(trial, f"{model} surefoot one", f"{model} surefoot weak")
-        bars.append((f"{model}: weak scaling", _told(weak), f">= {LEAST}", _standing(weak, least=LEAST)))
+            ratio = ratio_of(trial, f"{model} surefoot {scaling}", f"{model} hand {scaling}", WALL)
+            bars.append(
+                (
+                    f"{model}, {scaling}: surefoot to by hand",
+                    render_interval(ratio, ".3f"),
+                    f"<= {MOST}",
+                    standing_of(ratio, most=MOST),
+                )
+            )
+        weak = ratio_of(trial, f"{model} surefoot one", f"{model} surefoot weak", WALL)
+        bars.append((f"{model}: weak scaling", render_interval(weak, ".3f"), f">= {LEAST}", standing_of(weak, least=LEAST)))
     heads = ("model", "by", "batch", "a step", "of it waiting for the other rank", "efficiency (95 %)")
     return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
 
@@ -71,30 +78,8 @@ def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:
     """T1 / T2 of a batch twice as large, or T1 / 2 T2 of the same batch."""
     if scaling == "one":
         return "1"
-    found = _ratio(trial, f"{model} {how} one", f"{model} {how} {scaling}")
-    return _told(found, 1.0 if scaling == "weak" else 1 / RANKS)
-
-
-def _ratio(trial: Trial, arm: str, baseline: str) -> Interval | None:
-    one, other = trial.by_round(arm, WALL), trial.by_round(baseline, WALL)
-    rounds = [number for number in one if number in other]
-    return paired_ratio([one[number] for number in rounds], [other[number] for number in rounds]) if rounds else None
-
-
-def _told(found: Interval | None, factor: float = 1.0) -> str:
-    if found is None:
-        return "n/a"
-    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
-    return f"{found.estimate * factor:.3f} ({low * factor:.3f} to {high * factor:.3f})"
-
-
-def _standing(found: Interval | None, *, least: float | None = None, most: float | None = None) -> str:
-    if found is None:
-        return "not measured"
-    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
-    if (least is None or low >= least) and (most is None or high <= most):
-        return "holds"
-    return "missed" if (least is not None and high < least) or (most is not None and low > most) else "undecided"
+    found = ratio_of(trial, f"{model} {how} one", f"{model} {how} {scaling}", WALL)
+    return render_interval(found, ".3f", 1.0 if scaling == "weak" else 1 / RANKS)
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.loaders import sets
-from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
-from surefoot.core.statistics import Interval, median_interval, paired_ratio
+from benchmarks.measured import ROOT, make_parser, measure, ratio_of, render_conditions, render_interval, show, standing_of
+from surefoot.core.statistics import Interval, median_interval
 from surefoot.core.units import format_percent, format_seconds
 from surefoot.trial import Arm, Trial, markdown, read_trial
 
@@ -53,10 +53,10 @@ def render_photos(trial: Trial) -> str:
     """Every arm's cost of a sample, against that of surefoot's processes."""
     rows = [_row_of_photos(trial, arm) for arm in trial.arms]
     cpu, wall, mine = "cpu_s_per_sample", "wall_s_per_sample", "surefoot_processes"
-    decoded = _ratio(trial, "torch_loader", "surefoot_decoded", cpu)
+    decoded = ratio_of(trial, "torch_loader", "surefoot_decoded", cpu)
     bars = [
-        _bar("samples per second, of the ceiling's", _ratio(trial, "ceiling", mine, wall), CEILING_SHARE),
-        _bar("samples per CPU second, of the ceiling's", _ratio(trial, "ceiling", mine, cpu), CEILING_SHARE),
+        _bar("samples per second, of the ceiling's", ratio_of(trial, "ceiling", mine, wall), CEILING_SHARE),
+        _bar("samples per CPU second, of the ceiling's", ratio_of(trial, "ceiling", mine, cpu), CEILING_SHARE),
     ]
     if "torch_loader" in trial.arms:
         bars += [
@@ -74,40 +74,19 @@ def _values(trial: Trial, arm: str, name: str) -> list[float]:
 def _row_of_photos(trial: Trial, arm: str) -> tuple[str, ...]:
     found = [_values(trial, arm, name) for name in MEASURES]
     told = [f"{median_interval([1 / each for each in values]).estimate:,.0f}" if values else "n/a" for values in found]
-    ratio = _ratio(trial, arm, "surefoot_processes", "cpu_s_per_sample")
-    return (arm, *told, "1" if arm == "surefoot_processes" else _told(ratio))
-
-
-def _ratio(trial: Trial, arm: str, baseline: str, name: str) -> Interval | None:
-    """What `arm` takes over what `baseline` takes, round by round."""
-    one, other = trial.by_round(arm, name), trial.by_round(baseline, name)
-    rounds = [number for number in one if number in other]
-    return paired_ratio([one[number] for number in rounds], [other[number] for number in rounds]) if rounds else None
+    ratio = ratio_of(trial, arm, "surefoot_processes", "cpu_s_per_sample")
+    return (arm, *told, "1" if arm == "surefoot_processes" else render_interval(ratio))
 
 
 def _slowest_gain(trial: Trial) -> Interval | None:
-    found = [each for peer in PEERS for name in MEASURES if (each := _ratio(trial, peer, "surefoot_processes", name)) is not None]
+    found = [
+        each for peer in PEERS for name in MEASURES if (each := ratio_of(trial, peer, "surefoot_processes", name)) is not None
+    ]
     return min(found, key=lambda each: each.estimate, default=None)
 
 
-def _told(found: Interval | None) -> str:
-    if found is None:
-        return "n/a"
-    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
-    return f"{found.estimate:.3g} ({low:.3g} to {high:.3g})"
-
-
 def _bar(what: str, found: Interval | None, least: float) -> tuple[str, str, str, str]:
-    return what, _told(found), f">= {least:g}", _standing(found, least=least)
-
-
-def _standing(found: Interval | None, *, least: float | None = None, most: float | None = None) -> str:
-    if found is None:
-        return "not measured"
-    low, high = (found.estimate if each is None else each for each in (found.low, found.high))
-    if (least is None or low >= least) and (most is None or high <= most):
-        return "holds"
-    return "missed" if (least is not None and high < least) or (most is not None and low > most) else "undecided"
+    return what, render_interval(found), f">= {least:g}", standing_of(found, least=least)
 
 
 def render_going_on(trial: Trial) -> str:
@@ -116,9 +95,9 @@ def render_going_on(trial: Trial) -> str:
     middle, slow, same = found["going_s"], found["going_p99_s"], found["same"]
     must = f"<= {format_seconds(GOING_S)}"
     rows = [
-        ("the middle of 300 positions", _seconds(middle), must, _standing(middle, most=GOING_S)),
-        ("all but the slowest hundredth", _seconds(slow), must, _standing(slow, most=GOING_S)),
-        ("the same samples and the same pixels", format_percent(same.estimate), "100 %", _standing(same, least=1.0)),
+        ("the middle of 300 positions", _seconds(middle), must, standing_of(middle, most=GOING_S)),
+        ("all but the slowest hundredth", _seconds(slow), must, standing_of(slow, most=GOING_S)),
+        ("the same samples and the same pixels", format_percent(same.estimate), "100 %", standing_of(same, least=1.0)),
     ]
     heads = (f"going on, of {found['samples'].estimate:,.0f} samples", "median (95 %)", "must", "standing")
     return markdown(heads, rows)
@@ -143,12 +122,17 @@ def render_waiting(trial: Trial) -> str:
             rows.append((arm, _seconds(steps[arm]), format_percent(waits[arm].estimate), found))
         by_hand = sorted((arm for arm in names if not arm.endswith("auto")), key=lambda arm: steps[arm].estimate)
         wait, must = waits[f"{what} auto"], f"<= {format_percent(WAITING_SHARE)}"
-        best, worst = (_ratio(trial, f"{what} auto", arm, "step_s") for arm in (by_hand[0], by_hand[-1]))
+        best, worst = (ratio_of(trial, f"{what} auto", arm, "step_s") for arm in (by_hand[0], by_hand[-1]))
         fastest, slowest = (each.split()[-1] for each in (by_hand[0], by_hand[-1]))
         bars += [
-            (f"{what}: waiting", format_percent(wait.estimate), must, _standing(wait, most=WAITING_SHARE)),
-            (f"{what}: against the best by hand, {fastest} workers", _told(best), f"<= {EPOCH}", _standing(best, most=EPOCH)),
-            (f"{what}: against the worst by hand, {slowest} workers", _told(worst), "", ""),
+            (f"{what}: waiting", format_percent(wait.estimate), must, standing_of(wait, most=WAITING_SHARE)),
+            (
+                f"{what}: against the best by hand, {fastest} workers",
+                render_interval(best),
+                f"<= {EPOCH}",
+                standing_of(best, most=EPOCH),
+            ),
+            (f"{what}: against the worst by hand, {slowest} workers", render_interval(worst), "", ""),
         ]
     heads = ("auto", "median (95 %)", "must", "standing")
     return "\n".join((markdown(("setting", "a step", "waiting", "workers"), rows), markdown(heads, bars)))
