@@ -22,15 +22,7 @@ from surefoot.contract import events, ledger
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core import signals
-from surefoot.core.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    InputError,
-    RunFolderError,
-    StorageError,
-    SurefootError,
-    TaskError,
-)
+from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFolderError, StorageError, SurefootError, TaskError
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
@@ -295,8 +287,10 @@ class Run:
         """Whether no step follows, as all ranks agree."""
         passed_s = self._before_s + time.perf_counter() - self.started_s
         is_late = total is None and passed_s >= self.assembly.course.length.value
-        self._stop, self._stop_code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late)
-        return self._stop is not None or is_late or (total is not None and self.step >= total)
+        stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late)
+        if stop is not None:  # else a signal that came meanwhile would be forgotten
+            self._stop, self._stop_code = stop, code
+        return stop is not None or is_late or (total is not None and self.step >= total)
 
     def _close_window(self) -> None:
         with self._clock.within(LOGGING):
@@ -410,12 +404,12 @@ class Run:
         if self._lock.is_lost():
             raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
         self._close_window()
-        clock = {"training_s": self.training_s}
         try:
             with self._clock.within(CHECKPOINT):
                 self._ledger.sync()
                 self._telling.journal.sync()
-                self._keeper.save(self.step, self._more(), clock, self._scores.score_of(self.step), self._saved, **how)
+                clock, score = {"training_s": self.training_s}, self._scores.score_of(self.step)
+                self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
         except StorageError as error:
             self._telling.give_up("this commit", error, self.step)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term, Update
 from surefoot.core import place
 from surefoot.core.errors import EXIT_TERMINATED
+from surefoot.runtime.comm import Group
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 
@@ -312,9 +315,6 @@ def test_a_stop_that_one_rank_asks_for_is_taken_by_all_after_the_same_step(tmp_p
 
 
 def test_a_signal_to_one_rank_ends_all_after_one_step_with_its_code(tmp_path: Path) -> None:
-    import os
-    import signal
-
     def job(rank: int) -> Any:
         with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
             for report in run.steps():
@@ -327,8 +327,6 @@ def test_a_signal_to_one_rank_ends_all_after_one_step_with_its_code(tmp_path: Pa
 
 def test_ranks_that_end_for_unlike_reasons_end_alike(tmp_path: Path) -> None:
     """Who is interrupted evaluates no more: the other, which only stops, must not wait for it in an evaluation."""
-    import os
-    import signal
 
     def job(rank: int) -> Any:
         with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
@@ -477,3 +475,23 @@ def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(num_ranks:
     told = f"step 9: the weights of rank 1 of {num_ranks} {words}: hidden."
     assert all(told in each["error"] and each["code"] == 4 for each in found), found
     assert all("alike after step 6" in each["error"] for each in found)
+
+
+def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        most, calls = Group.most, list[int]()
+
+        def interrupted(self: Group, values: Any) -> list[float]:
+            found = most(self, values)
+            calls.append(1)
+            if len(calls) == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch, Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+            patch.setattr(Group, "most", interrupted)
+            for _ in run.steps():
+                pass
+        return [run.step, run.outcome, run.exit_code]
+
+    assert run_ranks(2, job, tmp_path / "ranks") == [[4, "interrupted", EXIT_TERMINATED]] * 2
