@@ -108,13 +108,17 @@ class Flight:
 
 def make_file(name: str) -> int:
     """A file of memory that lives as long as somebody has it open; gives its descriptor."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = open_nameless(name)
     os.ftruncate(descriptor, NUM_BYTES)
     return descriptor
+
+
+def open_nameless(name: str) -> int:
+    """A file of memory, or one that has no name any more; gives its descriptor. `name` is for those who look at a process from outside."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def read(descriptor: int) -> Record:

@@ -57,25 +57,15 @@ def verify(
     """
     given: dict[str, object] = {"--seeds": seeds, "--steps": steps, "--kills": kills, "--kill-seed": kill_seed, "--keep": keep}
     given |= {"--set": set_ or None, "--seed": seed, "--data": data}
-    way = (
-        "--layouts"
-        if layouts is not None
-        else "--precision"
-        if precision
-        else "--compile"
-        if compiled
-        else "a SPEC"
-        if command is None
-        else "--command"
-    )
+    ways = {"--layouts": layouts is not None, "--precision": precision, "--compile": compiled, "--command": command is not None}
+    way = next((name for name, is_given in ways.items() if is_given), "a SPEC")
     idle = [flag for flag, value in given.items() if value is not None and flag not in USED[way]]
     if idle:
         raise InputError(f"{idle[0]} does nothing with {way}", hint=f"leave it out: {way} goes with {', '.join(USED[way])}")
     steps, kills = NUM_STEPS if steps is None else steps, NUM_KILLS if kills is None else kills
     if precision or compiled or layouts is not None:
-        flag = way
-        if spec is None or command is not None or precision + compiled + (layouts is not None) > 1:
-            raise InputError(f"{flag} compares runs of a SPEC, and nothing else", hint=f"surefoot verify digits {flag}")
+        if spec is None or sum(ways.values()) > 1:
+            raise InputError(f"{way} compares runs of a SPEC, and nothing else", hint=f"surefoot verify digits {way}")
         stated = options.overrides(set_, seed=seed, data=data)
         if layouts is not None:
             with _folder(keep) as folder:

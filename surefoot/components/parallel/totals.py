@@ -1,4 +1,4 @@
-"""What a step's sums come to over all ranks: the loss terms with their counts, the samples, and what ranks ask for, in one message."""
+"""What a step's sums come to over all ranks: the loss terms with their counts, and the samples, in one message."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from surefoot.core.layout import Layout
 from surefoot.prove.attempts import last_words
 from surefoot.trial import Arm, compare_arrays, read_arrays, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
-from surefoot.trial.parity import Gap
 
 WIDE = 1e-10
 FIRST = ("loss/1/", "norm/1/", "gradient/1/")
@@ -137,13 +136,8 @@ def _compare(layout: Layout, precision: str, whole: Arrays, found: Arrays, allow
         return {name: each for name, each in arrays.items() if not only_first or f"{name}/".startswith(FIRST)}
 
     gaps = compare_arrays(kept(whole), kept(whole), kept(found), tolerance=allowed)
-    bad = [gap for gap in gaps if _share(gap) > 1.0]
-    worst = max(gaps, key=_share)
+    worst = gaps[0]
     return Compared(
         layout=str(layout), precision=precision, worst=worst.name, off=worst.distance, allowed=allowed, count=len(gaps),
-        num_bad=len(bad),
+        num_bad=sum(gap.verdict == "differs" for gap in gaps),
     )  # fmt: skip
-
-
-def _share(gap: Gap) -> float:
-    return float("inf") if gap.distance is None else gap.distance / gap.tolerance

@@ -78,16 +78,6 @@ class Ranks:
             "test the memory of that host",
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """What this rank gave to the sums of gradients so far."""
-        return sum(each.num_bytes for each in self.replicas)
-
-    @property
-    def num_collectives(self) -> int:
-        """The sums of gradients so far."""
-        return sum(each.num_collectives for each in self.replicas)
-
     def close(self) -> None:
         for each in self.replicas:
             each.close()

@@ -9,7 +9,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.core.flight import open_nameless
+
 ALIGNED = 64  # bytes: a cache line, and what vector instructions like
 GROWS = 1 << 16  # bytes: slots are made in multiples of it
 
@@ -28,7 +29,7 @@ class Slot:
     """A file of memory. The worker makes room in it, its parent maps what was made."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = _open_nameless() if descriptor is None else descriptor
+        self._descriptor = open_nameless("surefoot-loader") if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
 
     def mapped(self, num_bytes: int) -> mmap.mmap:
@@ -52,13 +53,6 @@ class Slot:
 
 def _opened_there(handed: Any) -> Slot:
     return Slot(handed.detach())
-
-
-def _open_nameless() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("surefoot-loader")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class Lies(NamedTuple):
