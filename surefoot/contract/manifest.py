@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ MAX_STEP = 10**12  # the name of a folder has twelve digits
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
 STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")  # \d would take the digits of other scripts, $ a newline
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+RANK_FILE = re.compile(r"^(.+)\.rank-[0-9]{5}\.safetensors\Z")  # what one of several ranks wrote of a file
 BETTER = ("higher", "lower")
 # what safetensors calls a dtype, and its bytes
 ITEM_BYTES = {
@@ -58,6 +59,10 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_part(self) -> bool:
+        return self.shape != self.whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,21 @@ class Manifest:
 
 def is_no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def file_of(name: str) -> str:
+    """The file that `name` is, or that it is one rank's part of.
+
+    >>> file_of("optimizer.rank-00001.safetensors"), file_of("model.safetensors")
+    ('optimizer.safetensors', 'model.safetensors')
+    """
+    part = RANK_FILE.match(name)
+    return f"{part.group(1)}.safetensors" if part else name
+
+
+def name_of_rank(file: str, rank: int) -> str:
+    """What a rank calls its part of `file`."""
+    return f"{file.removesuffix('.safetensors')}.rank-{rank:05d}.safetensors"
 
 
 def _digest(row: Mapping[str, Any]) -> str:
@@ -198,9 +218,10 @@ def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _made(row: dict[str, Any]) -> Manifest:
     """Every value has its type and its bounds: a digest protects from accidents, not from a stranger."""
-    files = tuple(_entry(entry) for entry in _typed(row.pop("files"), list))
+    files = tuple(entry_from(entry) for entry in _typed(row.pop("files"), list))
     names = [entry.name for entry in files]
     _demand(len(set(names)) == len(names), "a file is named twice")
+    _check_parts(files)
     made = Manifest(files=files, **row)
     _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is none")
     _demand(0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0, "its generation or format is none")
@@ -223,7 +244,6 @@ def _is_plain(value: Any) -> bool:
 
 def _check_layout(row: Mapping[str, Any]) -> None:
     _demand(all(type(value) is int and value > 0 for value in row.values()) and "world_size" in row, "layout")
-    _demand(row["world_size"] == 1, f"{str(row['world_size'])[:40]} ranks wrote it, and this version reads what one wrote")
 
 
 def check_score(row: Mapping[str, Any]) -> None:
@@ -238,7 +258,28 @@ def check_score(row: Mapping[str, Any]) -> None:
     _demand(isinstance(row.get("name"), str) and isinstance(row.get("split", ""), str), "its score has no name")
 
 
-def _entry(row: dict[str, Any]) -> Entry:
+def _check_parts(files: Sequence[Entry]) -> None:
+    """Of a tensor that stands in parts every row is there once."""
+    found: dict[tuple[str, str], list[Piece]] = {}
+    for entry in files:
+        for name, piece in (entry.tensors or {}).items():
+            found.setdefault((file_of(entry.name), name), []).append(piece)
+    for (file, name), pieces in found.items():
+        if len(pieces) == 1 and not pieces[0].is_part:
+            continue
+        whole, end = pieces[0].whole, 0
+        _demand(
+            all((each.whole, each.dtype) == (whole, pieces[0].dtype) for each in pieces), f"{file}: the parts of {name} differ"
+        )
+        for piece in sorted((each for each in pieces if each.shape[:1] != (0,)), key=lambda each: each.offset):
+            is_rows = bool(whole) and piece.shape[1:] == whole[1:] and not any(piece.offset[1:])
+            _demand(is_rows and piece.offset[0] == end, f"{file}: the parts of {name} are no rows, overlap or leave a gap")
+            end += piece.shape[0]
+        _demand(end == whole[0], f"{file}: rows of {name} are missing")
+
+
+def entry_from(row: dict[str, Any]) -> Entry:
+    """One file's row of a manifest, checked. Raises RunFolderError."""
     tensors = row.get("tensors")
     pieces = None if tensors is None else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
     made = Entry(**{**row, "tensors": pieces})
@@ -264,7 +305,6 @@ def _piece(row: dict[str, Any]) -> Piece:
     _demand(
         all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)), "a piece lies outside its tensor"
     )
-    _demand(made.shape == made.whole, "it holds a part of a tensor, and this version takes whole ones")
     count = math.prod(max(size, 1) for size in made.whole)  # sizes beside a 0 count, too: who makes such a tensor multiplies them
     _demand(count <= MAX_COUNT and 0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor is too large")
     _demand(_typed(made.owner, int) >= 0, "owner")

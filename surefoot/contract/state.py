@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,35 @@ def leaf_of(tensor: Tensor) -> Tensor:
     """What the model computes with: the parameter that `tensor` is the master of, or itself."""
     parameter: Tensor = getattr(tensor, "served", tensor)
     return parameter
+
+
+class Owner(Protocol):
+    """Who tells a model's parameters that their parts have moved."""
+
+    def publish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows `start`, `start + 1`, ... of a tensor of shape `whole`, which this rank holds and moves."""
+
+    start: int
+    whole: tuple[int, ...]
+    owner: Owner
+
+
+def part_of(tensor: Tensor) -> Part | None:
+    """Which part of a whole `tensor` is; None where it is all of it."""
+    part: Part | None = getattr(tensor, "part", None)
+    return part
+
+
+def laid_by(kept: Tensor, moved: Tensor) -> Tensor:
+    """`kept`, known as the same part of a whole that `moved` is."""
+    part = part_of(moved)
+    if part is not None:
+        kept.part = part  # type: ignore[attr-defined]
+    return kept
 
 
 def laid_as(kept: Tensor, moved: Tensor) -> Tensor:

@@ -33,12 +33,14 @@ class Kind(IntEnum):
     LARGEST = 3
     GATHER = 4
     COPY = 5
+    SCATTER = 6
 
     @property
     def words(self) -> str:
         return {
             Kind.NONE: "nothing", Kind.SUM: "a sum", Kind.WAIT: "the sum of gradients", Kind.LARGEST: "a maximum",
             Kind.GATHER: "a gathering", Kind.COPY: "a copy from rank 0",
+            Kind.SCATTER: "a sum in parts",
         }[self]  # fmt: skip
 
 

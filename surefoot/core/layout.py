@@ -1,63 +1,89 @@
 """How the ranks of a run are laid out: how many per axis of the mesh, and why a layout does not fit the ranks that there are.
 
-`replicate` ranks hold the same weights and read other samples. Further axes will multiply in the same way.
+`replicate` ranks hold the same weights, `shard` ranks a part each of what `stage` says; all of them read other samples. Further axes
+will multiply in the same way.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from surefoot.core.errors import SpecError
 
+AXES = ("replicate", "shard")
+STAGES = (1, 2, 3)
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks per axis.
+    """Ranks per axis, and what the shard axis splits: 1 the optimiser's state, 2 gradients too, 3 weights too.
 
-    >>> Layout.parse("replicate=2").world_size
-    2
-    >>> str(Layout.parse("1"))
-    '1'
+    The stages are those of ZeRO (Rajbhandari et al., 2020). Ranks next to each other share a shard axis: `replicate` is the outer one.
+
+    >>> Layout.parse("replicate=2,shard=2,stage=1").world_size
+    4
+    >>> str(Layout.parse("1")), str(Layout.parse("shard=2"))
+    ('1', 'shard=2,stage=3')
     """
 
     replicate: int = 1
+    shard: int = 1
+    stage: int = 3
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `replicate=2`; `1` is one process. Raises SpecError."""
+        """Read `replicate=2,shard=2,stage=3`; `1` is one process. Raises SpecError."""
         if text.strip() == "1":
             return cls()
-        names = [field.name for field in fields(cls)]
         values: dict[str, int] = {}
         for part in text.split(","):
             name, equals, value = (word.strip() for word in part.partition("="))
-            if name not in names or not equals or not value.isdecimal() or not int(value) or name in values:
+            if name not in (*AXES, "stage") or not equals or not value.isdecimal() or not int(value) or name in values:
                 raise SpecError(
                     f"{part.strip()!r} in the layout {text.strip()!r} is no axis with its ranks",
-                    hint=f"write 1 for one process, or {', '.join(f'{each}=2' for each in names)}",
+                    hint=f"write 1 for one process, or {', '.join(f'{each}=2' for each in AXES)}, or shard=2,stage=1",
                 )
             values[name] = int(value)
+        if "stage" in values and (values["stage"] not in STAGES or values.get("shard", 1) == 1):
+            raise SpecError(
+                f"the layout {text.strip()!r} has stage {values['stage']} on {values.get('shard', 1)} shard rank(s)",
+                hint="a stage says what 2 or more shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too",
+            )
         return cls(**values)
 
     @property
     def world_size(self) -> int:
         """The ranks that it takes."""
-        return self.replicate
+        return self.replicate * self.shard
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds a part of something."""
+        return self.shard > 1
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in asdict(self).items() if size != 1) or "1"
+        axes = [f"{name}={size}" for name in AXES if (size := getattr(self, name)) != 1]
+        return ",".join([*axes, *([f"stage={self.stage}"] if self.is_sharded else [])]) or "1"
 
 
-def fit(world_size: int, replicate: int | None) -> Layout:
-    """The layout of a run on so many ranks; an axis that is left open takes all that there are.
+def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) -> Layout:
+    """The layout of a run on so many ranks; a `replicate` that is left open takes what `shard` leaves.
 
     Raises SpecError where the axes do not make up the world.
     """
-    made = Layout(world_size if replicate is None else replicate)
-    if made.world_size != world_size:
+    are = f"there {'is' if world_size == 1 else 'are'} {world_size} rank{'s' * (world_size != 1)}"
+    if world_size % shard:
+        legal = [str(each) for each in range(1, world_size + 1) if world_size % each == 0]
         raise SpecError(
-            f"layout.replicate is {replicate}, and there {'is' if world_size == 1 else 'are'} {world_size} rank{'s' * (world_size != 1)}",
+            f"layout.shard is {shard}, and {are}",
+            hint=f"start a multiple of {shard}, or set layout.shard to {' or '.join(legal)}",
+        )
+    made = Layout(world_size // shard if replicate is None else replicate, shard, stage)
+    if made.world_size != world_size:
+        times = "" if shard == 1 else f" times a layout.shard of {shard}"
+        raise SpecError(
+            f"layout.replicate is {replicate}{times}, and {are}",
             hint=f"start {made.world_size} ranks, or leave layout.replicate out: it is then as many as there are",
         )
     return made

@@ -22,7 +22,7 @@ from surefoot.components.data.loader import Read, Sound, Told, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.parallel import join_batchnorm
+from surefoot.components.parallel import Sharded, join_batchnorm
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
@@ -32,13 +32,14 @@ from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule.plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm import SOLO, Group, Mesh
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
 from surefoot.train.evaluate import Reading, find_direction
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
+from surefoot.train.step.sharding import check_sharded, digest_of, shard
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,12 @@ class Assembly:
         return lambda source, batch, device, share: read_once(self.spec, source, batch, device, settings, tell, share)
 
     @property
+    def is_even(self) -> bool:
+        """Whether no rank may pass through the model more often than another."""
+        ranks = self.engine.stepper.ranks
+        return ranks is not None and ranks.sharded is not None and ranks.sharded.is_even
+
+    @property
     def noise(self) -> Noise | None:
         """The noise of the gradient in the last steps; None where it was not asked for, or they are too few."""
         watched = self.engine.stepper.noise
@@ -143,13 +150,13 @@ class Assembly:
         )  # fmt: skip
 
 
-def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, group: Group = ALONE) -> Assembly:
+def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, mesh: Mesh = SOLO) -> Assembly:
     """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
 
-    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know. `group` are the ranks that share it.
+    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know. `mesh` are the ranks that share it.
         Raises InputError of some kind for whatever cannot be run.
     """
-    device = find_device(spec.train.device)
+    device, group = find_device(spec.train.device), mesh.whole
     set_seeds(spec.train.seed)
     resolved, spec = take_task(spec, task)
     notes: list[str] = []
@@ -192,6 +199,8 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, g
     schedule = build_schedule(stated, total_steps, lambda text: to_steps_or_refuse(text, feed, tokens), better=better)
     course = Course(schedule, length, total_steps, feed, tokens)
     curve = _curve(spec, resolved, schedule, feed, total_steps)
+    first = digest_of(model) if mesh.is_sharded else ""
+    sharded = shard(spec, model, _blocks(spec, resolved, model), mesh)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     told = optim.describe_scaling(spec.optim, feed.largest) + describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
@@ -208,9 +217,8 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, g
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
     if not group.is_alone:
-        stepper.ranks = Ranks(group, model, updates, joins_buffers=spec.layout.sync_buffers)
-        if spec.layout.check_every != "never":
-            stepper.ranks.checks_after = course.rhythm(spec.layout.check_every)
+        stepper.ranks = _ranks(spec, model, updates, course, group, sharded)
+        stepper.ranks.first_weights = first
     stepper.loader.use(settings, last=total_steps)
     if skips:
         stepper.loader.skip_bad(spec.data.max_bad)
@@ -221,6 +229,18 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, g
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)
     return Assembly(spec, resolved, model, read, updates, course, engine, notes, told)
+
+
+def _ranks(
+    spec: RunSpec, model: nn.Module, updates: Sequence[LiveUpdate], course: Course, group: Group, sharded: Sharded | None
+) -> Ranks:  # fmt: skip
+    """What the step does together with other ranks."""
+    if sharded is not None:
+        check_sharded(sharded, updates, course.feed, group.size)
+    made = Ranks(group, model, updates, sharded=sharded, joins_buffers=spec.layout.sync_buffers)
+    if spec.layout.check_every != "never":
+        made.checks_after = course.rhythm(spec.layout.check_every)
+    return made
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:

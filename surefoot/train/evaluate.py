@@ -57,13 +57,14 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
-    precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None, group: Group = ALONE,
+    precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None, group: Group = ALONE, is_even: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
     `read` gives the batches with their samples, another way than one after another here. The ranks of `group` share the batches, whose
     results are merged in the order of the batches: the same bits for any number of ranks. A metric of the user's own, which only it can
-    merge, and data that are read forwards are evaluated by every rank in whole.
+    merge, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
+    weights are gathered in each pass.
 
     Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
     since its terms are those of one batch. Raises SpecError when `score` is no metric of the task, TaskError when the task's parts
@@ -90,6 +91,10 @@ def evaluate(
             num_samples += count
             if tell is not None:
                 tell(num_samples if total_samples is None else min(num_samples * share.size, total_samples), total_samples)
+        num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
+        for _ in range(num_idle):
+            with compute():
+                _outcome(model, task, next(batches(source, size, device)))
     if shares:
         gathered = partial.gather(mine, group)
         if gathered is None:

@@ -93,6 +93,7 @@ class Run:
 
     def _begin(self) -> None:
         self.group = group = self._opened.enter_context(together.joined(self.spec))
+        self._mesh = together.meshed(group, self.spec)
         digest, choice, notes = group.settle(self._prepare)
         together.check_alike(group, self.assembly, digest)
         with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
@@ -115,7 +116,7 @@ class Run:
             is_fork=self._start is not None,
         )  # fmt: skip
         check_as_stated(choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
-        self.assembly: Assembly = assemble(self.spec, task, group=self.group)
+        self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
         return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly)]
 
@@ -347,6 +348,7 @@ class Run:
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=self.assembly.engine.policy.compute,
                     tell=functools.partial(self._evaluating, name),
                     read=self.assembly.reading(self._telling.of_evaluation(name, self.step)), group=self.group,
+                    is_even=self.assembly.is_even,
                 )  # fmt: skip
         except (Exception, SystemExit) as error:
             if self._is_leaving:

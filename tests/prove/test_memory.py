@@ -103,6 +103,19 @@ def test_sizes_alone_are_answered_without_torch() -> None:
     assert row["fits"] is False
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"), [((), [2800.0, 1421.9, 732.8, 43.75]), (("--half",), [2800.0, 732.8, 388.3, 43.75])]
+)
+def test_the_stages_of_sharding_are_compared_by_their_formula(
+    more: tuple[str, ...], expected: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """175 billion parameters on 64 ranks, in GB."""
+    assert call(monkeypatch, "memory", "--parameters", "175B", "--ranks", "64", "--json", *more) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [each["num_bytes"] / 1e9 for each in stages] == pytest.approx(expected, abs=0.05)
+    assert [each["volumes"] for each in stages] == [2, 2, 2, 3]
+
+
 def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +128,8 @@ def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
     for words in (["memory"], ["memory", "digits", "--parameters", "1B"], ["memory", "--parameters", "0"],
                   ["memory", "digits", "--out", "shape.json"], ["memory", "digits", "--fit", "16"],
                   ["memory", "digits", "--set", "memory.offload=optimizer"], ["memory", "digits", "--fit", "1GiB", "--measure"],
-                  ["memory", "--parameters", "1B", "--measure"]):  # fmt: skip
+                  ["memory", "--parameters", "1B", "--measure"], ["memory", "digits", "--ranks", "2"],
+                  ["memory", "--parameters", "1B", "--half"], ["memory", "--parameters", "1B", "--ranks", "0"]):  # fmt: skip
         assert call(monkeypatch, *words) == 2
 
 

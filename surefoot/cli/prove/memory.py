@@ -26,6 +26,10 @@ def memory(
     fit: Annotated[
         str | None, typer.Option("--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False)
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="what each of so many holds, by stage of sharding", show_default=False)
+    ] = None,
+    half: Annotated[bool, typer.Option("--half", help="with --ranks: weights and gradients in 16 bits, masters in 32")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="run three steps too, and compare")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="what is known to a new file", show_default=False)] = None,
     set_: SetOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
@@ -34,7 +38,7 @@ def memory(
     """Predict what a step holds at its most, without running it.
 
     Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without numbers. `--fit` finds the largest
-    microbatch, and the cheapest recomputation, that fit into some memory.
+    microbatch, and the cheapest recomputation, that fit into some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
     """
     from surefoot.core.units import parse_bytes
 
@@ -44,6 +48,13 @@ def memory(
     idle = [flag for flag, value in {"--measure": measure, "--set": set_, "--data": data}.items() if value]
     if idle and parameters is not None:
         raise InputError(f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone", hint="leave one of them out")
+    if ranks is None and half:
+        raise InputError("--half says what ranks hold", hint="surefoot memory --parameters 175B --ranks 64 --half")
+    if ranks is not None and (parameters is None or fit is not None or ranks < 1):
+        raise InputError(
+            f"--ranks {ranks} goes with --parameters alone, and takes 1 or more",
+            hint="surefoot memory --parameters 175B --ranks 64",
+        )
     if measure and fit is not None:
         raise InputError(
             "--fit looks for a spec that fits, and --measure runs the one that is given",
@@ -53,7 +64,7 @@ def memory(
     if out is not None:
         options.check_new_file(out, "--out", FILE)
     if parameters is not None:
-        row = _from_sizes(parameters, budget)
+        row = _from_sizes(parameters, budget) if ranks is None else _by_stage(parameters, ranks, is_half=half)
     else:
         row = _from_spec(
             str(given), options.overrides(set_, data=data), budget, measure, options.teller("memory", quiet=quiet or json)
@@ -82,6 +93,20 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
     peak = sum(terms.values())
     fitting = {} if budget is None else {"budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
     return {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": count, **fitting}
+
+
+def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
+    """What ranks hold of the states, for each stage."""
+    from dataclasses import asdict
+
+    from surefoot.control.plan import compare_stages
+    from surefoot.core.units import parse_count
+
+    if not (count := parse_count(parameters)):
+        raise InputError("--parameters is 0", hint="give the number of parameters, as 70B")
+    sizes = {"weight_bytes": 2, "gradient_bytes": 2, "state_bytes": 12} if is_half else {}
+    stages = [asdict(each) for each in compare_stages(count, ranks, **sizes)]
+    return {"num_parameters": count, "num_ranks": ranks, "is_half": is_half, "stages": stages}
 
 
 def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any) -> dict[str, Any]:
@@ -115,6 +140,17 @@ def _print(row: Mapping[str, Any]) -> None:
     from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import format_bytes, format_percent
 
+    if "stages" in row:
+        stages = [
+            (
+                f"stage {each['stage']}" if each["stage"] else "none", f"{each['num_bytes'] / 1e9:,.2f} GB", format_percent(each["saved"]),
+                f"{each['volumes']} times the weights",
+            )
+            for each in row["stages"]
+        ]  # fmt: skip
+        print_table(("sharding", "each rank", "saved", "sent a step"), stages)
+        print_text("weights, gradients and the optimiser's state (Adam); activations are not in it, and no stage divides them")
+        return
     peak = row["peak_bytes"]
     if "microbatch" in row:
         print(f"microbatch {row['microbatch']}, memory.recompute {row['recompute']}")

@@ -18,6 +18,7 @@ from surefoot.components.checkpoint.tree import join
 from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest, Piece
+from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
 
 MODEL = "model.safetensors"  # the file, whole or in parts, of the weights that are evaluated and served
@@ -35,13 +36,18 @@ class Commit:
     def names(self, file: str) -> list[str]:
         """The file of tensors that is called `file`, or where it was split those that are its parts; all of them for ""."""
         held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
-        if file in held or not file:
-            return [file] if file else held
-        return [name for name in held if (part := PART.fullmatch(name)) and f"{part.group(1)}.safetensors" == file]
+        own = [name for name in held if file in ("", manifests.file_of(name))]  # what each rank wrote of it, or all of it
+        return own or [
+            name for name in held if (part := PART.fullmatch(manifests.file_of(name))) and f"{part.group(1)}.safetensors" == file
+        ]
 
     def pieces(self, file: str) -> dict[str, Piece]:
-        """What those files hold."""
-        return {name: piece for each in self.names(file) for name, piece in (self._entries[each].tensors or {}).items()}
+        """What those files hold: the whole tensors, also of such as stand in parts."""
+        return {
+            name: files.whole_of(piece)
+            for each in self.names(file)
+            for name, piece in (self._entries[each].tensors or {}).items()
+        }
 
     def read(self, file: str, give: files.Give = files.create) -> dict[str, Tensor]:
         """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged, or not there."""
@@ -50,9 +56,13 @@ class Commit:
                 f"{self.folder} holds no tensors in {file!r}", hint=f"it holds {', '.join(self.names('')) or 'none'}"
             )
         found: dict[str, Tensor] = {}
+
+        def give_once(name: str, piece: Piece) -> Tensor:
+            return found[name] if name in found else give(name, piece)
+
         with commits.hashing(commits.MANY_THREADS, nice=0) as pool:  # nothing else is done meanwhile
             for each in names:
-                found |= files.read(self.folder, self._entries[each], give, pool)
+                found |= files.read(self.folder, self._entries[each], give_once, pool)
         return found
 
     def text(self, name: str) -> bytes:
@@ -79,7 +89,7 @@ class Commit:
 def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bool = False) -> None:
     """Read into the tensors of a state dict; a tied tensor is held once, under any of its names."""
     stored = commit.pieces(file)
-    live = {name: tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    live = {name: tensor if part_of(tensor) else tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
     check_fit(commit.folder, stored, live, widen=widen)
     commit.read(file, lambda name, piece: live[name])
 
@@ -88,14 +98,16 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
     """Raise RunFolderError, listing both sides, unless `stored` holds what `live` needs; bf16 goes into fp32 to `widen`."""
     held = {_identity(live[name]) for name in stored if name in live}
     missing = [
-        name for name, tensor in live.items() if name not in stored and (_identity(tensor) not in held or not tensor.numel())
+        name
+        for name, tensor in live.items()
+        if name not in stored and (_identity(tensor) not in held or not (tensor.numel() or part_of(tensor)))
     ]
     unexpected = [name for name in stored if name not in live]
     both = [(name, piece, live[name]) for name, piece in stored.items() if name in live]
     reshaped = [
-        f"{name} {list(piece.whole)}, now {list(tensor.shape)}"
+        f"{name} {list(piece.whole)}, now {list(files.whole_shape(tensor))}"
         for name, piece, tensor in both
-        if piece.whole != tuple(tensor.shape)
+        if piece.whole != files.whole_shape(tensor)
     ]
     retyped = [
         f"{name} {piece.dtype}, now {files.DTYPES.get(tensor.dtype)}"
@@ -120,6 +132,8 @@ def _some(names: list[str]) -> str:
 
 
 def _identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    if part_of(tensor) is not None:
+        return id(tensor), (), ()  # a part may have no rows, and then no place in memory
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 

@@ -7,11 +7,12 @@ parent; nothing is ever changed after the rename. What fails ends this commit an
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
-from surefoot.core.errors import NumbersError, RunFolderError, StorageError, TaskError, hint_unwritten
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError, SurefootError, TaskError, hint_unwritten
+from surefoot.runtime.comm import Group
 
 FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
 
@@ -35,6 +37,7 @@ class Content:
     tensors: Mapping[str, Mapping[str, Tensor]]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
+    parts: files.Parts = field(default_factory=dict)  # which rows of a whole those tensors are that are not all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Stamp:
     environment: Mapping[str, str] = field(default_factory=dict)
     score: Mapping[str, Any] | None = None
     parent: Mapping[str, Any] | None = None
+    layout: Mapping[str, int] = field(default_factory=lambda: {"world_size": 1})
 
 
 def commit(
@@ -66,19 +70,8 @@ def commit(
         shutil.rmtree(draft, ignore_errors=True)
         _make_folders(run, draft)
         earlier = _newest(run, content.step) if link else None
-        with commits.hashing() as pool:
-            sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
-            written = [_write(draft, name, tensors, content.step, earlier, pool) for name, tensors in content.tensors.items()]
-            entries = [entry() for entry in written]
-            _raise_unless_finite(content.step, {name: found.result() for name, found in sound.items()})
-        entries += [_write_text(draft / name, text) for name, text in content.texts.items()]
-        made = Manifest(step=content.step, files=tuple(entries), **vars(stamp))
-        sync_folder(draft)
-        _write_text(draft / manifests.FILE, made.as_text().encode())
-        sync_folder(draft)
-        if not may_commit():
-            raise StorageError(f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here")
-        _replace(final, draft)
+        made = Manifest(step=content.step, files=tuple(_write_all(draft, content, earlier)), **vars(stamp))
+        _seal(run, draft, made, may_commit)
     except OSError as error:
         discard(draft)
         raise StorageError(
@@ -88,6 +81,86 @@ def commit(
         discard(draft)
         raise
     return made
+
+
+def commit_together(
+    run: Path, content: Content, stamp: Stamp, group: Group, *, may_commit: Callable[[], bool] = lambda: True
+) -> Manifest:
+    """The same by all ranks of `group`, each with a `content` of its own in files of other names; rank 0 gives the commit its name.
+
+    Every rank calls this, and where one fails all of them raise what it did.
+    """
+    final = manifests.step_folder(run, content.step)
+    draft = final.with_name(f"{commits.DRAFT}{final.name}")
+
+    def begin() -> str:
+        if group.is_first:
+            _check_score(stamp)
+            shutil.rmtree(draft, ignore_errors=True)
+            _make_folders(run, draft)
+        return ""
+
+    def write() -> str:
+        return json.dumps([asdict(entry) for entry in _write_all(draft, content, _newest(run, content.step))])
+
+    def seal() -> str:
+        if group.is_first:
+            entries = tuple(manifests.entry_from(row) for rows in written for row in json.loads(rows))
+            made = Manifest(step=content.step, files=entries, **vars(stamp))
+            _seal(run, draft, made, may_commit)
+        return ""
+
+    try:
+        _by_all(group, run, content.step, begin)
+        written = _by_all(group, run, content.step, write)
+        _by_all(group, run, content.step, seal)
+    except BaseException:
+        if group.is_first:
+            discard(draft)
+        raise
+    return manifests.read(final)
+
+
+def _by_all(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[str]:
+    """What `job` gives on each rank. Raises on every rank what the first one that failed did."""
+    problem: SurefootError | None = None
+    said = ""
+    try:
+        said = job()
+    except OSError as error:
+        words = f"step {step} could not be saved in {run}: {error.strerror}"
+        problem = StorageError(words, hint=hint_unwritten(error))
+    except SurefootError as error:
+        problem = error
+    row = {"said": said} if problem is None else {"kind": type(problem).__name__, "words": problem.message, "hint": problem.hint}
+    rows = [json.loads(text) for text in group.exchange(json.dumps(row))]
+    if problem is not None:
+        raise problem
+    for rank, each in enumerate(rows):
+        if "kind" in each:
+            kind = next((kind for kind in (NumbersError, TaskError) if kind.__name__ == each["kind"]), StorageError)
+            raise kind(f"rank {rank} of {group.size}: {each['words']}", hint=each["hint"])
+    return [each["said"] for each in rows]
+
+
+def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[Entry]:
+    """Write every file of `content`, or link it to that of `earlier`."""
+    with commits.hashing() as pool:
+        sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
+        written = [_write(draft, name, content, earlier, pool) for name in content.tensors]
+        entries = [entry() for entry in written]
+        _raise_unless_finite(content.step, {name: found.result() for name, found in sound.items()})
+    return entries + [_write_text(draft / name, text) for name, text in content.texts.items()]
+
+
+def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]) -> None:
+    """The manifest last, and then the name."""
+    sync_folder(draft)
+    _write_text(draft / manifests.FILE, made.as_text().encode())
+    sync_folder(draft)
+    if not may_commit():
+        raise StorageError(f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+    _replace(manifests.step_folder(run, made.step), draft)
 
 
 def _check_score(stamp: Stamp) -> None:
@@ -130,17 +203,16 @@ def _newest(run: Path, step: int) -> Manifest | None:
     return None
 
 
-def _write(
-    draft: Path, name: str, tensors: Mapping[str, Tensor], step: int, earlier: Manifest | None, pool: Executor
-) -> Callable[[], Entry]:  # fmt: skip
+def _write(draft: Path, name: str, content: Content, earlier: Manifest | None, pool: Executor) -> Callable[[], Entry]:
     """Write a file, or link it to that of `earlier`; gives what waits for its entry."""
+    tensors, parts = content.tensors[name], content.parts
     before = next((entry for entry in earlier.files if entry.name == name), None) if earlier is not None else None
     known: dict[str, str] = {}
     if before is not None and earlier is not None and tensors:
-        is_same, known = files.find_unchanged(tensors, before, pool)
+        is_same, known = files.find_unchanged(tensors, before, pool, parts)
         if is_same and _may_link(draft.parent, earlier, before) and _link(draft, earlier, before):
             return lambda: before
-    return files.write(draft, name, tensors, step=step, pool=pool, known=known)
+    return files.write(draft, name, tensors, step=content.step, pool=pool, known=known, parts=parts)
 
 
 def _may_link(checkpoints: Path, earlier: Manifest, entry: Entry) -> bool:

@@ -10,7 +10,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from surefoot.components.checkpoint import direct
 from surefoot.contract import commits, digest
 from surefoot.contract.manifest import Entry, Piece
+from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError, TaskError
 
 ALIGNMENT = 8
@@ -32,6 +35,8 @@ DTYPES = {
 METADATA = "__metadata__"  # a key of the header that is no tensor
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 Give = Callable[[str, Piece], Tensor]
+Parts = Mapping[str, tuple[int, tuple[int, ...]]]  # name -> the first row, and the shape of the whole
+WHOLE: Parts = {}
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
@@ -84,15 +89,20 @@ def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[start : start + BLOCK] for start in range(0, len(values), BLOCK))
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Piece]]:
-    """The header of a file of `tensors`, and where each stands in it; widest items first, so that all are aligned."""
+def lay_out(tensors: Mapping[str, Tensor], parts: Parts = WHOLE) -> tuple[bytes, dict[str, Piece]]:
+    """The header of a file of `tensors`, and where each stands in it; widest items first, so that all are aligned.
+
+    Of those that are rows of a whole `parts` says which: the first, and the shape of the whole.
+    """
     pieces, start = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         _check_name(name)
         shape = tuple(tensors[name].shape)
+        first, whole = parts.get(name, (0, shape))
         piece = Piece(
-            dtype=DTYPES[tensors[name].dtype], shape=shape, start=start, sha256="", whole=shape, offset=(0,) * len(shape)
-        )
+            dtype=DTYPES[tensors[name].dtype], shape=shape, start=start, sha256="", whole=whole,
+            offset=(first, *(0 for _ in shape[1:])) if shape else (),
+        )  # fmt: skip
         pieces[name] = piece
         start += piece.num_bytes
     rows: dict[str, object] = {METADATA: {"format": "pt"}}
@@ -108,13 +118,14 @@ def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Piece]]:
 
 
 def write(
-    folder: Path, name: str, tensors: Mapping[str, Tensor], *, step: int, pool: Executor, known: Mapping[str, str]
-) -> Callable[[], Entry]:
+    folder: Path, name: str, tensors: Mapping[str, Tensor], *, step: int, pool: Executor, known: Mapping[str, str],
+    parts: Parts = WHOLE,
+) -> Callable[[], Entry]:  # fmt: skip
     """Write and sync a file of tensors on the host, hashing on the pool's threads meanwhile; `known` digests are not taken again.
 
     Gives what waits for the last digest, so that another file can be written until then.
     """
-    header, pieces = lay_out(tensors)
+    header, pieces = lay_out(tensors, parts)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
     hashing = digest.begin(pool, {key: buffer for key, buffer in buffers.items() if key not in known})
     direct.write_new(folder / name, (memoryview(header), *buffers.values()))
@@ -127,16 +138,18 @@ def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping
     return Entry(name=name, num_bytes=num_bytes, sha256=commits.digest_of(header, found, pieces), tensors=made, since=step)
 
 
-def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor) -> tuple[bool, dict[str, str]]:
+def find_unchanged(
+    tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor, parts: Parts = WHOLE
+) -> tuple[bool, dict[str, str]]:
     """Whether every tensor has the bytes that `earlier` holds, and the digests that were taken to know it.
 
     Begins with the smallest, and ends soon after the first that differs, which in a file of trained tensors is that.
     """
-    _, pieces = lay_out(tensors)
+    _, pieces = lay_out(tensors, parts)
     before = earlier.tensors or {}
     found: dict[str, str] = {}
-    if {key: (p.dtype, p.shape, p.start) for key, p in pieces.items()} != {
-        key: (p.dtype, p.shape, p.start) for key, p in before.items()
+    if {key: replace(each, sha256="") for key, each in pieces.items()} != {
+        key: replace(each, sha256="") for key, each in before.items()
     }:
         return False, found
     order = sorted(pieces, key=lambda key: pieces[key].num_bytes)
@@ -151,30 +164,64 @@ def find_unchanged(tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor
 def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Tensor]:
     """Read a file of tensors into what `give(name, piece)` says, each hashed in the memory that receives it.
 
-    A tensor that is contiguous, on the host and of the same dtype is read in place; another takes a copy of its own size for a
-    moment. Raises RunFolderError, naming the tensor, when a digest does not match: what was read before is then in place.
+    `give` is asked for wholes; it may give some rows of one, and only pieces that have some of those are read. A tensor that is
+    contiguous, on the host and of the same dtype is read in place; another takes a copy of its own size for a moment. Raises
+    RunFolderError, naming the tensor, when a digest does not match: what was read before is then in place.
     """
     pieces = entry.tensors or {}
-    parts_of = [name for name, piece in pieces.items() if piece.shape != piece.whole]
-    if parts_of:
-        raise RunFolderError(f"{folder / entry.name} holds a part of {parts_of[0]}, not the whole", hint="use a newer surefoot")
     found: dict[str, str] = {}
     with commits.opened(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
-        given = {name: give(name, piece) for name, piece in pieces.items()}  # only now: the file is as large as was said
-        direct = {name: tensor for name, tensor in given.items() if _is_direct(tensor, pieces[name])}
+        given = {
+            name: give(name, whole_of(piece)) for name, piece in pieces.items()
+        }  # only now: the file is as large as was said
+        meetings = {name: _meet(tensor, pieces[name]) for name, tensor in given.items()}
+        found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}  # no row of these is wanted here
+        direct = {name: met.into for name, met in meetings.items() if met and met.is_all and _is_direct(met.into, pieces[name])}
         found |= _read(file, len(header), pieces, direct, pool)
-        for name, tensor in given.items():
-            if name not in direct:
+        for name, met in meetings.items():
+            if met is not None and name not in direct:
                 held = create(name, pieces[name])
                 found |= _read(file, len(header), pieces, {name: held}, pool)
-                fill(name, tensor, held)
+                fill(name, met.into, held if met.is_all else held[met.rows.start : met.rows.stop])
     for name, piece in pieces.items():
         if found[name] != piece.sha256:
             raise RunFolderError(f"{folder / entry.name} is damaged: the digest of {name} does not match")
     if commits.digest_of(header, found, pieces) != entry.sha256:
         raise RunFolderError(f"{folder / entry.name} is damaged: its digest does not match")
     return given
+
+
+class _Meeting(NamedTuple):
+    """Where rows of a piece go: `into` takes its `rows`, which `is_all` says are all of them."""
+
+    into: Tensor
+    rows: range
+    is_all: bool
+
+
+def _meet(tensor: Tensor, piece: Piece) -> _Meeting | None:
+    """What `tensor`, all of a whole or a part of it, takes of `piece`; None where that is nothing."""
+    part = part_of(tensor)
+    if part is None and not piece.is_part:
+        return _Meeting(tensor, range(0), is_all=True)
+    begin, length = (0, piece.whole[0]) if part is None else (part.start, len(tensor))
+    first, last = max(begin, piece.offset[0]), min(begin + length, piece.offset[0] + piece.shape[0])
+    if first >= last:
+        return None
+    rows = range(first - piece.offset[0], last - piece.offset[0])
+    return _Meeting(tensor[first - begin : last - begin], rows, is_all=len(rows) == piece.shape[0])
+
+
+def whole_of(piece: Piece) -> Piece:
+    """The tensor that a piece is, or is a part of."""
+    return replace(piece, shape=piece.whole, offset=(0,) * len(piece.whole)) if piece.is_part else piece
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of what `tensor` is, or is a part of."""
+    part = part_of(tensor)
+    return tuple(tensor.shape) if part is None else part.whole
 
 
 @torch.no_grad()

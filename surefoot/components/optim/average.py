@@ -10,6 +10,7 @@ from torch import Tensor
 
 from surefoot.components.optim.fused import move_towards
 from surefoot.components.optim.masters import publish
+from surefoot.contract.state import laid_by
 
 
 class WeightAverage:
@@ -19,7 +20,7 @@ class WeightAverage:
         self.decay = decay
         self._num_updates: int | Tensor = 0
         self.parameters = list(parameters)
-        self.averages = [parameter.detach().clone() for parameter in parameters]
+        self.averages = [laid_by(parameter.detach().clone(), parameter) for parameter in parameters]
 
     @property
     def num_updates(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim.fused import copy_tensors
-from surefoot.contract.state import leaf_of, master_of
+from surefoot.contract.state import leaf_of, master_of, part_of
 
 NARROW = torch.bfloat16
 
@@ -79,7 +79,11 @@ def _hand_over(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def publish(parameters: Iterable[Tensor]) -> None:
-    """Round every master into its parameter; those that have none stay."""
+    """Round every master into its parameter, and let a part's parameter know that it moved; those that have none stay."""
     pairs = [(leaf, master) for leaf in map(leaf_of, parameters) if (master := master_of(leaf)) is not leaf]
+    parts = [part for _, master in pairs if (part := part_of(master)) is not None]
+    for owner in {id(part.owner): part.owner for part in parts}.values():
+        owner.publish()
+    pairs = [(leaf, master) for leaf, master in pairs if part_of(master) is None]
     if pairs:
         copy_tensors([leaf.detach() for leaf, _ in pairs], [master for _, master in pairs])

@@ -46,6 +46,7 @@ class GuardedUpdate:
         self.parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
         self.applied_steps = 0
         self._masters = [parameter for parameter in self.parameters if leaf_of(parameter) is not parameter]
+        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # set where other ranks hold other parts of the gradients
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._base_rates = [float(group["lr"]) * group.get("rate", 1.0) for group in self.groups]
@@ -120,7 +121,7 @@ class GuardedUpdate:
 
     def norm(self) -> Tensor:
         """The global norm of the gradients as they are; there must be some."""
-        return fused.norm_of([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        return self.join_norm(fused.norm_of([parameter.grad for parameter in self.parameters if parameter.grad is not None]))
 
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
         """Update with the gradients times `factor`, clipped, unless their norm is not finite.
@@ -131,7 +132,7 @@ class GuardedUpdate:
         grads = [grad for grad in (parameter.grad for parameter in self.parameters) if grad is not None]
         if not grads:
             return 0.0, False
-        raw = fused.norm_of(grads)
+        raw = self.join_norm(fused.norm_of(grads))
         done = self._on_device(raw, factor) if self.on_device else self._on_host(raw, float(factor), grads)
         if self._masters:
             publish(self._masters)

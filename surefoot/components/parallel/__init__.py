@@ -2,7 +2,10 @@
 
 from surefoot.components.parallel.norms import JoinedBuffers
 from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.shard import FullySharded, Sharded, ShardedState, gather_rows
 from surefoot.components.parallel.sync_norm import SyncNorm, join_batchnorm
 from surefoot.components.parallel.totals import Totals
 
-__all__ = ["JoinedBuffers", "Replicas", "SyncNorm", "Totals", "join_batchnorm"]
+__all__ = [
+    "FullySharded", "JoinedBuffers", "Replicas", "Sharded", "ShardedState", "SyncNorm", "Totals", "gather_rows", "join_batchnorm",
+]  # fmt: skip

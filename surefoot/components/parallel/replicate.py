@@ -44,7 +44,7 @@ class Replicas:
     def __init__(self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._group = group
         leaves = [each for each in parameters if each.requires_grad]
-        self._parameters = list(map(master_of, leaves))
+        self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
@@ -88,19 +88,16 @@ class Replicas:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
+    @staticmethod
+    def _holder(parameter: Tensor) -> Tensor:
+        """What has a parameter's gradient, once all hooks were called."""
+        return master_of(parameter)
+
+    def _make(self, parameters: Sequence[Tensor]) -> Bucket:
+        return _make_bucket(parameters)
+
     def _lay_out(self) -> None:
-        """Buckets of one dtype and device, in the order in which gradients come: the last parameter first."""
-        open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        packs: list[list[Tensor]] = []
-        for parameter in reversed(self._parameters):
-            key = _wide(parameter), parameter.device
-            pack = open_.setdefault(key, [])
-            pack.append(parameter)
-            limit = self._bucket_bytes if packs else min(FIRST_BUCKET_BYTES, self._bucket_bytes)
-            if sum(map(_num_bytes, pack)) >= limit:
-                packs.append(open_.pop(key))
-        for pack in (*packs, *(pack for pack in open_.values() if pack)):
-            self._buckets.append(_make_bucket(pack))
+        self._buckets = [self._make(pack) for pack in pack_up(self._parameters, self._bucket_bytes)]
         for number, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = number, index
@@ -109,7 +106,7 @@ class Replicas:
         """A gradient is there: autograd calls this, in the thread of the backward pass."""
         if not self._is_armed:
             return
-        parameter = master_of(parameter)  # which has the gradient by now: its hook came first
+        parameter = self._holder(parameter)  # which has the gradient by now: its hook came first
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:
@@ -136,7 +133,10 @@ class Replicas:
             self.num_bytes += bucket.flat.numel() * bucket.flat.element_size()
             self.num_collectives += 1
             bucket.presence.copy_(torch.tensor(bucket.has))
-            bucket.wait = self._group.begin_to_add(bucket.flat)
+            bucket.wait = self._begin(bucket)
+
+    def _begin(self, bucket: Bucket) -> Wait:
+        return self._group.begin_to_add(bucket.flat)
 
     @torch.no_grad()
     def _give_out(self, bucket: Bucket) -> None:
@@ -154,17 +154,31 @@ class Replicas:
                 parameter.grad.copy_(view)
 
 
-def _wide(parameter: Tensor) -> torch.dtype:
+def pack_up(parameters: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """What goes into a bucket each: of one dtype and device, in the order in which gradients come, the last parameter first."""
+    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    packs: list[list[Tensor]] = []
+    for parameter in reversed(parameters):
+        key = wide_of(parameter), parameter.device
+        pack = open_.setdefault(key, [])
+        pack.append(parameter)
+        limit = bucket_bytes if packs else min(FIRST_BUCKET_BYTES, bucket_bytes)
+        if sum(map(_num_bytes, pack)) >= limit:
+            packs.append(open_.pop(key))
+    return [*packs, *(pack for pack in open_.values() if pack)]
+
+
+def wide_of(parameter: Tensor) -> torch.dtype:
     """What its gradients are summed in."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _num_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * torch.empty(0, dtype=_wide(parameter)).element_size()
+    return parameter.numel() * torch.empty(0, dtype=wide_of(parameter)).element_size()
 
 
 def _make_bucket(parameters: Sequence[Tensor]) -> Bucket:
-    wide = _wide(parameters[0])
+    wide = wide_of(parameters[0])
     real = wide.to_real() if wide.is_complex else wide
     width = 2 if wide.is_complex else 1
     sizes = [each.numel() * width for each in parameters]
@@ -173,11 +187,11 @@ def _make_bucket(parameters: Sequence[Tensor]) -> Bucket:
     views = []
     for part, parameter in zip(parts, parameters, strict=True):
         shaped = torch.view_as_complex(part.view(-1, 2)) if wide.is_complex else part
-        views.append(_laid_like(shaped, parameter))
+        views.append(laid_like(shaped, parameter))
     return Bucket(list(parameters), flat, views, presence)
 
 
-def _laid_like(part: Tensor, parameter: Tensor) -> Tensor:
+def laid_like(part: Tensor, parameter: Tensor) -> Tensor:
     """The part in the parameter's shape and layout in memory: channels last stays so."""
     laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's order of memory
     return part.as_strided(laid.shape, laid.stride(), part.storage_offset())

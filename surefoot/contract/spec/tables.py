@@ -360,7 +360,13 @@ class LayoutTable(Table):
     """Ranks per axis. How many ranks there are, the launcher says."""
 
     replicate: Positive | None = Field(
-        None, description="ranks that hold the same weights and read other samples; none: all that there are"
+        None, description="ranks that hold the same weights and read other samples; none: all that `shard` leaves"
+    )
+    shard: Positive = Field(
+        1, description="ranks that hold a part each of what `stage` says; `replicate` times it makes all ranks"
+    )
+    stage: Literal[1, 2, 3] = Field(
+        3, description="what shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too"
     )
     sync_buffers: bool = Field(True, description="BatchNorm's statistics as one process would have them; else rank 0's")
     check_every: DurationText | Never = Field(

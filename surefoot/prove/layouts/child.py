@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from surefoot.components.data import as_source
 from surefoot.components.data.feed import map_tensors
+from surefoot.components.parallel import gather_rows
 from surefoot.contract import spec_file
+from surefoot.contract.state import master_of, part_of
 from surefoot.contract.task import Batch, Resolved, Source, resolve
 from surefoot.prove.ladder.child import with_masters
 from surefoot.train.assemble import load_task
@@ -75,14 +77,32 @@ def main(words: Sequence[str] | None = None) -> None:
     with told_apart(), Run(spec, task, folder=asked.run, quiet=True) as run:
         for report in islice(run.steps(), asked.steps):
             step = report.step
-            taken = capture(run.model, report.loss or 0.0, step)
-            arrays |= with_masters(run.model, taken, step)
+            arrays |= _capture_whole(run, report.loss or 0.0, step)
             if report.gradient_norm is not None:
                 arrays[f"norm/{step}"] = np.array(report.gradient_norm, dtype=np.float64)
         facts = {"batch": str(run.assembly.feed.largest), "steps": str(run.step), "device": run.assembly.engine.device.type}
         is_first = run.group.is_first
     if is_first:
         write_report(asked.report, {}, facts=facts, arrays=arrays)
+
+
+def _capture_whole(run: Run, loss: float, step: int) -> dict[str, np.ndarray]:
+    """What `capture` gives of one process; where ranks hold rows, these are joined."""
+    sharded = run.assembly.engine.stepper.ranks and run.assembly.engine.stepper.ranks.sharded
+    if not sharded:
+        return with_masters(run.model, capture(run.model, loss, step), step)
+    taken = {f"loss/{step}": np.array(loss, dtype=np.float64)}
+    taken |= {f"weight/{step}/{name}": buffer.numpy().copy() for name, buffer in run.model.named_buffers()}
+    for name, parameter in run.model.named_parameters():
+        master = master_of(parameter)
+        part = part_of(master)
+        assert part is not None or not parameter.requires_grad
+        held = {"weight": parameter if part is None else master, "gradient": master.grad}
+        for kind, tensor in held.items():
+            if tensor is not None:
+                whole = tensor if part is None else gather_rows(sharded.group, tensor, part)
+                taken[f"{kind}/{step}/{name}"] = whole.detach().cpu().numpy().copy()
+    return taken
 
 
 def _parser() -> argparse.ArgumentParser:

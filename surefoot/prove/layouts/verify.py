@@ -83,7 +83,7 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
             hint="compare layouts of fewer ranks, or set train.microbatch",
         )
     return spec.replace(
-        train={"microbatch": microbatch, "threads": 1}, layout={"replicate": None},
+        train={"microbatch": microbatch, "threads": 1}, layout={"replicate": None, "shard": 1},
         checkpoint={"every": "never", "store": None}, observe={"every": "1 step", "tensorboard": False},
         evaluate={"every": f"{10 * steps} steps"},
     )  # fmt: skip
@@ -120,6 +120,7 @@ def _arrays(
         sys.executable, "-m", "surefoot.prove.layouts.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", str(place / "run"),
         "--steps", str(steps), *(["--float64"] if is_wide else []),
     )  # fmt: skip
+    spec = spec.replace(layout={"shard": layout.shard, "stage": layout.stage})
     whole = spec.replace(**absolute(spec, Path.cwd()))
     arm = Arm(
         name=place.name, command=command, files={"spec.toml": spec_file.write(whole)}, folder=Path.cwd(), ranks=layout.world_size

@@ -2,5 +2,6 @@
 
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.runtime.comm.join import join
+from surefoot.runtime.comm.mesh import SOLO, Mesh, lay_out
 
-__all__ = ["ALONE", "Group", "join"]
+__all__ = ["ALONE", "SOLO", "Group", "Mesh", "join", "lay_out"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,8 @@ from surefoot.core.flight import Flight, Kind
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
 FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
+_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed both
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Group:
     size: int = 1
     device: torch.device = CPU
     flight: Flight | None = None  # where its launcher looks on
+    channel: Any = None  # torch's group of these ranks; None: all of them
+    traffic: Counter[Kind] = field(default_factory=Counter, compare=False)  # bytes of what was summed, gathered ..., by kind
 
     @property
     def is_alone(self) -> bool:
@@ -45,7 +50,7 @@ class Group:
     def add(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in its place: the same bits everywhere."""
         if not self.is_alone:
-            self._do(lambda: dist.all_reduce(tensor), Kind.SUM, tensor)
+            self._do(lambda: dist.all_reduce(tensor, group=self.channel), Kind.SUM, tensor)
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -53,22 +58,31 @@ class Group:
         if self.is_alone:
             return list(values)
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX), Kind.LARGEST, row)
+        self._do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.channel), Kind.LARGEST, row)
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The same, while this process goes on; gives what waits for it."""
         if self.is_alone:
             return lambda: None
-        work: Any = self._do(lambda: dist.all_reduce(tensor, async_op=True), Kind.SUM, tensor)
+        work: Any = self._do(lambda: dist.all_reduce(tensor, group=self.channel, async_op=True), Kind.SUM, tensor)
         return lambda: self._do(work.wait, Kind.WAIT, tensor)
+
+    def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
+        """The sum of `tensor`, of which each rank gets its part in a row: (ranks * n) into (n). Gives what waits for it."""
+        work: Any = self._do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
+        return lambda: self._do(work.wait, Kind.WAIT, tensor)
+
+    def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
+        """Every rank's `tensor` in a row: (n) into (ranks * n). With `is_async` gives torch's work, to be waited for."""
+        return self._do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""
         if self.is_alone:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape))
-        self._do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous()), Kind.GATHER, tensor)
+        self._do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel), Kind.GATHER, tensor)
         return made
 
     def exchange(self, text: str) -> list[str]:
@@ -93,7 +107,7 @@ class Group:
             return
         for together in _packs([each.detach() for each in tensors]):
             flat = torch.cat([_flat(each) for each in together]).to(self.device)
-            self._do(lambda flat=flat: dist.broadcast(flat, 0), Kind.COPY, flat)  # type: ignore[misc]
+            self._do(lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0), Kind.COPY, flat)  # type: ignore[misc]
             parts = torch.split(flat, [_flat(each).numel() for each in together])
             for each, part in zip(together, parts, strict=True):
                 _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(_as_before(part, each))
@@ -132,6 +146,7 @@ class Group:
         ]
 
     def _do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
+        self.traffic[kind] += tensor.numel() * tensor.element_size()
         try:
             if self.flight is None:
                 return job()

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Keeper:
     def __init__(
         self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None, group: Group = ALONE
     ) -> None:  # fmt: skip
-        """Of several ranks the first one saves; all of them load."""
+        """Of several ranks the first one saves, or each of them the rows that it holds; all of them load."""
         self._folder, self._lock, self._assembly, self.parent, self._group = folder, lock, assembly, parent, group
         self._table = table = assembly.spec.checkpoint
         every = None if table.every == "never" else Duration.parse(table.every)
@@ -36,6 +37,8 @@ class Keeper:
         self._rhythm = None if every is None or self._every_s is not None else assembly.course.rhythm(str(table.every))
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
         self._state = LiveState(assembly)
+        ranks = assembly.engine.stepper.ranks
+        self._all_save = ranks is not None and ranks.sharded is not None  # each rank its rows
         self._store = None if table.store is None else checkpoint.Store(table.store)
         self._store_troubles: list[StorageError] = []
         self._saver = checkpoint.Saver(self._write)
@@ -47,7 +50,11 @@ class Keeper:
     # ---- when
 
     def is_due(self, step: int) -> bool:
-        """Whether the spec, or `ask`, wants a save after this step."""
+        """Whether the spec, or `ask`, wants a save after this step; where all ranks save, what one of them wants."""
+        is_due = self._is_due(step)
+        return bool(self._group.most([float(is_due)])[0]) if self._all_save else is_due
+
+    def _is_due(self, step: int) -> bool:
         if self._asked:
             return True
         if self._rhythm is not None:
@@ -68,6 +75,16 @@ class Keeper:
         need = f"{count} commits of about {format_bytes(one)} need {format_bytes(one * count)}"
         return (f"{need}, and {format_bytes(free)} are free: saves may fail; see checkpoint.keep and checkpoint.budget",)
 
+    @property
+    def _layout(self) -> dict[str, int]:
+        """What a manifest says of the ranks that wrote it."""
+        if not self._all_save:
+            return {"world_size": 1}
+        table = self._assembly.spec.layout
+        return {
+            "world_size": self._group.size, "replicate": self._group.size // table.shard, "shard": table.shard, "stage": table.stage,
+        }  # fmt: skip
+
     # ---- saving
 
     def save(
@@ -87,7 +104,7 @@ class Keeper:
         tell: Callable[[Saved], None], *, last: bool, asked: bool, copied: bool,
     ) -> None:  # fmt: skip
         self.settle(tell, wait=True)
-        if not self._group.is_first:
+        if not (self._group.is_first or self._all_save):
             self.saved_step, self._asked = step, False
             return
         if step == self.saved_step == 0 and not asked:
@@ -95,17 +112,21 @@ class Keeper:
         self._asked, self._last_s = False, time.monotonic()
         self._stamp = Stamp(
             generation=self._lock.generation, spec_id=self._assembly.spec.id, environment=environment.versions(), score=score,
-            parent=self.parent,
+            parent=self.parent, layout=self._layout,
         )  # fmt: skip
         content, moving = self._state.take(step, more, clock)
-        if step == self.saved_step and self._is_on_disk(_together(content, moving), texts=asked):
+        if step == self.saved_step and self._are_on_disk(_together(content, moving), texts=asked):
             return
-        if self._table.background and not last and self._saver.begin(content, moving):
+        if self._table.background and not last and not self._all_save and self._saver.begin(content, moving):
             self._assembly.engine.stepper.before_update = self.before_update
             if copied:
                 self.before_update()
         else:
             tell(self._taken(self._saver.save_now(_together(content, moving))))
+
+    def _are_on_disk(self, content: Content, *, texts: bool) -> bool:
+        is_there = self._is_on_disk(content, texts=texts)
+        return not self._group.most([float(not is_there)])[0] if self._all_save else is_there
 
     def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
         """Whether the commit of this step holds every tensor of `content`, and every text but the clock's, byte for byte."""
@@ -121,12 +142,20 @@ class Keeper:
             return False
         with commits.hashing() as pool:
             return all(
-                name in held and checkpoint.find_unchanged(tensors, held[name], pool)[0]
+                name in held and checkpoint.find_unchanged(tensors, held[name], pool, content.parts)[0]
                 for name, tensors in content.tensors.items()
             )
 
     def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
-        made = checkpoint.commit(self._folder, content, self._stamp, may_commit=lambda: may_commit() and self._lock.still_ours())
+        def may() -> bool:
+            return may_commit() and self._lock.still_ours()
+
+        if self._all_save:
+            made = checkpoint.commit_together(self._folder, content, self._stamp, self._group, may_commit=may)
+        else:
+            made = checkpoint.commit(self._folder, content, self._stamp, may_commit=may)
+        if not self._group.is_first:
+            return made
         self._retain()
         if self._store is not None:
             try:
@@ -195,9 +224,17 @@ class Keeper:
             self.parent = commit.manifest.parent
 
         if self._group.is_first:
-            step, troubles = checkpoint.newest_loadable(self._folder, load)
+            told = list[int]()
+
+            def tell_and_load(commit: Commit) -> None:  # all ranks load at once: they give each other rows
+                told.append(commit.manifest.step)
+                self._group.from_first(str(commit.manifest.step))
+                load(commit)
+
+            step, troubles = checkpoint.newest_loadable(self._folder, tell_and_load)
             self._retain()  # what a kill between a commit and this left over: where the run is at its end, no save follows
-            self._group.from_first(str(step or 0))
+            if not told:
+                self._group.from_first("0")
         else:
             step, troubles = int(self._group.from_first("")) or None, []
             if step is not None:
@@ -226,7 +263,7 @@ def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Cont
     files = {file: dict(tensors) for file, tensors in content.tensors.items()}
     for file, tensors in moving.items():
         files.setdefault(file, {}).update({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    return Content(step=content.step, tensors=files, texts=content.texts, finite=content.finite)
+    return replace(content, tensors=files)
 
 
 def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float | None]:

@@ -10,16 +10,18 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
 from surefoot.components.optim import master_of, publish
-from surefoot.contract.manifest import Piece
+from surefoot.components.parallel import Sharded
+from surefoot.contract.manifest import Piece, name_of_rank
+from surefoot.contract.state import Part, laid_by, part_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.train.assemble import Assembly
 
@@ -42,6 +44,9 @@ class LiveState:
         self._scaler = assembly.engine.policy.scaler
         named = list(self._model.named_parameters(remove_duplicate=False))
         self._names = {id(each): name for name, parameter in named for each in (parameter, master_of(parameter))}
+        ranks = assembly.engine.stepper.ranks
+        self._sharded = None if ranks is None else ranks.sharded
+        self._held = {} if self._sharded is None else {name: master_of(parameter) for name, parameter in named}
 
     def num_bytes(self) -> int:
         """About how large a commit is: weights, buffers and average; the optimiser as two numbers a trained one, until it has state."""
@@ -70,7 +75,39 @@ class LiveState:
         finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
         content = Content(step=step, tensors={**weights, STATE: small}, texts=texts, finite=frozenset(finite))
+        if self._sharded is not None:
+            return self._of_this_rank(content, moving, self._sharded)
         return content, {file: held for file, held in moving.items() if held}
+
+    def _of_this_rank(self, content: Content, moving: Files, sharded: Sharded) -> tuple[Content, Files]:
+        """What this rank writes: its rows, in files of its own, and rank 0 all else. Replicas write nothing."""
+        is_first = sharded.group.is_first and sharded.replicas.is_first
+        mine: Files = {}
+        parts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        for file, held in moving.items():
+            for name, tensor in held.items():
+                part = self._part_of(name, tensor)
+                if part is None:
+                    if is_first:
+                        mine.setdefault(file, {})[name] = tensor
+                elif sharded.replicas.is_first and (len(tensor) or is_first):
+                    mine.setdefault(name_of_rank(file, sharded.group.rank), {})[name] = tensor
+                    parts[name] = part.start, part.whole
+        return (
+            replace(content, parts=parts, tensors=content.tensors if is_first else {}, texts=content.texts if is_first else {}),
+            mine,
+        )
+
+    def _part_of(self, name: str, tensor: Tensor) -> Part | None:
+        """Which rows of a whole a tensor of the state is: an optimiser keeps of each parameter tensors of its shape."""
+        if not name.startswith(OPTIMIZER_ROOT):
+            return part_of(tensor)
+        moved = self._moved(name)
+        return None if moved is None or tensor.ndim == 0 or tensor.shape != moved.shape else part_of(moved)
+
+    def _moved(self, name: str) -> Tensor | None:
+        """The rows of the parameter that a tensor of an optimiser's state belongs to; None where ranks hold wholes."""
+        return self._held.get(name.split("/")[-2])
 
     def check(self) -> None:
         """Raise TaskError for what a commit cannot hold, before there is any."""
@@ -90,17 +127,20 @@ class LiveState:
         moving: Files = {}
         averages = self._averages()
         trained, frozen = self._file_names()
-        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+        seen: set[Any] = set()
         for name, tensor in checkpoint.held_by(self._model).tensors.items():
             checkpoint.check_storable(name, tensor)
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if self._held:
+                key: Any = id(master_of(tensor))
+            else:
+                key = (tensor.data_ptr(), tensor.shape, tensor.stride())
             if key in seen and tensor.numel():
                 continue  # tied: stored once
             seen.add(key)
             if not isinstance(tensor, nn.Parameter):
                 copied.setdefault(trained, {})[name] = tensor.detach().clone().cpu().contiguous()
             elif not tensor.requires_grad:
-                moving.setdefault(frozen, {})[name] = tensor
+                moving.setdefault(frozen, {})[name] = master_of(tensor)
             elif averages:
                 moving.setdefault(trained, {})[name] = averages[id(master_of(tensor))]
                 moving.setdefault(LIVE, {})[name] = master_of(tensor)
@@ -124,7 +164,7 @@ class LiveState:
         parts = {
             file: {**weights.get(file, {}), **moving.get(file, {})} for file in {*weights, *moving} if file.startswith("model-")
         }
-        if parts:
+        if parts and self._sharded is None:
             total = sum(tensor.numel() * tensor.element_size() for held in parts.values() for tensor in held.values())
             where = {name: file for file, held in sorted(parts.items()) for name in held}
             texts["model.safetensors.index.json"] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}).encode()
@@ -198,7 +238,7 @@ class LiveState:
         publish(self._model.parameters())
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
         has_moments = bool(commit.names(OPTIMIZER))  # what holds no tensors is not written
-        moments = commit.read(OPTIMIZER, lambda name, piece: _fitting(held.get(name), piece)) if has_moments else {}
+        moments = commit.read(OPTIMIZER, lambda name, piece: self._fitting(name, held.get(name), piece)) if has_moments else {}
         tensors = moments | commit.read(STATE)
         with checkpoint.taken_from(commit.folder):
             tree = {**checkpoint.join(skeleton, tensors, commit.folder), "clock": commit.json("clock.json")}
@@ -226,6 +266,16 @@ class LiveState:
             tree.update({part: now[part] for part in ("random", "task") if part in parts})
 
         return forget
+
+    def _fitting(self, name: str, held: Tensor | None, piece: Piece) -> Tensor:
+        """Read in place where there is a place; a counter of steps may be one for many parameters, so it is read beside."""
+        moved = self._moved(name)
+        part = None if moved is None else part_of(moved)
+        if moved is None or part is None or piece.shape != part.whole:
+            fits = held is not None and held.ndim > 0 and tuple(held.shape) == piece.shape
+            return held if held is not None and fits else checkpoint.create("", piece)
+        rows = replace(piece, shape=tuple(moved.shape))
+        return laid_by(held if held is not None and held.shape == moved.shape else checkpoint.create("", rows), moved)
 
     def _check_fit(self, commit: Commit, skeleton: Any) -> None:
         step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
@@ -278,12 +328,6 @@ def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
         taken.update(name.encode())
         taken.update(checkpoint.as_buffer(tensors[name].detach().cpu().contiguous()))
     return taken.hexdigest()
-
-
-def _fitting(held: Tensor | None, piece: Piece) -> Tensor:
-    """Read in place where there is a place; a counter of steps may be one for many parameters, so it is read beside."""
-    fits = held is not None and held.ndim > 0 and tuple(held.shape) == piece.shape
-    return held if held is not None and fits else checkpoint.create("", piece)
 
 
 def _of_task(name: str, value: Any) -> Any:

@@ -20,7 +20,7 @@ from surefoot.contract.state import master_of
 from surefoot.core import layout, place
 from surefoot.core.errors import SpecError
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import Group, join
+from surefoot.runtime.comm import Group, Mesh, join, lay_out
 from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
@@ -35,11 +35,17 @@ def joined(spec: RunSpec) -> Iterator[Group]:
     """The ranks of this run. Raises InputError for a layout that they do not make up, for what several ranks cannot do, and for a
     rank that does not come."""
     here = place.here()
-    layout.fit(here.world_size, spec.layout.replicate)
+    layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
     if here.world_size > 1:
         _check_shared(spec)
     with join(here, find_device(spec.train.device), wait_s=WAIT_S, timeout_s=spec.layout.timeout) as group:
         yield group
+
+
+def meshed(group: Group, spec: RunSpec) -> Mesh:
+    """The ranks as `[layout]` says."""
+    table = spec.layout
+    return lay_out(group, layout.fit(group.size, table.replicate, table.shard, table.stage), timeout_s=table.timeout)
 
 
 def _check_shared(spec: RunSpec) -> None:
@@ -70,12 +76,14 @@ def _is_time(text: str) -> bool:
 
 def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
     """Raise SpecError, with field and rank, where a rank would compute something else; then every rank starts with rank 0's weights."""
-    source, feed = assembly.feed.source, assembly.feed
+    source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     facts = {
         "spec": assembly.spec.id, "code of the task": code_digest[:16], "data": source.digest[:16],
         "number of samples": str(len(source)), "steps of an epoch": str(feed.steps_per_epoch), "steps": str(assembly.course.total_steps),
         "parameters": str([list(each.shape) for each in assembly.model.parameters()]), "precision": assembly.engine.policy.compute,
         "device": assembly.engine.device.type, "version of torch": torch.__version__,
+        "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
+        "weights at the start": "" if ranks is None else ranks.first_weights,
     }  # fmt: skip
     apart = group.check_equal(facts)
     if apart:
@@ -84,6 +92,9 @@ def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
             f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
             hint="start every rank with the same spec, code, data and packages",
         )
+    if ranks is not None and ranks.sharded is not None:
+        group.copy_from_first(list(assembly.model.buffers()))
+        return
     parameters = list(assembly.model.parameters())
     masters = [master_of(each) for each in parameters if master_of(each) is not each]
     averages = [] if assembly.engine.average is None else assembly.engine.average.averages

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from surefoot.components.optim import leaf_of
-from surefoot.components.parallel import JoinedBuffers, Replicas, SyncNorm, Totals
+from surefoot.components.optim import leaf_of, master_of
+from surefoot.components.parallel import JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.totals import Row
 from surefoot.core.errors import NumbersError
@@ -21,13 +21,21 @@ if TYPE_CHECKING:
 class Ranks:
     """The parts of a step that all ranks take part in. Each of them calls the same methods in the same order."""
 
-    def __init__(self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, joins_buffers: bool = True) -> None:
-        self.group = group
-        self.replicas = [Replicas([leaf_of(each) for each in update.guarded.parameters], group) for update in updates]
+    def __init__(
+        self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, sharded: Sharded | None = None,
+        joins_buffers: bool = True,
+    ) -> None:  # fmt: skip
+        self.group, self.sharded = group, sharded
+        leaves = [[leaf_of(each) for each in update.guarded.parameters] for update in updates]
+        self.replicas: list[Any] = [Replicas(each, group) if sharded is None else sharded.synced(each) for each in leaves]
+        if sharded is not None:
+            for update in updates:
+                update.guarded.join_norm = self._join_norm
         self.totals = Totals(group)
         self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers)
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
+        self.first_weights = ""  # their digest, where no rank holds all of them
         self._mine, self._was_told = 0, False
         self._model, self._alike_after = model, 0
         self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
@@ -45,6 +53,8 @@ class Ranks:
     def begin(self, num_samples: int) -> None:
         """The samples of a step are there, so many on this rank."""
         self._mine, self._was_told = num_samples, False
+        if self.sharded is not None:
+            self.sharded.begin()
         self.buffers.keep()
         for each in self._sync_norms:  # from the first step on: what is tried before it, a rank tries alone
             each.group = self.group
@@ -60,12 +70,31 @@ class Ranks:
         """All passes and updates of a step are over. Raises NumbersError where a rank's weights are no longer those of the others."""
         if not self._was_told:
             self.add("", {})
+        if self.sharded is not None:
+            self.sharded.end()
         self.buffers.join()
         if self.checks_after(number):
             self._check_alike(number)
 
+    def num_passes(self, num_own: int, num_all: int) -> int:
+        """The passes of a step on this rank, with so many microbatches of its own of all: where weights are gathered in each, as many as
+        on any other."""
+        if self.sharded is None or not self.sharded.is_even:
+            return num_own
+        return -(-num_all // self.group.size)
+
+    def _join_norm(self, norm: Tensor) -> Tensor:
+        """The norm of all rows from that of this rank's."""
+        assert self.sharded is not None
+        square = self.sharded.group.add(norm.detach().double().square().reshape(1).to(self.group.device))
+        return square.sqrt().reshape(()).to(norm)
+
     def _check_alike(self, number: int) -> None:
-        apart = find_apart(self.group, dict(self._model.named_parameters()))
+        if self.sharded is not None and self.sharded.splits_weights:
+            held = {name: master_of(each) for name, each in self._model.named_parameters()}
+            apart = find_apart(self.sharded.replicas, held)
+        else:
+            apart = find_apart(self.group, dict(self._model.named_parameters()))
         if not apart:
             self._alike_after = number
             return

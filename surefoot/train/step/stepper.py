@@ -82,7 +82,7 @@ class Stepper:
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
         self.saw: Callable[[Batch], None] | None = None  # told of every batch before it is computed with
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
-        self._first = 0  # the number of this rank's first microbatch of the step
+        self._first, self._num_cut = 0, 1  # the number of this rank's first microbatch of the step, and how many all ranks have
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -103,6 +103,7 @@ class Stepper:
         self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else num_samples
         if self.ranks is not None:
+            self._num_cut = len(self._feed.microbatches(taken.window))
             self.ranks.begin(num_samples)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
@@ -208,6 +209,7 @@ class Stepper:
         # a GAN's generator must not leave gradients in the critic
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
+        num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
         with nullcontext() if self._look is None else self._looked_at(self._look):
             for position, batch in enumerate(batches):
                 if position:
@@ -226,13 +228,15 @@ class Stepper:
                     named = f"step {number}: the loss of update {update.name}"
                     return *self._update_in_backward(update.in_backward, terms, factors, named), False
                 switch(BACKWARD)
-                if self.ranks is not None and position == len(batches) - 1:
+                if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.replicas[index].arm()
                 backward([term.total for term in terms], factors, inputs)
                 _add(mine, terms)
                 if self.noise is not None and position == 0:
                     first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
         if self.ranks is not None:
+            if num_idle:
+                self._pass_along(self.ranks, update, index, batches, num_idle)
             self.ranks.replicas[index].finish()
             mine = self.ranks.add(update.name, mine)
         switch(OPTIMISER)
@@ -254,6 +258,20 @@ class Stepper:
             share = first[1] / mine[terms[0].name][1]
             self.noise.add((first[0] * factor / share) ** 2, norm**2, size_of(batches[0]), sum(map(size_of, batches)))
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
+
+    def _pass_along(self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int) -> None:
+        """Passes that add nothing, while other ranks have microbatches left and gather weights for them from all."""
+        batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
+        held = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        for left in reversed(range(count)):
+            with self.policy.context():
+                terms = update.loss(self._model, batch).terms
+            if not left:
+                ranks.replicas[index].arm()
+            backward([term.total for term in terms], [torch.zeros_like(term.total) for term in terms])
+        with torch.no_grad():
+            for buffer, kept in held:
+                buffer.copy_(kept)
 
     def _as_one_graph(
         self, whole: WholeStep, name: str, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]

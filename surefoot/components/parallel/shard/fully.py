@@ -1,0 +1,160 @@
+"""Stages 2 and 3: every rank holds some rows of all weights, and with them their gradients and the optimiser's state.
+
+torch's `fully_shard` (FSDP2) gathers the weights of a unit before its forward pass, and in stage 3 once more before its backward pass;
+in stage 2 they stay from the one to the other. Gradients are summed and split at the end of a unit's backward pass, of every
+microbatch: what is kept between passes is a part each. A unit is a block of the model; what is in none is one more.
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from surefoot.components.parallel.shard.parts import check_has_rows, serve_part
+from surefoot.contract.state import master_of
+from surefoot.core.errors import SpecError
+from surefoot.runtime.comm import Group, Mesh
+
+
+class FullySharded:
+    """Splits a model's weights over `mesh.shard`, in `units`; `stage` is 2 or 3.
+
+    From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split.
+    """
+
+    is_even = True  # whether every rank must pass as often
+    splits_weights = True
+
+    def __init__(self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int) -> None:
+        check_has_rows(model)
+        _check_apart(model, units)
+        if isinstance(model, nn.ModuleDict | nn.ModuleList):
+            kind = type(model).__name__
+            raise SpecError(
+                f"stages 2 and 3 gather weights where a module is called, and the task calls parts of a {kind}",
+                hint="give a model with a forward of its own, or set layout.stage = 1",
+            )
+        self._stage, self.group, self.replicas, self.unit_names = stage, mesh.shard, mesh.replicate, tuple(units)
+        device_mesh = DeviceMesh.from_group(mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",))
+        for module in (*units.values(), model):
+            _check_one_dtype(module)
+            fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        gathering, scattering = _Gathering(mesh.shard), _Scattering(mesh.shard)
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(gathering)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(scattering)  # type: ignore[arg-type]
+            if not mesh.replicate.is_alone:
+                module.set_all_reduce_hook(self._add_replicas)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+                most = -(-len(parameter) // mesh.shard.size)  # as torch.chunk cuts
+                serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self)
+
+    def _add_replicas(self, rows: Tensor) -> None:
+        self.replicas.add(rows)
+
+    def synced(self, leaves: Iterable[Tensor]) -> _HandedOver:
+        """What gives the rows of an update their gradients."""
+        return _HandedOver([each for each in leaves if each.requires_grad], self._keep_weights if self._stage == 2 else None)
+
+    def begin(self) -> None:
+        """A step's passes begin: weights stay as long as the stage says. Outside of a step they are let go after each module."""
+        for module in self._modules:
+            module.set_reshard_after_forward(self._stage == 3 and module is not self._modules[0], recurse=False)
+        if self._stage == 2:
+            self._keep_weights(True)
+
+    def end(self) -> None:
+        """They are over."""
+        for module in self._modules:
+            module.set_reshard_after_forward(True, recurse=False)
+
+    def _keep_weights(self, keeps: bool) -> None:
+        """Whether whole weights stay after a backward pass, for the next microbatch."""
+        for module in self._modules:
+            module.set_reshard_after_backward(not keeps, recurse=False)
+
+    def publish(self) -> None:
+        """The rows have moved: what was gathered of them before is let go."""
+        for module in self._modules:
+            module.reshard()
+
+
+class _HandedOver:
+    """Between FSDP, which leaves a part of each gradient at the parameter, and the optimiser, which moves the rows."""
+
+    def __init__(self, leaves: Sequence[Tensor], keep_weights: Any) -> None:
+        self._leaves, self._keep_weights = leaves, keep_weights
+
+    def arm(self) -> None:
+        """The last backward pass comes."""
+        if self._keep_weights is not None:
+            self._keep_weights(False)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """It is over."""
+        for leaf in self._leaves:
+            found: Any = leaf.grad
+            master_of(leaf).grad = None if found is None else found.to_local()
+            leaf.grad = None
+
+    def close(self) -> None:
+        """Nothing: FSDP has no end."""
+
+
+class _Own:
+    """Memory for what FSDP sends, and by whom it is sent."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gathering(_Own):
+    """What FSDP gathers by: our own group, so that it is counted, and told to whoever looks for a hang."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return self._group.gather_into(output_tensor, input_tensor, is_async=async_op)
+
+
+class _Scattering(_Own):
+    """What it sums and splits by."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        assert op == dist.ReduceOp.SUM
+        self._group.begin_to_scatter(output_tensor, input_tensor)()
+
+
+def _check_one_dtype(module: nn.Module) -> None:
+    dtypes = {each.dtype for each in module.parameters() if not hasattr(each, "device_mesh")}
+    if len(dtypes) > 1:
+        raise SpecError(
+            f"stages 2 and 3 gather parameters of one dtype, and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
+            hint="set layout.stage = 1",
+        )
+
+
+def _check_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Raise SpecError for a parameter that stands in two units, or in one and outside of it."""
+    homes: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(f"{unit}.")), "no unit")
+        if homes.setdefault(id(parameter), unit) != unit:
+            raise SpecError(
+                f"{name} is tied to a parameter of another unit ({homes[id(parameter)]}, here {unit}): both would gather it",
+                hint="set layout.stage = 1, or name units of which each holds all of it: memory.blocks",
+            )

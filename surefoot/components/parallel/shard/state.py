@@ -1,0 +1,149 @@
+"""Stage 1: every rank has all weights, and moves some rows of them. It alone keeps the optimiser's state of those.
+
+Gradients go in buckets while the backward pass goes on, as in `replicate`; of each bucket's sum a rank gets its own rows. After an
+update the ranks give each other the rows that they moved. So a step sends each gradient and each weight once, as much as one sum over
+all ranks does. A bucket is cut by bytes, not by tensors: every rank holds as much of it, and takes part in every exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.parallel.replicate import Bucket, Replicas, Wait, laid_like, pack_up, wide_of
+from surefoot.components.parallel.shard.parts import check_has_rows, cut_rows, serve_part
+from surefoot.contract.state import master_of
+from surefoot.runtime.comm import Mesh
+
+Rows = list[range]  # of one tensor, by rank
+
+
+@dataclass(eq=False, kw_only=True)
+class CutBucket(Bucket):
+    """A bucket in parts, one for each rank: `slots` has the places of a tensor's rows in `flat`, by rank, and `own` is this rank's part."""
+
+    slots: list[list[Tensor]]
+    own: Tensor
+
+
+class ShardedState:
+    """Splits the optimiser's state of a model's trained parameters over `mesh.shard`.
+
+    From here on `master_of(parameter)` are the rows that this rank moves. Raises SpecError for a parameter without rows.
+    """
+
+    is_even = False  # whether every rank must pass as often
+    splits_weights = False
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        check_has_rows(model)
+        self._mesh, self.group, self.replicas = mesh, mesh.shard, mesh.replicate
+        self._cuts: dict[int, Rows] = {}
+        self._packs = pack_up([each for each in model.parameters() if each.requires_grad])
+        for pack in self._packs:
+            sizes = [(len(each), math.prod(each.shape[1:])) for each in pack]
+            for parameter, rows in zip(pack, cut_rows(sizes, mesh.shard.size), strict=True):
+                self._cuts[id(parameter)] = rows
+                mine = rows[mesh.shard.rank]
+                serve_part(parameter, parameter[mine.start : mine.stop], mine.start, self)
+
+    def synced(self, leaves: Iterable[Tensor]) -> Replicas:
+        """What sums the gradients of an update, and gives each rank those of its rows."""
+        return _Scattered(leaves, self._mesh, self._cuts)
+
+    def begin(self) -> None:
+        """A step's passes begin."""
+
+    def end(self) -> None:
+        """They are over."""
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give every rank the rows that the others moved."""
+        group = self.group
+        for pack in self._packs:
+            cuts = [self._cuts[id(each)] for each in pack]
+            sent = pack[0].new_zeros(_longest(pack, cuts))
+            into = pack[0].new_empty(group.size * len(sent))
+            for parameter, cut, slot in zip(pack, cuts, _slots(sent, pack, cuts, group.rank), strict=True):
+                slot.copy_(parameter[cut[group.rank].start : cut[group.rank].stop])
+            group.gather_into(into, sent)
+            for rank, part in enumerate(into.view(group.size, -1)):
+                if rank != group.rank:
+                    for parameter, rows, slot in zip(pack, cuts, _slots(part, pack, cuts, rank), strict=True):
+                        parameter[rows[rank].start : rows[rank].stop].copy_(slot)
+
+
+class _Scattered(Replicas):
+    """The gradients of an update, of which a rank gets those of its rows; the others' are let go as soon as they are sent."""
+
+    def __init__(self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows]) -> None:
+        self._mesh, self._cuts = mesh, cuts
+        super().__init__(leaves, mesh.shard)
+
+    @staticmethod
+    def _holder(parameter: Tensor) -> Tensor:
+        return parameter
+
+    def _make(self, parameters: Sequence[Tensor]) -> Bucket:
+        group, count = self._group, len(parameters)
+        cuts = [self._cuts[id(each)] for each in parameters]
+        most = _longest(parameters, cuts)
+        flat = torch.zeros(group.size * (most + count), dtype=wide_of(parameters[0]), device=parameters[0].device)
+        parts = flat.view(group.size, -1)
+        slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
+        return CutBucket(
+            list(parameters), flat, slots[group.rank], parts[:, most:], slots=[list(each) for each in zip(*slots, strict=True)],
+            own=parts[group.rank],
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _put(self, bucket: Bucket, index: int, grad: Tensor | None) -> None:
+        assert isinstance(bucket, CutBucket)
+        bucket.there[index] = True
+        bucket.num_missing -= 1
+        bucket.has[index] = float(grad is not None)
+        parameter = bucket.parameters[index]
+        for rows, slot in zip(self._cuts[id(parameter)], bucket.slots[index], strict=True):
+            slot.copy_(grad[rows.start : rows.stop]) if grad is not None else slot.zero_()
+        parameter.grad = None
+
+    def _begin(self, bucket: Bucket) -> Wait:
+        assert isinstance(bucket, CutBucket)
+        wait = self._group.begin_to_scatter(bucket.own, bucket.flat)
+        if self._mesh.replicate.is_alone:
+            return wait
+
+        def both() -> None:
+            wait()
+            self._mesh.replicate.add(bucket.own)
+
+        return both
+
+    @torch.no_grad()
+    def _give_out(self, bucket: Bucket) -> None:
+        elsewhere = bucket.presence[self._group.rank].tolist()
+        for index, parameter in enumerate(bucket.parameters):
+            master, view = master_of(parameter), bucket.views[index]
+            if elsewhere[index]:
+                master.grad = view if master.dtype == view.dtype else view.to(master.dtype)
+
+
+def _longest(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
+    """The most numbers that a rank has of these."""
+    widths = [math.prod(each.shape[1:]) for each in parameters]
+    return max(sum(len(rows) * width for rows, width in zip(each, widths, strict=True)) for each in zip(*cuts, strict=True))
+
+
+def _slots(flat: Tensor, parameters: Sequence[Tensor], cuts: Sequence[Rows], rank: int) -> list[Tensor]:
+    """The places of a rank's rows in `flat`, one behind the other, each in the shape and layout that the rows have."""
+    found, begin = [], 0
+    for parameter, rows in zip(parameters, cuts, strict=True):
+        like = parameter.detach()[rows[rank].start : rows[rank].stop]
+        found.append(laid_like(flat[begin : begin + like.numel()], like))
+        begin += like.numel()
+    return found

@@ -1,0 +1,49 @@
+"""The ranks of a run as a mesh: those that hold the same, and those that hold a part each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from surefoot.core.layout import Layout
+from surefoot.runtime.comm.group import ALONE, Group
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A rank's neighbours on each axis: `shard` are next to it, `replicate` a shard axis apart."""
+
+    whole: Group
+    replicate: Group
+    shard: Group
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.shard.is_alone
+
+
+SOLO = Mesh(ALONE, ALONE, ALONE)
+
+
+def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
+    """The mesh of a layout on all ranks of `group`, each of which calls this once."""
+    if not layout.is_sharded:
+        return Mesh(group, group, ALONE)
+    if layout.replicate == 1:
+        return Mesh(group, ALONE, _within(group, range(group.size), dist.group.WORLD))
+    across = [range(first, group.size, layout.shard) for first in range(layout.shard)]
+    along = [range(first, first + layout.shard) for first in range(0, group.size, layout.shard)]
+    found: list[Group] = []
+    for axis in (across, along):
+        for ranks in axis:
+            channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))  # all ranks make every one of them
+            if group.rank in ranks:
+                found.append(_within(group, ranks, channel))
+    return Mesh(group, *found)
+
+
+def _within(group: Group, ranks: range, channel: Any) -> Group:
+    return Group(ranks.index(group.rank), len(ranks), group.device, group.flight, channel)

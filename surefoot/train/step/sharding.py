@@ -1,0 +1,97 @@
+"""What the shard axis of a run splits, as its spec says; and what cannot be split."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from surefoot.components.data import Feed
+from surefoot.components.memory.blocks import find_blocks
+from surefoot.components.parallel import FullySharded, Sharded, ShardedState
+from surefoot.components.parallel.alike import bit_sum
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import InputError, SpecError
+from surefoot.runtime.comm import Mesh
+from surefoot.train.step.stepper import LiveUpdate
+
+# rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
+BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
+
+
+def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded | None:
+    """Split what `layout.stage` says over the shard ranks; None without any. `blocks` are the model's, where it says which.
+
+    Raises SpecError for what cannot be split.
+    """
+    if not mesh.is_sharded:
+        return None
+    stage = spec.layout.stage
+    table = {
+        "precision.weights": (spec.precision.weights != "fp32", "the rows that are moved are the weights themselves"),
+        "optim.state": (spec.optim.state == "8bit", "blocks of 256 numbers would begin elsewhere on each rank"),
+        "optim.name": (
+            spec.optim.name in ("muon", "lars", "lamb"),
+            "its rule looks at whole tensors, and a rank moves rows of them",
+        ),
+        "compile.what": (
+            stage > 1 and spec.compile.what not in (None, "none"),
+            "weights are gathered between the parts of a graph",
+        ),
+        "train.batchnorm": (
+            stage > 1 and spec.train.batchnorm == "sync",
+            "ranks pass microbatches that count nothing, and it would count them",
+        ),
+    }
+    for key, (is_set, why) in table.items():
+        if is_set:
+            room, name = key.split(".")
+            hint = f"leave {key} out, or train with layout.replicate alone"
+            raise SpecError(
+                f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {mesh.shard.size}: {why}", hint=hint
+            )
+    if stage == 1:
+        return ShardedState(model, mesh)
+    try:
+        units = find_blocks(model, blocks)
+    except InputError as error:
+        if blocks or stage == 3:
+            raise SpecError(
+                f"layout.stage = {stage} gathers the weights of a block at a time: {error.message}",
+                hint="name its blocks in the task, blocks(model), or set layout.stage to 1 or 2",
+            ) from None
+        units = {}  # gathered once a step: all at a time
+    return FullySharded(model, mesh, units, stage=stage)
+
+
+def check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, num_ranks: int) -> None:
+    """Raise SpecError for updates and steps that do not go with split weights."""
+    for update in updates:
+        for optimizer in update.guarded.optimizers:
+            name = type(optimizer).__name__
+            if name not in BY_NUMBER or not type(optimizer).__module__.startswith("torch.optim"):
+                raise SpecError(
+                    f"layout.shard splits what an optimiser moves by rows, and whether {name} may be split is not known",
+                    hint=f"use one of torch's {', '.join(BY_NUMBER)}, or train with layout.replicate alone",
+                )
+    if not sharded.is_even:
+        return
+    if len(updates) > 1:
+        raise SpecError(
+            f"layout.stage of 2 and 3 goes with one update, and the task has {len(updates)}", hint="set layout.stage = 1"
+        )
+    num_cut = len(feed.microbatches(feed.window(0)))
+    if num_cut < num_ranks:
+        raise SpecError(
+            f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, and {num_ranks} ranks gather weights for one each",
+            hint="set a smaller train.microbatch, or layout.stage = 1",
+        )
+
+
+@torch.no_grad()
+def digest_of(model: nn.Module) -> str:
+    """A digest of all parameters: ranks that begin with other weights are told apart by it."""
+    sums = torch.stack([bit_sum(each).cpu() for each in model.parameters()])
+    return hashlib.sha256(sums.numpy().tobytes()).hexdigest()[:16]
