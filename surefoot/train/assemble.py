@@ -31,7 +31,7 @@ from surefoot.contract.task import Batch, Loss, Resolved, Source, Update, find_a
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule.plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
-from surefoot.core.units import Duration
+from surefoot.core.units import Duration, parse_bytes
 from surefoot.runtime.comm import SOLO, Group, Mesh
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
 from surefoot.train.evaluate import Reading, find_direction
@@ -238,6 +238,7 @@ def _ranks(
     if sharded is not None:
         check_sharded(sharded, updates, course.feed, group.size)
     made = Ranks(group, model, updates, sharded=sharded, joins_buffers=spec.layout.sync_buffers)
+    made.use_buckets(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
     if spec.layout.check_every != "never":
         made.checks_after = course.rhythm(spec.layout.check_every)
     return made

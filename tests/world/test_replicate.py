@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surefoot.components.parallel import JoinedBuffers, Replicas, Totals, join_batchnorm
+from surefoot.contract.spec import RunSpec
+from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.runtime.comm import Group
+from tests.train.small import TEXT
 from tests.world.ranks import RankFailed, together
 
 
@@ -66,6 +69,39 @@ def test_the_gradient_is_that_of_all_samples_with_the_same_bits_on_every_rank(
     assert (found[0][3] == 1) == (bucket_bytes > 1 << 20)
     num_numbers = sum(each.numel() + 1 for each in make_model().parameters())
     assert found[0][4] == 8 * num_numbers
+
+
+def test_the_first_bucket_has_a_size_of_its_own(tmp_path: Path) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)]  # the last one's gradient comes first
+    for bucket, first, expected in ((200, 40, [40, 240, 400]), (200, 200, [280, 400]), (40, 200, [40, 40, 200, 400])):
+        assert Replicas(parameters, Group(), bucket_bytes=bucket, first_bytes=first).bucket_sizes == expected
+
+
+def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_be_computed(tmp_path: Path) -> None:
+    """Biases are a group of the optimiser's, and come from every layer: sent first, as the groups stand, they would hold up the rest."""
+    (tmp_path / "mine.py").write_text(TEXT)
+    spec = RunSpec(
+        task={"use": f"{tmp_path}/mine.py:Mine"}, train={"batch": 8, "length": "2 steps"}, optim={"decay": 0.1},
+        layout={"bucket": "48 B", "first_bucket": "48 B"},
+    )  # fmt: skip
+
+    def job(group: Group) -> Any:
+        seen, begin = [], Group.begin_to_add
+        with Rehearsal(spec, steps=2, group=group) as rehearsal:
+            parameters = list(rehearsal.assembly.model.parameters())
+
+            def begin_and_look(self: Group, tensor: Tensor) -> Any:
+                seen.append([each.grad is not None for each in parameters])
+                return begin(self, tensor)
+
+            Group.begin_to_add = begin_and_look  # type: ignore[method-assign]
+            rehearsal.take("step")
+        return seen
+
+    found = together(2, job, tmp_path / "ranks")
+    assert found[0] == found[1]
+    assert found[0][0] == [False, False, True, True]  # the first layer is not computed yet
+    assert found[0][-1] == [True] * 4
 
 
 def test_a_parameter_that_some_ranks_do_not_use_counts_as_nothing_there_and_one_that_none_uses_keeps_no_gradient(

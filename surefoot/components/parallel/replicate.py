@@ -41,11 +41,13 @@ class Replicas:
     stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
+    ) -> None:  # fmt: skip
         self._group = group
         leaves = [each for each in parameters if each.requires_grad]
         self._parameters = list(map(self._holder, leaves))
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
         self._next = 0  # the bucket that is sent next: all ranks send them in one order
@@ -88,6 +90,11 @@ class Replicas:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
+    @property
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of the gradients in each bucket, in the order in which they are sent."""
+        return [sum(map(_num_bytes, pack)) for pack in pack_up(self._parameters, self._bucket_bytes, self._first_bytes)]
+
     @staticmethod
     def _holder(parameter: Tensor) -> Tensor:
         """What has a parameter's gradient, once all hooks were called."""
@@ -97,7 +104,7 @@ class Replicas:
         return _make_bucket(parameters)
 
     def _lay_out(self) -> None:
-        self._buckets = [self._make(pack) for pack in pack_up(self._parameters, self._bucket_bytes)]
+        self._buckets = list(map(self._make, pack_up(self._parameters, self._bucket_bytes, self._first_bytes)))
         for number, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = number, index
@@ -154,7 +161,7 @@ class Replicas:
                 parameter.grad.copy_(view)
 
 
-def pack_up(parameters: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[list[Tensor]]:
+def pack_up(parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int) -> list[list[Tensor]]:
     """What goes into a bucket each: of one dtype and device, in the order in which gradients come, the last parameter first."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     packs: list[list[Tensor]] = []
@@ -162,10 +169,10 @@ def pack_up(parameters: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> l
         key = wide_of(parameter), parameter.device
         pack = open_.setdefault(key, [])
         pack.append(parameter)
-        limit = bucket_bytes if packs else min(FIRST_BUCKET_BYTES, bucket_bytes)
+        limit = bucket_bytes if packs else min(first_bytes, bucket_bytes)
         if sum(map(_num_bytes, pack)) >= limit:
             packs.append(open_.pop(key))
-    return [*packs, *(pack for pack in open_.values() if pack)]
+    return [*packs, *open_.values()]
 
 
 def wide_of(parameter: Tensor) -> torch.dtype:

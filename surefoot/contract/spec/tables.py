@@ -45,6 +45,12 @@ def _canonical_duration(text: str) -> str:
     return str(length)
 
 
+def _some_bytes(text: str) -> None:
+    if parse_bytes(text) < 1:
+        raise SpecError(f"{text} is nothing", hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"')
+
+
+Size = Annotated[str, _checked_by(_some_bytes)]
 DurationText = Annotated[str, _checked_by(Duration.parse), AfterValidator(_canonical_duration)]
 Never = Annotated[Literal["never"], BeforeValidator(lambda given: "never" if given is None else given)]
 SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
@@ -369,6 +375,12 @@ class LayoutTable(Table):
         3, description="what shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too"
     )
     sync_buffers: bool = Field(True, description="BatchNorm's statistics as one process would have them; else rank 0's")
+    bucket: Size = Field(
+        "25 MiB", description="gradients are sent so many bytes at a time; surefoot bench comm SPEC measures which are best"
+    )
+    first_bucket: Size = Field(
+        "1 MiB", description="the same of a step's first, which is on its way while most is still to be computed"
+    )
     check_every: DurationText | Never = Field(
         "100 steps", description="how often the weights of all ranks are held side by side; or never"
     )

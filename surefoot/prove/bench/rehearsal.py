@@ -11,6 +11,7 @@ from surefoot.components.optim import backward
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
 from surefoot.core.errors import InputError
+from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble
 
@@ -22,17 +23,17 @@ class Rehearsal:
     """A context that stands before the first step of `spec`, which is made long enough for `steps` of them.
 
     `forward` computes the losses of the first batch, `backward` also their gradients; both use batches that were read before, on the
-    device. `step` is the training step itself, its data, clipping and update included.
+    device. `step` is the training step itself, its data, clipping and update included; the ranks of `group` share it.
     """
 
-    def __init__(self, spec: RunSpec, *, steps: int) -> None:
-        self._spec, self._steps = spec, steps
+    def __init__(self, spec: RunSpec, *, steps: int, group: Group = ALONE) -> None:
+        self._spec, self._steps, self._group = spec, steps, group
         self.num_taken = 0
 
     def __enter__(self) -> Self:
         self._put_back = environment.apply(self._spec)
         try:
-            self.assembly = _long_enough(self._spec, self._steps)
+            self.assembly = _long_enough(self._spec, self._steps, self._group)
             self.device = self.assembly.engine.device
             self.batches = self._read()
         except BaseException:
@@ -77,14 +78,16 @@ class Rehearsal:
                     backward(totals, [torch.full_like(total, 1.0 / self.num_samples) for total in totals])
 
     def _read(self) -> list[Batch]:
-        """The microbatches of the first step, augmented and on the device."""
+        """This rank's microbatches of the first step, augmented and on the device."""
         assembly, feed = self.assembly, self.assembly.feed
         window = feed.window(0)
-        return [assembly.read(window.epoch, ids) for ids in feed.microbatches(window)]
+        return [assembly.read(window.epoch, ids) for ids in feed.mine(window)[1]]
 
 
-def _long_enough(spec: RunSpec, steps: int) -> Assembly:
+def _long_enough(spec: RunSpec, steps: int, group: Group) -> Assembly:
     """The spec assembled; one that ends before so many steps is made longer, since its schedule ends with it."""
-    assembly = assemble(spec)
+    assembly = assemble(spec, group=group)
     total = assembly.course.total_steps
-    return assembly if total is None or total >= steps else assemble(spec.replace(train={"length": f"{steps} steps"}))
+    return (
+        assembly if total is None or total >= steps else assemble(spec.replace(train={"length": f"{steps} steps"}), group=group)
+    )

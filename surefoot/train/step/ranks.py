@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from surefoot.components.optim import leaf_of, master_of
 from surefoot.components.parallel import JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
+from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from surefoot.components.parallel.totals import Row
 from surefoot.core.errors import NumbersError
 from surefoot.runtime.comm import Group
@@ -25,9 +26,9 @@ class Ranks:
         self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, sharded: Sharded | None = None,
         joins_buffers: bool = True,
     ) -> None:  # fmt: skip
-        self.group, self.sharded = group, sharded
-        leaves = [[leaf_of(each) for each in update.guarded.parameters] for update in updates]
-        self.replicas: list[Any] = [Replicas(each, group) if sharded is None else sharded.synced(each) for each in leaves]
+        self.group, self._updates, self._model, self.sharded = group, updates, model, sharded
+        self.replicas: list[Any] = []
+        self.use_buckets(BUCKET_BYTES, FIRST_BUCKET_BYTES)
         if sharded is not None:
             for update in updates:
                 update.guarded.join_norm = self._join_norm
@@ -37,8 +38,25 @@ class Ranks:
         self.num_samples = 0  # of the step, on all ranks
         self.first_weights = ""  # their digest, where no rank holds all of them
         self._mine, self._was_told = 0, False
-        self._model, self._alike_after = model, 0
+        self._alike_after = 0
         self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
+
+    def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
+        """Gradients go in buckets of so many bytes from now on, the first of a step apart; between two steps.
+
+        They stand in the order of the model, not of the optimiser's groups: biases and norms, which come from every layer and are a group,
+        would fill a first bucket that is whole when the backward pass is over, and nothing be on its way until then.
+        """
+        self.close()
+        place = {id(each): number for number, each in enumerate(self._model.parameters())}
+        leaves = [
+            sorted((leaf_of(each) for each in update.guarded.parameters), key=lambda each: place.get(id(each), -1))
+            for update in self._updates
+        ]
+        if self.sharded is not None:  # cut as it was made
+            self.replicas = [self.sharded.synced(each) for each in leaves]
+            return
+        self.replicas = [Replicas(each, self.group, bucket_bytes=bucket_bytes, first_bytes=first_bytes) for each in leaves]
 
     def step(self, number: int) -> None:
         """A step begins, with the reading of its samples."""

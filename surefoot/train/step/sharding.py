@@ -14,6 +14,7 @@ from surefoot.components.parallel import FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
+from surefoot.core.units import parse_bytes
 from surefoot.runtime.comm import Mesh
 from surefoot.train.step.stepper import LiveUpdate
 
@@ -53,7 +54,8 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
                 f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {mesh.shard.size}: {why}", hint=hint
             )
     if stage == 1:
-        return ShardedState(model, mesh)
+        sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
+        return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1])
     try:
         units = find_blocks(model, blocks)
     except InputError as error:

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.parallel.replicate import Bucket, Replicas, Wait, laid_like, pack_up, wide_of
+from surefoot.components.parallel.replicate import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    Bucket,
+    Replicas,
+    Wait,
+    laid_like,
+    pack_up,
+    wide_of,
+)
 from surefoot.components.parallel.shard.parts import check_has_rows, cut_rows, serve_part
 from surefoot.contract.state import master_of
 from surefoot.runtime.comm import Mesh
@@ -39,11 +48,14 @@ class ShardedState:
     is_even = False  # whether every rank must pass as often
     splits_weights = False
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
+    ) -> None:
         check_has_rows(model)
+        self._sizes = bucket_bytes, first_bytes
         self._mesh, self.group, self.replicas = mesh, mesh.shard, mesh.replicate
         self._cuts: dict[int, Rows] = {}
-        self._packs = pack_up([each for each in model.parameters() if each.requires_grad])
+        self._packs = pack_up([each for each in model.parameters() if each.requires_grad], *self._sizes)
         for pack in self._packs:
             sizes = [(len(each), math.prod(each.shape[1:])) for each in pack]
             for parameter, rows in zip(pack, cut_rows(sizes, mesh.shard.size), strict=True):
@@ -53,7 +65,7 @@ class ShardedState:
 
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
         """What sums the gradients of an update, and gives each rank those of its rows."""
-        return _Scattered(leaves, self._mesh, self._cuts)
+        return _Scattered(leaves, self._mesh, self._cuts, self._sizes)
 
     def begin(self) -> None:
         """A step's passes begin."""
@@ -81,9 +93,9 @@ class ShardedState:
 class _Scattered(Replicas):
     """The gradients of an update, of which a rank gets those of its rows; the others' are let go as soon as they are sent."""
 
-    def __init__(self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows]) -> None:
+    def __init__(self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows], sizes: tuple[int, int]) -> None:
         self._mesh, self._cuts = mesh, cuts
-        super().__init__(leaves, mesh.shard)
+        super().__init__(leaves, mesh.shard, bucket_bytes=sizes[0], first_bytes=sizes[1])
 
     @staticmethod
     def _holder(parameter: Tensor) -> Tensor:
