@@ -33,6 +33,7 @@ TASKS = {
 }  # fmt: skip
 LOOPS = ("attach", "loss_scaler", "plain_loop")
 READERS = ("read_checkpoint",)  # tried by tests/cli/test_checkpoint.py
+LESSONS = ("ring_all_reduce",)  # tried by tests/world/test_ring.py
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +259,7 @@ def test_a_run_of_an_example_repeats_from_its_own_spec(tmp_path: Path, monkeypat
 
 def test_every_example_is_short_says_how_to_run_it_and_is_tried_here() -> None:
     files = sorted(path for path in FOLDER.iterdir() if path.suffix == ".py")
-    assert sorted(path.stem for path in files) == sorted([*TASKS, *LOOPS, *READERS])
+    assert sorted(path.stem for path in files) == sorted([*TASKS, *LOOPS, *READERS, *LESSONS])
     for path in files:
         text = path.read_text()
         assert len(text.splitlines()) < LINES, path.name
