@@ -64,7 +64,7 @@ def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str) -> No
         optim={"lr": LEARNING_RATE, "clip": CLIP}, schedule={"name": "constant"}, observe={"tensorboard": False},
         train={"length": f"{meter.total} steps", "batch": batch, "seed": SEED, "threads": 1}, checkpoint={"every": "never"},
     )  # fmt: skip
-    do = Group._do
+    do = Group.do
 
     def timed(self: Group, job: Callable[[], Any], *what: Any) -> Any:
         begun_s = time.perf_counter()
@@ -73,7 +73,7 @@ def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str) -> No
         finally:
             meter.waited_s += time.perf_counter() - begun_s
 
-    Group._do = timed  # type: ignore[method-assign]
+    Group.do = timed  # type: ignore[method-assign]
     with Run(spec, folder=folder, quiet=True) as run:
         for report in islice(run.steps(), meter.total):
             if report.step % READ_EVERY == 0:

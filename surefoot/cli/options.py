@@ -116,8 +116,11 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int | None) -> int:
-    """Run this very command as so many ranks; gives the exit code. It goes on by itself in the folder `run`, where that is one."""
+def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int | None, *, trains: bool = True) -> int:
+    """Run this very command as so many ranks; gives the exit code. It goes on by itself in the folder `run`, where that is one.
+
+    What does not train (`trains`) writes no commit to go on after.
+    """
     from surefoot.control.diagnose.hang import find_hang, is_stalled
     from surefoot.control.launch import launch
     from surefoot.control.launch.local import without_ranks
@@ -127,6 +130,7 @@ def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int 
     if ranks > 0:
         layout.fit(ranks, spec.layout.replicate)
     judge = Judge(lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words)
+    judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     return launch(
         without_ranks(sys.argv[1:]), ranks, _say, judge, run=run, max_restarts=3 if max_restarts is None else max_restarts
     )

@@ -34,13 +34,15 @@ class Kind(IntEnum):
     GATHER = 4
     COPY = 5
     SCATTER = 6
+    SWAP = 7
+    SEND = 8
 
     @property
     def words(self) -> str:
         return {
             Kind.NONE: "nothing", Kind.SUM: "a sum", Kind.WAIT: "the sum of gradients", Kind.LARGEST: "a maximum",
-            Kind.GATHER: "a gathering", Kind.COPY: "a copy from rank 0",
-            Kind.SCATTER: "a sum in parts",
+            Kind.GATHER: "a gathering", Kind.COPY: "a copy from one rank",
+            Kind.SCATTER: "a sum in pieces", Kind.SWAP: "an exchange of pieces", Kind.SEND: "a message",
         }[self]  # fmt: skip
 
 

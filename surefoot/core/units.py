@@ -190,6 +190,16 @@ def format_rate(value: float | None, what: str) -> str:
     return UNKNOWN if value is None else f"{format_count(value)} {what}/s"
 
 
+def format_bits_per_s(bytes_per_s: float | None) -> str:
+    """A rate in bytes as links are sold: bits in powers of 1000.
+
+    >>> format_bits_per_s(1.25e9), format_bits_per_s(None)
+    ('10 Gbit/s', 'n/a')
+    """
+    ladder = [(1000**n, f"{p}bit/s") for n, p in enumerate(["", "k", "M", "G", "T"])]
+    return _scaled(None if bytes_per_s is None else 8 * bytes_per_s, ladder)
+
+
 def format_percent(value: float | None) -> str:
     """A share of 1 in per cent, four significant digits; less than all is never rounded up to 100 %.
 

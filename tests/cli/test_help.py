@@ -21,7 +21,7 @@ from tests.cli.reference import CLI, ROOT, sections
 VERBS = (
     "demo", "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "report", "ledger", "profile", "verify",
     "prove",
-    "roofline", "explain", "formats", "whatif", "memory", "tune-loader", "bench step", "ladder",
+    "roofline", "explain", "formats", "whatif", "memory", "tune-loader", "bench step", "bench comm", "ladder",
     "spec show", "spec schema", "spec check",
     "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
     "checkpoint import", "data convert", "data index", "data check", "data stats", "data bench", "data stage",

@@ -1,4 +1,4 @@
-"""`surefoot bench step`."""
+"""`surefoot bench step`; `bench comm` stands in a file of its own."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.cli.prove import comm
 from surefoot.core.errors import InputError, StorageError, UserCodeError
 
 if TYPE_CHECKING:
     from surefoot.prove.bench.step import Bench, Timed
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other.")
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
 COLUMNS = ("n", "rounds", *TIMES, "samples_per_s", "peak_bytes", "failure")  # of the CSV, after mode and what varies
 
 
+app.command(cls=Verb)(comm.comm)
+
+
 @app.callback()
 def bench() -> None:
-    """Time a step of a spec."""
+    """Time a step of a spec, or what ranks send each other."""
 
 
 @app.command(cls=Verb)

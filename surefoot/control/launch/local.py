@@ -124,7 +124,7 @@ def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], j
             return End(128 + asked[0], is_lost=False, is_asked=True)
         if _watch(ranks, say, judge, told):
             return End(LOST, is_lost=True, is_asked=bool(asked))
-    return _judge(ranks, say)._replace(is_asked=bool(asked))
+    return _judge(ranks, say, judge.hint)._replace(is_asked=bool(asked))
 
 
 def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
@@ -206,9 +206,7 @@ def _end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Ju
     if len(rows) < 2 or not judge.is_stalled(rows):
         return False
     say(f"error: {judge.tell(with_stacks(rows, pids, told))}")
-    say(
-        "hint: all ranks are ended, and the same command goes on after the newest commit; layout.stall says how long one may take"
-    )
+    say(f"hint: all ranks are ended, and {judge.hint}; layout.stall says how long one may take")
     _end_all(ranks)
     return True
 
@@ -249,7 +247,7 @@ def _end_all(ranks: Sequence[Rank]) -> None:
         each.process.wait()
 
 
-def _judge(ranks: Sequence[Rank], say: Callable[[str], None]) -> End:
+def _judge(ranks: Sequence[Rank], say: Callable[[str], None], hint: str) -> End:
     """How all of them ended; says which rank failed first, where that is not rank 0, which has said so itself."""
     failed = sorted((each for each in ranks if each.code), key=lambda each: (each.code == LOST, each.ended_s, each.number))
     if not failed:
@@ -263,7 +261,7 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None]) -> End:
     if first.code < 0:
         name = _signal_name(-first.code)
         say(f"error: rank {first.number} of {len(ranks)} was ended by {name}")
-        say("hint: the same command goes on after the newest commit")
+        say(f"hint: {hint}")
     elif first.number:
         say(f"error: rank {first.number} of {len(ranks)} ended with exit code {code}")
     if first.code == LOST:

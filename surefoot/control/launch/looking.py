@@ -21,10 +21,11 @@ LOOP = "surefoot/train/"  # in the stack of the thread that takes the steps
 
 
 class Judge(NamedTuple):
-    """What is made of it: whether ranks have been kept waiting for too long, and who does that, in words."""
+    """What is made of it: whether ranks have been kept waiting for too long, who does that, in words, and what to do once all are ended."""
 
     is_stalled: Callable[[Sequence[Seen]], bool]
     tell: Callable[[Sequence[Seen]], str]
+    hint: str = "the same command goes on after the newest commit"
 
 
 class Told(NamedTuple):

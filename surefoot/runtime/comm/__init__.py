@@ -1,7 +1,8 @@
 """The ranks of a run: how they come together, and what they tell each other."""
 
+from surefoot.runtime.comm.collectives import Collective
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.runtime.comm.join import join
 from surefoot.runtime.comm.mesh import SOLO, Mesh, lay_out
 
-__all__ = ["ALONE", "SOLO", "Group", "Mesh", "join", "lay_out"]
+__all__ = ["ALONE", "SOLO", "Collective", "Group", "Mesh", "join", "lay_out"]

@@ -50,7 +50,7 @@ class Group:
     def add(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in its place: the same bits everywhere."""
         if not self.is_alone:
-            self._do(lambda: dist.all_reduce(tensor, group=self.channel), Kind.SUM, tensor)
+            self.do(lambda: dist.all_reduce(tensor, group=self.channel), Kind.SUM, tensor)
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -58,31 +58,31 @@ class Group:
         if self.is_alone:
             return list(values)
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.channel), Kind.LARGEST, row)
+        self.do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.channel), Kind.LARGEST, row)
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The same, while this process goes on; gives what waits for it."""
         if self.is_alone:
             return lambda: None
-        work: Any = self._do(lambda: dist.all_reduce(tensor, group=self.channel, async_op=True), Kind.SUM, tensor)
-        return lambda: self._do(work.wait, Kind.WAIT, tensor)
+        work: Any = self.do(lambda: dist.all_reduce(tensor, group=self.channel, async_op=True), Kind.SUM, tensor)
+        return lambda: self.do(work.wait, Kind.WAIT, tensor)
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
         """The sum of `tensor`, of which each rank gets its part in a row: (ranks * n) into (n). Gives what waits for it."""
-        work: Any = self._do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
-        return lambda: self._do(work.wait, Kind.WAIT, tensor)
+        work: Any = self.do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
+        return lambda: self.do(work.wait, Kind.WAIT, tensor)
 
     def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
         """Every rank's `tensor` in a row: (n) into (ranks * n). With `is_async` gives torch's work, to be waited for."""
-        return self._do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
+        return self.do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""
         if self.is_alone:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape))
-        self._do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel), Kind.GATHER, tensor)
+        self.do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel), Kind.GATHER, tensor)
         return made
 
     def exchange(self, text: str) -> list[str]:
@@ -107,7 +107,7 @@ class Group:
             return
         for together in _packs([each.detach() for each in tensors]):
             flat = torch.cat([_flat(each) for each in together]).to(self.device)
-            self._do(lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0), Kind.COPY, flat)  # type: ignore[misc]
+            self.do(lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0), Kind.COPY, flat)  # type: ignore[misc]
             parts = torch.split(flat, [_flat(each).numel() for each in together])
             for each, part in zip(together, parts, strict=True):
                 _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(_as_before(part, each))
@@ -145,7 +145,8 @@ class Group:
             if row.get(name) != rows[0].get(name)
         ]
 
-    def _do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
+    def do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
+        """What all ranks do together with `tensor`, told to who looks on. Raises LostRank where the others are out of reach."""
         self.traffic[kind] += tensor.numel() * tensor.element_size()
         try:
             if self.flight is None:

@@ -1,0 +1,109 @@
+"""What collectives take on the ranks that there are: every kind held to its definition, timed over sizes, and a line through them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from surefoot.control.plan import Link, bus_factor, fit_link
+from surefoot.core import place
+from surefoot.core.errors import InputError, NumbersError, SpecError
+from surefoot.core.statistics import Interval, median_interval
+from surefoot.prove.bench.wanted import Sizes
+from surefoot.runtime.comm import Collective, Group, join
+from surefoot.train.environment import find_device
+
+WAIT_S, TIMEOUT_S = 120.0, 600.0  # for ranks that are still importing; in one collective
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One collective over so many bytes: the median of its calls, each that of the slowest rank, with its 95 % interval in s."""
+
+    collective: str
+    ranks: int
+    num_bytes: int
+    elapsed: Interval
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Algorithm bandwidth: size over time. It is no link's speed, and falls as ranks are added."""
+        return self.num_bytes / self.elapsed.estimate
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What a link carried for it."""
+        return bus_factor(self.collective, self.ranks) * self.bytes_per_s
+
+
+@contextlib.contextmanager
+def on_ranks(device: str) -> Iterator[Group]:
+    """The group that this process is one of, on the device that `--device` names. Raises InputError where a rank has none of its own."""
+    try:
+        chosen = find_device(device)
+    except SpecError as error:
+        raise InputError(error.message, hint="start as many ranks as there are GPUs, or give --device cpu") from None
+    with join(place.here(), chosen, wait_s=WAIT_S, timeout_s=TIMEOUT_S) as group:
+        yield group
+
+
+def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> tuple[Timed, ...]:
+    """Every collective over every size, the same rows on each rank. Raises NumbersError for one that gives wrong numbers."""
+    rows: list[Timed] = []
+    for name in wanted.collectives:
+        check(group, name)
+        tell(f"{name}, {len(wanted.all)} sizes")
+        rows += [time_collective(group, Collective(name, group, size), wanted.calls, wanted.warmup) for size in wanted.all]
+    return tuple(rows)
+
+
+def check(group: Group, name: str) -> None:
+    """Hold a collective against its definition on small numbers. Raises NumbersError on every rank where it is wrong on one."""
+    is_right = Collective(name, group, 1 << 10).is_right()
+    wrong = group.gather(torch.tensor(float(not is_right), device=group.device)).nonzero().flatten().tolist()
+    if wrong:
+        raise NumbersError(
+            f"{name} gives wrong numbers on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {group.size}",
+            hint="nothing that these ranks train together is right: another version of torch, or of the driver?",
+        )
+
+
+def time_collective(group: Group, collective: Collective, calls: int, warmup: int) -> Timed:
+    """`calls` samples, each of as many calls in a row as let no rank run ahead, after `warmup` that are not counted."""
+    elapsed_s = time_calls(group, lambda: list(map(collective.call, range(collective.period))), calls, warmup)
+    return Timed(
+        collective=collective.name, ranks=group.size, num_bytes=collective.num_bytes,
+        elapsed=median_interval([each / collective.period for each in elapsed_s]),
+    )  # fmt: skip
+
+
+def time_calls(group: Group, job: Callable[[], object], calls: int, warmup: int) -> list[float]:
+    """Seconds of each call of `job`, that of the slowest rank; a GPU is waited for at both ends."""
+    found: list[float] = []
+    for number in range(-warmup, calls):
+        if number <= 0:
+            group.most([0.0])  # all begin at once: the warm-up, and what is counted
+            _synchronise(group)
+        started_s = time.perf_counter()
+        job()
+        _synchronise(group)
+        found.append(time.perf_counter() - started_s)
+    return group.most(found[warmup:])
+
+
+def _synchronise(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+
+
+def fit(rows: Sequence[Timed]) -> dict[str, Link]:
+    """Latency and bandwidth of each collective that has two sizes or more."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        points.setdefault(row.collective, []).append((row.num_bytes, row.elapsed.estimate))
+    return {name: fit_link(found) for name, found in points.items() if len({size for size, _ in found}) > 1}

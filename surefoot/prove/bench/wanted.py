@@ -1,0 +1,82 @@
+"""What `surefoot bench comm` is to measure, checked before any rank is started; so nothing here needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surefoot.control.plan import COLLECTIVES
+from surefoot.core.errors import InputError
+from surefoot.core.hardware import find_machine
+
+STEP = 4  # from one size to the next
+DEVICES = ("auto", "cpu", "cuda")
+HELD = 2  # buffers of the largest size that a rank holds at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Collectives over buffers of `smallest` to `largest` bytes. Raises InputError for what measures nothing."""
+
+    collectives: tuple[str, ...] = COLLECTIVES
+    smallest: int = 1 << 10
+    largest: int = 64 << 20
+    device: str = "auto"
+    calls: int = 20
+    warmup: int = 5
+
+    def __post_init__(self) -> None:
+        unknown = [each for each in self.collectives if each not in COLLECTIVES]
+        if unknown or not 0 < len(self.collectives) == len(set(self.collectives)):
+            said = f"there is no collective {unknown[0]!r}" if unknown else "no collective is named, or one twice"
+            raise InputError(said, hint=f"use some of {','.join(COLLECTIVES)}")
+        if self.device not in DEVICES:
+            raise InputError(f"--device is {self.device!r}", hint=f"use one of {', '.join(DEVICES)}")
+        if not 1 <= self.smallest <= self.largest:
+            raise InputError(
+                f"sizes from {self.smallest:,} to {self.largest:,} bytes are none",
+                hint="--smallest is 1 B or more, and --largest no less",
+            )
+        _check_calls(self.calls, self.warmup)
+
+    def check_memory(self, ranks: int) -> None:
+        """Raise InputError where so many ranks would need more than half of this host's memory, as if all of them were on it."""
+        needed, there = HELD * self.largest * ranks, find_machine().memory_bytes
+        if needed > there / 2:
+            raise InputError(
+                f"{ranks} ranks with buffers of {self.largest:,} bytes need {needed:,} bytes, and this host has {there:,}",
+                hint=f'use --largest "{there // (2 * HELD * ranks) >> 20} MiB" or less',
+            )
+
+    @property
+    def all(self) -> list[int]:
+        """From the smallest on each four times the one before, and the largest.
+
+        >>> Sizes(smallest=1024, largest=20_000).all
+        [1024, 4096, 16384, 20000]
+        """
+        found = [self.smallest]
+        while found[-1] * STEP <= self.largest:
+            found.append(found[-1] * STEP)
+        return found if found[-1] == self.largest else [*found, self.largest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Sizes of buckets, in bytes, to compare in so many rounds; the gradients alone are timed `calls` times. Raises InputError."""
+
+    sizes: tuple[int, ...] = tuple(size << 20 for size in (1, 2, 5, 10, 25, 50, 100))
+    calls: int = 100
+    warmup: int = 10
+    rounds: int = 7
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
+            raise InputError("--buckets names no size, or one twice", hint='name some, as in --buckets "1 MiB,10 MiB"')
+        if self.rounds < 1:
+            raise InputError(f"--rounds is {self.rounds}", hint="use 1 or more; six or more give intervals")
+        _check_calls(self.calls, self.warmup)
+
+
+def _check_calls(calls: int, warmup: int) -> None:
+    if calls < 1 or warmup < 0:
+        raise InputError(f"{calls} calls after {warmup} measure nothing", hint="use --calls 1 or more, and --warmup 0 or more")

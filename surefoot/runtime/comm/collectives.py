@@ -1,0 +1,98 @@
+"""Each collective of a group as a call that can be made again and again: what a link is measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from surefoot.core.errors import InputError
+from surefoot.core.flight import Kind
+from surefoot.runtime.comm.group import Group
+
+ITEM = 4  # bytes of an fp32 number
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, SEND = (
+    "all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send",
+)  # fmt: skip
+FLIGHT: Final = {
+    ALL_REDUCE: Kind.SUM, ALL_GATHER: Kind.GATHER, REDUCE_SCATTER: Kind.SCATTER, BROADCAST: Kind.COPY, ALL_TO_ALL: Kind.SWAP,
+    SEND: Kind.SEND,
+}  # fmt: skip
+_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # the older name goes with torch 2.13
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collective:
+    """One collective over `num_bytes` of zeros in fp32, at least as many as asked for: a piece for each rank, the same on all of them.
+
+    Zeros, since what is summed in its place again and again grows by the number of ranks each time, to inf after 128 sums of two.
+    `period` calls in a row let no rank run ahead of the others: a broadcast goes out from each rank in turn, and what the first rank
+    sends to the last comes back. Raises InputError for an unknown name, and for a group of one.
+    """
+
+    def __init__(self, name: str, group: Group, num_bytes: int) -> None:
+        if name not in FLIGHT or group.is_alone or num_bytes < 1:
+            raise InputError(
+                f"{name} of {num_bytes} bytes over {group.size} ranks is nothing", hint=f"two ranks do {', '.join(FLIGHT)}"
+            )
+        self.name, self._group = name, group
+        piece = -(-num_bytes // (ITEM * group.size))
+        self._whole = torch.zeros(piece * group.size, device=group.device)
+        self._other = torch.zeros(piece * (group.size if name == ALL_TO_ALL else 1), device=group.device)
+        self.num_bytes = ITEM * piece * group.size
+        self.period = {BROADCAST: group.size, SEND: 2}.get(name, 1)
+
+    def call(self, number: int) -> None:
+        """The `number`-th call, from 0 on; on a GPU it has begun when this returns. Raises LostRank."""
+        self._group.do(lambda: self._call(number), FLIGHT[self.name], self._whole)
+
+    def _call(self, number: int) -> None:
+        whole, other = self._whole, self._other
+        if self.name == ALL_REDUCE:
+            dist.all_reduce(whole)
+        elif self.name == ALL_GATHER:
+            _gather(whole, other)
+        elif self.name == REDUCE_SCATTER:
+            _scatter(other, whole)
+        elif self.name == BROADCAST:
+            dist.broadcast(whole, number % self._group.size)
+        elif self.name == ALL_TO_ALL:
+            dist.all_to_all_single(other, whole)
+        else:
+            ends = (0, self._group.size - 1) if number % 2 == 0 else (self._group.size - 1, 0)
+            if self._group.rank == ends[0]:
+                dist.send(whole, ends[1])
+            elif self._group.rank == ends[1]:
+                dist.recv(whole, ends[0])
+
+    def is_right(self) -> bool:
+        """Whether the first call does on this rank what its name says; every rank asks, and all hold zeros again afterwards."""
+        size, rank = self._group.size, self._group.rank
+        number_of = torch.arange(size, device=self._whole.device).repeat_interleave(len(self._whole) // size)  # of each piece
+        from_rank = [(1 + size * sender + number_of).to(self._whole.dtype) for sender in range(size)]
+        pieces = [row.view(size, -1) for row in from_rank]
+        self._whole.copy_(from_rank[rank])
+        if self.name == ALL_GATHER:
+            self._other.copy_(pieces[rank][rank])
+        self._call(0)
+        got, expected = self._whole, from_rank[rank]
+        if self.name == ALL_REDUCE:
+            expected = torch.stack(from_rank).sum(0)
+        elif self.name == ALL_GATHER:
+            expected = torch.cat([pieces[sender][sender] for sender in range(size)])
+        elif self.name == REDUCE_SCATTER:
+            got, expected = self._other, torch.stack([row[rank] for row in pieces]).sum(0)
+        elif self.name == BROADCAST:
+            expected = from_rank[0]
+        elif self.name == ALL_TO_ALL:
+            got, expected = self._other, torch.cat([row[rank] for row in pieces])
+        elif rank == size - 1:
+            expected = from_rank[0]
+        is_right = torch.equal(got, expected)
+        self._whole.zero_()
+        self._other.zero_()
+        return is_right
