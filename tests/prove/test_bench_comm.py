@@ -15,8 +15,9 @@ import pytest
 from surefoot.cli.main import main
 from surefoot.components.parallel import Replicas
 from surefoot.contract.spec import RunSpec
-from surefoot.control.plan import COLLECTIVES, bus_factor
-from surefoot.prove.bench.buckets import Laid, tune
+from surefoot.control.plan import COLLECTIVES, Link, bus_factor
+from surefoot.core.statistics import median_interval, paired_ratio
+from surefoot.prove.bench.buckets import Duel, Laid, Tuned, tune
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.wanted import Buckets
 from surefoot.train.step.ranks import Ranks
@@ -186,6 +187,21 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(quick
     if quick is not None:
         assert best is not None
         assert best < 0.7
+
+
+@pytest.mark.parametrize(
+    ("ratios", "chosen"),
+    [([0.8] * 7, Laid(16, 16)), ([0.8, 0.9, 0.95, 1.05, 1.1, 0.9, 1.2], OWN), ([0.8] * 3, OWN), ([1.3] * 7, OWN)],
+)
+def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(ratios: list[float], chosen: Laid) -> None:
+    against_own = Duel(laid=Laid(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios)))
+    found = Tuned(
+        ranks=2, device="cpu", gradient_bytes=140, own=OWN, own_sizes=(60, 80), alone=median_interval([1e-3]),
+        link=Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0), tried=(), best=against_own, first=None,
+    )  # fmt: skip
+    assert found.chosen == chosen
+    assert found.predicted_s == pytest.approx(2e-4 + 140e-9)
+    assert found.bus_bytes_per_s == found.bytes_per_s == pytest.approx(140e3)
 
 
 def test_the_verb_of_a_spec_says_what_to_set(task: Path) -> None:
