@@ -22,7 +22,7 @@ from surefoot.components.data.loader import Read, Sound, Told, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.parallel import Sharded, join_batchnorm
+from surefoot.components.parallel import join_batchnorm
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
@@ -31,15 +31,14 @@ from surefoot.contract.task import Batch, Loss, Resolved, Source, Update, find_a
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule.plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
-from surefoot.core.units import Duration, parse_bytes
-from surefoot.runtime.comm import SOLO, Group, Mesh
+from surefoot.core.units import Duration
+from surefoot.runtime.comm import SOLO, Mesh
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
 from surefoot.train.evaluate import Reading, find_direction
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
-from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
-from surefoot.train.step.sharding import check_sharded, digest_of, shard
+from surefoot.train.step.sharding import digest_of, make_ranks, shard
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,9 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
     if not group.is_alone:
-        stepper.ranks = _ranks(spec, model, updates, course, group, sharded)
+        stepper.ranks = make_ranks(spec, group, model, updates, sharded, feed)
+        if spec.layout.check_every != "never":
+            stepper.ranks.checks_after = course.rhythm(spec.layout.check_every)
         stepper.ranks.first_weights = first
     stepper.loader.use(settings, last=total_steps)
     if skips:
@@ -229,19 +230,6 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)
     return Assembly(spec, resolved, model, read, updates, course, engine, notes, told)
-
-
-def _ranks(
-    spec: RunSpec, model: nn.Module, updates: Sequence[LiveUpdate], course: Course, group: Group, sharded: Sharded | None
-) -> Ranks:  # fmt: skip
-    """What the step does together with other ranks."""
-    if sharded is not None:
-        check_sharded(sharded, updates, course.feed, group.size)
-    made = Ranks(group, model, updates, sharded=sharded, joins_buffers=spec.layout.sync_buffers)
-    made.use_buckets(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
-    if spec.layout.check_every != "never":
-        made.checks_after = course.rhythm(spec.layout.check_every)
-    return made
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:

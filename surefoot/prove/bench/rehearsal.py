@@ -11,7 +11,7 @@ from surefoot.components.optim import backward
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
 from surefoot.core.errors import InputError
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm import ALONE, Group, Mesh
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble
 
@@ -86,8 +86,7 @@ class Rehearsal:
 
 def _long_enough(spec: RunSpec, steps: int, group: Group) -> Assembly:
     """The spec assembled; one that ends before so many steps is made longer, since its schedule ends with it."""
-    assembly = assemble(spec, group=group)
+    mesh = Mesh(group, group, ALONE)
+    assembly = assemble(spec, mesh=mesh)
     total = assembly.course.total_steps
-    return (
-        assembly if total is None or total >= steps else assemble(spec.replace(train={"length": f"{steps} steps"}), group=group)
-    )
+    return assembly if total is None or total >= steps else assemble(spec.replace(train={"length": f"{steps} steps"}), mesh=mesh)

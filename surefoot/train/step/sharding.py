@@ -15,7 +15,8 @@ from surefoot.components.parallel.alike import bit_sum
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
-from surefoot.runtime.comm import Mesh
+from surefoot.runtime.comm import Group, Mesh
+from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.stepper import LiveUpdate
 
 # rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
@@ -68,8 +69,18 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
     return FullySharded(model, mesh, units, stage=stage)
 
 
-def check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, num_ranks: int) -> None:
-    """Raise SpecError for updates and steps that do not go with split weights."""
+def make_ranks(
+    spec: RunSpec, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], sharded: Sharded | None, feed: Feed
+) -> Ranks:  # fmt: skip
+    """What a step does together with the other ranks, as `[layout]` says. Raises SpecError for what split weights do not go with."""
+    if sharded is not None:
+        _check_sharded(sharded, updates, feed, group.size)
+    made = Ranks(group, model, updates, sharded=sharded, joins_buffers=spec.layout.sync_buffers)
+    made.use_buckets(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
+    return made
+
+
+def _check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, num_ranks: int) -> None:
     for update in updates:
         for optimizer in update.guarded.optimizers:
             name = type(optimizer).__name__
