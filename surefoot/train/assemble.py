@@ -216,10 +216,10 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
     if not group.is_alone:
-        stepper.ranks = make_ranks(spec, group, model, updates, sharded, feed)
-        if spec.layout.check_every != "never":
-            stepper.ranks.checks_after = course.rhythm(spec.layout.check_every)
+        stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
         stepper.ranks.first_weights = first
+    elif spec.layout.compress != "none":
+        notes.append(f"layout.compress = {spec.layout.compress!r} changes nothing: one rank sends no gradients")
     stepper.loader.use(settings, last=total_steps)
     if skips:
         stepper.loader.skip_bad(spec.data.max_bad)

@@ -130,7 +130,7 @@ class Run:
         begun = None if self._start is None else self._begin_with(self._start, chosen)
         self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
         troubles = self._resume(chosen) if begun is None else []
-        first = [] if begun is None or not self.group.is_first else self._commit_first(begun)
+        first = [] if begun is None else self._commit_first(begun)
         self._home = home = together.home_of(self.group, self.folder)
         wanted = self.spec.observe.tensorboard if self.group.is_first else False
         tensorboard = TensorBoard(home / "tensorboard", wanted=wanted, purge_step=self.step + 1 if chosen.is_again else None)
@@ -206,7 +206,8 @@ class Run:
         """Commit what the run begins with before anything tells of it: a kill leaves a fork, or a folder that is no run."""
         clock, done = {"training_s": self.training_s}, list[checkpoint.Saved]()
         self._keeper.saved_step = -1
-        folder.announce_fork(self.folder, environment.as_run(self.spec))
+        if self.group.is_first:
+            folder.announce_fork(self.folder, environment.as_run(self.spec))
         self._keeper.save(begun.step, self._more(), clock, self._scores.score_of(begun.step), done.append, last=True)
         if (problem := next((each.error for each in done if each.error is not None), None)) is not None:
             raise problem

@@ -27,6 +27,7 @@ EDITS = {
     "layout.stage": (1, "in place"), "layout.sync_buffers": (False, "in place"), "layout.timeout": (9.0, "in place"),
     "layout.check_every": ("5 steps", "in place"), "layout.stall": (9.0, "in place"),
     "layout.bucket": ("5 MiB", "in place"), "layout.first_bucket": ("5 MiB", "in place"),
+    "layout.compress": ("bf16", "fork"), "layout.compress_rank": (2, "fork"),
     "loader.workers": (2, "in place"), "loader.kind": ("process", "in place"), "loader.prefetch": (3, "in place"),
     "loader.start": ("spawn", "in place"), "loader.timeout": (9.0, "in place"), "loader.memory": ("1 GiB", "in place"),
     "train.cudnn_benchmark": (True, "in place"), "train.attention": ("math", "in place"),
@@ -63,6 +64,7 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
     "loader.prefetch": {"workers": 2},
     "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "compile.blocks": {"what": "blocks"},
+    "layout.compress_rank": {"compress": "powersgd"},
     "precision.init_scale": {"compute": "fp16"}, "precision.emulate": {"compute": "float8"},
     "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"}, "optim.scaling": {"reference_batch": 64},
     "precision.weights": {"compute": "bf16"}, "precision.master": {"compute": "bf16", "weights": "bf16"},

@@ -5,7 +5,9 @@ from surefoot.components.parallel.replicate import Replicas
 from surefoot.components.parallel.shard import FullySharded, Sharded, ShardedState, gather_rows
 from surefoot.components.parallel.sync_norm import SyncNorm, join_batchnorm
 from surefoot.components.parallel.totals import Totals
+from surefoot.components.parallel.wires import Compression
 
 __all__ = [
-    "FullySharded", "JoinedBuffers", "Replicas", "Sharded", "ShardedState", "SyncNorm", "Totals", "gather_rows", "join_batchnorm",
+    "Compression", "FullySharded", "JoinedBuffers", "Replicas", "Sharded", "ShardedState", "SyncNorm", "Totals", "gather_rows",
+    "join_batchnorm",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Data parallel: every rank holds the same weights, reads other samples, and the gradients are summed while the backward pass goes on.
 
 Li et al., PyTorch Distributed (VLDB 2020): gradients go in buckets, in the order in which a backward pass gives them, each as soon as
-the last of it is there. What is summed here are sums, not means: the step divides once, by the count of all ranks.
+the last of it is there. What is summed here are sums, not means: the step divides once, by the count of all ranks. How a bucket goes
+to the other ranks is its wire's matter.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from surefoot.components.parallel.low_rank import Held, LowRank
+from surefoot.components.parallel.wires import NONE, BrainFloat, Compression, Half, Link, Plain, Wait, Wire
 from surefoot.contract.state import master_of
 from surefoot.runtime.comm import Group
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
-Wait = Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -27,10 +29,11 @@ class Bucket:
     flat: Tensor
     views: list[Tensor]
     presence: Tensor
+    wire: Wire
     there: list[bool] = field(default_factory=list)  # which of them are in `flat`
     has: list[float] = field(default_factory=list)  # 1 for each that this rank has, 0 for the others
     num_missing: int = 0
-    wait: Wait | None = None
+    wait: Wait | None = field(default=None, init=False)
 
 
 class Replicas:
@@ -38,13 +41,17 @@ class Replicas:
 
     `arm()` goes before the last backward pass of a step, `finish()` after it: then each gradient is that of all ranks, with the same bits
     on each. A parameter that some ranks have no gradient for counts as 0 there; one that no rank has a gradient for keeps none. What is
-    stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed.
+    stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed. With `compress`
+    the sums are those of what was sent; with powersgd `keep()` follows, once it is known whether the step was applied.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
+        self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
+        compress: Compression = NONE,
     ) -> None:  # fmt: skip
-        self._group = group
+        self._group, self._link = group, Link(group)
+        self._compress = NONE if group.is_alone else compress
+        self._columns = torch.Generator().manual_seed(0)  # what PowerSGD begins with
         leaves = [each for each in parameters if each.requires_grad]
         self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
@@ -52,8 +59,6 @@ class Replicas:
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
         self._next = 0  # the bucket that is sent next: all ranks send them in one order
         self._is_armed = False
-        self.num_bytes = 0  # sent by this rank so far, as the collective's own arguments
-        self.num_collectives = 0
         self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -71,8 +76,13 @@ class Replicas:
             bucket.num_missing, bucket.wait = len(bucket.parameters), None
         self._next, self._is_armed = 0, True
 
-    def finish(self) -> None:
-        """Send what is left, and wait until all are summed."""
+    @property
+    def asks_factor(self) -> bool:
+        """Whether `finish` must be told what the sums will be multiplied by: nothing is sent before it then."""
+        return self._compress.kind == "powersgd"
+
+    def finish(self, factor: float | Tensor = 1.0) -> None:
+        """Send what is left, and wait until all are summed. `factor`, alike on all ranks, turns sums into what is applied."""
         if not self._is_armed:
             self.arm()  # a rank that had nothing to compute
         self._is_armed = False
@@ -80,11 +90,30 @@ class Replicas:
             for index, parameter in enumerate(bucket.parameters):
                 if not bucket.there[index]:
                     self._put(bucket, index, parameter.grad)
+            if isinstance(bucket.wire, LowRank):
+                bucket.wire.use(factor)
         self._send_ready()
+        left = self._buckets
+        while left:  # the buckets take turns, so that one is on its way while the next is computed
+            for bucket in left:
+                bucket.wait = None if bucket.wait is None else bucket.wait()
+                if bucket.wait is None:
+                    self._give_out(bucket)
+            left = [bucket for bucket in left if bucket.wait is not None]
+
+    def keep(self, applied: bool | Tensor = True) -> None:
+        """The step is decided: what was summed was `applied`, or not. Only powersgd must know."""
         for bucket in self._buckets:
-            if bucket.wait is not None:
-                bucket.wait()
-            self._give_out(bucket)
+            if isinstance(bucket.wire, LowRank):
+                bucket.wire.keep(applied)
+
+    def held(self) -> list[Held]:
+        """What PowerSGD remembers of each matrix that it compresses: alike on all ranks but for the residuals."""
+        if not self.asks_factor:
+            return []
+        if not self._buckets:
+            self._lay_out()
+        return [held for bucket in self._buckets if isinstance(bucket.wire, LowRank) for held in bucket.wire.held]
 
     @property
     def num_buckets(self) -> int:
@@ -95,19 +124,36 @@ class Replicas:
         """Bytes of the gradients in each bucket, in the order in which they are sent."""
         return [sum(map(_num_bytes, pack)) for pack in pack_up(self._parameters, self._bucket_bytes, self._first_bytes)]
 
+    @property
+    def num_bytes(self) -> int:
+        """Sent by this rank so far, as the collectives' own arguments."""
+        return self._link.num_bytes
+
+    @property
+    def num_collectives(self) -> int:
+        return self._link.num_collectives
+
     @staticmethod
     def _holder(parameter: Tensor) -> Tensor:
         """What has a parameter's gradient, once all hooks were called."""
         return master_of(parameter)
 
     def _make(self, parameters: Sequence[Tensor]) -> Bucket:
-        return _make_bucket(parameters)
+        return _make_bucket(parameters, self._make_wire)
 
     def _lay_out(self) -> None:
         self._buckets = list(map(self._make, pack_up(self._parameters, self._bucket_bytes, self._first_bytes)))
         for number, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = number, index
+
+    def _make_wire(self, flat: Tensor, parameters: Sequence[Tensor]) -> Wire:
+        kind, link = self._compress.kind, self._link
+        if kind == "powersgd":
+            return LowRank(flat, parameters, self._compress.rank, link, self._columns)
+        if kind == "fp16":
+            return Half(flat, len(parameters), link)
+        return BrainFloat(flat, link) if kind == "bf16" else Plain(flat, link)
 
     def _take(self, parameter: Tensor) -> None:
         """A gradient is there: autograd calls this, in the thread of the backward pass."""
@@ -137,13 +183,8 @@ class Replicas:
         while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
             bucket = self._buckets[self._next]
             self._next += 1
-            self.num_bytes += bucket.flat.numel() * bucket.flat.element_size()
-            self.num_collectives += 1
             bucket.presence.copy_(torch.tensor(bucket.has))
-            bucket.wait = self._begin(bucket)
-
-    def _begin(self, bucket: Bucket) -> Wait:
-        return self._group.begin_to_add(bucket.flat)
+            bucket.wait = bucket.wire.begin()
 
     @torch.no_grad()
     def _give_out(self, bucket: Bucket) -> None:
@@ -184,7 +225,7 @@ def _num_bytes(parameter: Tensor) -> int:
     return parameter.numel() * torch.empty(0, dtype=wide_of(parameter)).element_size()
 
 
-def _make_bucket(parameters: Sequence[Tensor]) -> Bucket:
+def _make_bucket(parameters: Sequence[Tensor], make_wire: Callable[[Tensor, Sequence[Tensor]], Wire]) -> Bucket:
     wide = wide_of(parameters[0])
     real = wide.to_real() if wide.is_complex else wide
     width = 2 if wide.is_complex else 1
@@ -195,7 +236,7 @@ def _make_bucket(parameters: Sequence[Tensor]) -> Bucket:
     for part, parameter in zip(parts, parameters, strict=True):
         shaped = torch.view_as_complex(part.view(-1, 2)) if wide.is_complex else part
         views.append(laid_like(shaped, parameter))
-    return Bucket(list(parameters), flat, views, presence)
+    return Bucket(list(parameters), flat, views, presence, make_wire(flat, parameters))
 
 
 def laid_like(part: Tensor, parameter: Tensor) -> Tensor:

@@ -110,13 +110,15 @@ class RunSpec(Table):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, what is observed, saved or held."""
+        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, what is observed, saved or held,
+        or which ranks share it."""
         tables = self.model_dump(exclude_defaults=True, mode="python")
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint", "memory", "compile", "loader", "layout"):
+        for table in ("observe", "checkpoint", "memory", "compile", "loader"):
             tables.pop(table, None)
+        tables["layout"] = {key: value for key, value in tables.get("layout", {}).items() if key.startswith("compress")}
         tables.get("data", {}).pop("folder", None)
         for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):
             tables.get("train", {}).pop(key, None)

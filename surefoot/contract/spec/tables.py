@@ -381,6 +381,10 @@ class LayoutTable(Table):
     first_bucket: Size = Field(
         "1 MiB", description="the same of a step's first, which is on its way while most is still to be computed"
     )
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        "none", description="what gradients are sent as: as they are, in 16 bits, or as products of low rank with error feedback"
+    )
+    compress_rank: Positive = Field(4, description="with powersgd: columns of each side of a matrix's gradient")
     check_every: DurationText | Never = Field(
         "100 steps", description="how often the weights of all ranks are held side by side; or never"
     )

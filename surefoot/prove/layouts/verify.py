@@ -74,6 +74,12 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
             'train.batchnorm is "sync", which joins what ranks see: other numbers of ranks compute something else on purpose',
             hint="verify with --set train.batchnorm=keep",
         )
+    if spec.layout.compress != "none":
+        raise SpecError(
+            f'layout.compress is "{spec.layout.compress}", which sends less than the gradients: several ranks compute something else '
+            "on purpose",
+            hint="verify with --set layout.compress=none",
+        )
     most, batch = max(each.world_size for each in layouts), spec.train.batch
     microbatch = spec.train.microbatch or next((size for size in range(batch // most, 0, -1) if batch % size == 0), 0)
     if microbatch < 1 or -(-batch // microbatch) < most:

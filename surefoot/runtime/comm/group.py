@@ -63,15 +63,28 @@ class Group:
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The same, while this process goes on; gives what waits for it."""
+        return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
+
+    def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
+        """The same with the largest of each number. Where one of them is no number, any of them."""
+        return self._begin(tensor, dist.ReduceOp.MAX, Kind.LARGEST)
+
+    def _begin(self, tensor: Tensor, op: Any, kind: Kind) -> Callable[[], None]:
         if self.is_alone:
             return lambda: None
-        work: Any = self.do(lambda: dist.all_reduce(tensor, group=self.channel, async_op=True), Kind.SUM, tensor)
-        return lambda: self.do(work.wait, Kind.WAIT, tensor)
+        work: Any = self.do(lambda: dist.all_reduce(tensor, op=op, group=self.channel, async_op=True), kind, tensor)
+        return self._waiting(work, tensor)
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
         """The sum of `tensor`, of which each rank gets its part in a row: (ranks * n) into (n). Gives what waits for it."""
         work: Any = self.do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
-        return lambda: self.do(work.wait, Kind.WAIT, tensor)
+        return self._waiting(work, tensor)
+
+    def _waiting(self, work: Any, tensor: Tensor) -> Callable[[], None]:
+        def wait() -> None:
+            self.do(work.wait, Kind.WAIT, tensor)
+
+        return wait
 
     def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
         """Every rank's `tensor` in a row: (n) into (ranks * n). With `is_async` gives torch's work, to be waited for."""
@@ -83,6 +96,15 @@ class Group:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape))
         self.do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel), Kind.GATHER, tensor)
+        return made
+
+    def gather_to_first(self, tensor: Tensor) -> Tensor | None:
+        """Every rank's `tensor` at rank 0, of one shape everywhere: (ranks, ...); None at the others."""
+        if self.is_alone:
+            return tensor[None]
+        made = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
+        rows = None if made is None else list(made.unbind())
+        self.do(lambda: dist.gather(tensor.contiguous(), rows, group=self.channel, group_dst=0), Kind.GATHER, tensor)
         return made
 
     def exchange(self, text: str) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -35,23 +36,46 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
     if here.world_size == 1:
         yield ALONE
         return
-    put_back = (
-        place.set_variable("GLOO_SOCKET_IFNAME", LOOPBACK) if here.is_on_loopback and not here.has_interface else lambda: None
-    )
+    interface = None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
+    put_back = place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
     try:
         store = _open_store(here, wait_s)
         _await_all(store, here, wait_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=PrefixStore(f"surefoot/{here.restart}", store), rank=here.rank, world_size=here.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
+        try:
+            dist.init_process_group(
+                backend, store=PrefixStore(f"surefoot/{here.restart}", store), rank=here.rank, world_size=here.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )  # fmt: skip
+        except RuntimeError as error:
+            by = f" by {interface}" if interface is not None else ""
+            raise InputError(
+                f"rank {here.rank} of {here.world_size} met the others at {here.meeting}, and cannot be joined to them{by}: {error}",
+                hint="GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that leads to the other hosts",
+            ) from error
         try:
             yield Group(here.rank, here.world_size, device if backend == "nccl" else torch.device("cpu"), _begin_to_tell(here))
         finally:
             dist.destroy_process_group()
     finally:
         put_back()
+
+
+def _nothing() -> None: ...
+
+
+def _find_interface(here: Place) -> str | None:
+    """The interface that leads to the meeting; None where it cannot be known. gloo's own choice is what the name of the host stands for,
+    and that is the loopback on many."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of datagrams: nothing is sent
+            mine = probe.getsockname()[0]
+    except OSError:
+        return None
+    found = [name for name, rows in psutil.net_if_addrs().items() if any(row.address.partition("%")[0] == mine for row in rows)]
+    return found[0] if found else None
 
 
 def _begin_to_tell(here: Place) -> Flight | None:

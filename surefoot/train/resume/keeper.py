@@ -50,9 +50,11 @@ class Keeper:
     # ---- when
 
     def is_due(self, step: int) -> bool:
-        """Whether the spec, or `ask`, wants a save after this step; where all ranks save, what one of them wants."""
-        is_due = self._is_due(step)
-        return bool(self._group.most([float(is_due)])[0]) if self._all_save else is_due
+        """Whether the spec, or `ask`, wants a save after this step; where all ranks take part in it, whether one of them wants it."""
+        if not self._state.is_shared:
+            return self._is_due(step)
+        wants = self._is_due(step) and (self._asked or self._every_s is None or self._group.is_first)  # clocks differ
+        return self._group.most([float(wants)])[0] > 0
 
     def _is_due(self, step: int) -> bool:
         if self._asked:
@@ -93,6 +95,8 @@ class Keeper:
     ) -> None:  # fmt: skip
         """Save the state after `step`; `tell` hears what became of it, sooner or later. The last one is written at once.
 
+        Where ranks hold parts of the state each (`LiveState.is_shared`), every rank calls it, else rank 0 at least.
+
         A step that was saved before is saved again where a tensor has changed since; `asked` for by a user, where anything has. With
         `copied` the state may change once this returns, also by what leaves no trace (`Tensor.data`).
         """
@@ -104,6 +108,7 @@ class Keeper:
         tell: Callable[[Saved], None], *, last: bool, asked: bool, copied: bool,
     ) -> None:  # fmt: skip
         self.settle(tell, wait=True)
+        of_ranks = self._state.gather()
         if not (self._group.is_first or self._all_save):
             self.saved_step, self._asked = step, False
             return
@@ -114,7 +119,7 @@ class Keeper:
             generation=self._lock.generation, spec_id=self._assembly.spec.id, environment=environment.versions(), score=score,
             parent=self.parent, layout=self._layout,
         )  # fmt: skip
-        content, moving = self._state.take(step, more, clock)
+        content, moving = self._state.take(step, more, clock, of_ranks)
         if step == self.saved_step and self._are_on_disk(_together(content, moving), texts=asked):
             return
         if self._table.background and not last and not self._all_save and self._saver.begin(content, moving):

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,6 +24,10 @@ from surefoot.contract.manifest import Piece, name_of_rank
 from surefoot.contract.state import Part, laid_by, part_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.train.assemble import Assembly
+from surefoot.train.resume import unsent
+
+if TYPE_CHECKING:
+    from surefoot.train.step.ranks import Ranks
 
 CLOCK = "clock.json"
 OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
@@ -53,14 +57,31 @@ class LiveState:
         held = {id(tensor): tensor for tensor in checkpoint.held_by(self._model).tensors.values()}
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
         trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-        return weights + trained * (2 if self._assembly.engine.average is None else 3)
+        trained *= 2 if self._assembly.engine.average is None else 3
+        return weights + trained + unsent.num_bytes(self._ranks)
 
     # ---- taking
 
-    def take(self, step: int, more: Mapping[str, Any], clock: Mapping[str, float]) -> tuple[Content, Files]:
+    @property
+    def _ranks(self) -> Ranks | None:
+        return self._assembly.engine.stepper.ranks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether each rank holds a part of it that no other has: then all of them take part in a save."""
+        return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names))
+
+    def gather(self) -> Files:
+        """What ranks hold of it each, by file, at rank 0; nothing at the others. Every rank calls it."""
+        return unsent.gather(self._ranks, self._names)
+
+    def take(
+        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], of_ranks: Files | None = None
+    ) -> tuple[Content, Files]:  # fmt: skip
         """What a commit of `step` holds: what was copied just now, with `more` beside, and what the next update will change.
 
-        `clock` stands in a file of its own: all the others have the same bytes whenever the same steps were done.
+        `clock` stands in a file of its own: all the others have the same bytes whenever the same steps were done. `of_ranks` is what was
+        gathered.
         """
         weights, moving = self._weights()
         skeleton, tensors = self._split(more)
@@ -74,7 +95,9 @@ class LiveState:
         }
         finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
-        content = Content(step=step, tensors={**weights, STATE: small}, texts=texts, finite=frozenset(finite))
+        gathered = of_ranks or {}
+        finite |= {name for held in gathered.values() for name in held}
+        content = Content(step=step, tensors={**weights, STATE: small, **gathered}, texts=texts, finite=frozenset(finite))
         if self._sharded is not None:
             return self._of_this_rank(content, moving, self._sharded)
         return content, {file: held for file, held in moving.items() if held}
@@ -249,6 +272,7 @@ class LiveState:
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
         self._put_back_of_task(extra, task)
         with checkpoint.taken_from(commit.folder):
+            self._assembly.told.extend(unsent.restore(self._ranks, self._names, commit))
             checkpoint.restore_random(random)
         return tree
 

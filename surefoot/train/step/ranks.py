@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from surefoot.components.optim import leaf_of, master_of
-from surefoot.components.parallel import JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
+from surefoot.components.parallel import Compression, JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from surefoot.components.parallel.totals import Row
+from surefoot.components.parallel.wires import NONE
 from surefoot.core.errors import NumbersError
 from surefoot.runtime.comm import Group
 
@@ -24,9 +25,10 @@ class Ranks:
 
     def __init__(
         self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, sharded: Sharded | None = None,
-        joins_buffers: bool = True,
+        joins_buffers: bool = True, compress: Compression = NONE,
     ) -> None:  # fmt: skip
-        self.group, self._updates, self._model, self.sharded = group, updates, model, sharded
+        self.group, self._updates, self._model, self.sharded, self._compress = group, updates, model, sharded, compress
+        self.names = [update.name for update in updates]
         self.replicas: list[Any] = []
         self.use_buckets(BUCKET_BYTES, FIRST_BUCKET_BYTES)
         if sharded is not None:
@@ -56,7 +58,10 @@ class Ranks:
         if self.sharded is not None:  # cut as it was made
             self.replicas = [self.sharded.synced(each) for each in leaves]
             return
-        self.replicas = [Replicas(each, self.group, bucket_bytes=bucket_bytes, first_bytes=first_bytes) for each in leaves]
+        self.replicas = [
+            Replicas(each, self.group, bucket_bytes=bucket_bytes, first_bytes=first_bytes, compress=self._compress)
+            for each in leaves
+        ]
 
     def step(self, number: int) -> None:
         """A step begins, with the reading of its samples."""
@@ -76,6 +81,17 @@ class Ranks:
         self.buffers.keep()
         for each in self._sync_norms:  # from the first step on: what is tried before it, a rank tries alone
             each.group = self.group
+
+    def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
+        """The loss terms of all ranks for an update, by its place; and its gradients, where they need not be told their factor first."""
+        if not self.replicas[index].asks_factor:
+            self.replicas[index].finish()
+        return self.add(self.names[index], mine)
+
+    def finish(self, index: int, factor: float | Tensor) -> None:
+        """The gradients, where they must be told what they are multiplied by."""
+        if self.replicas[index].asks_factor:
+            self.replicas[index].finish(factor)
 
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
         """The loss terms of all ranks; with the first of a step go the samples."""

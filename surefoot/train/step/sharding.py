@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from surefoot.components.data import Feed
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.parallel import FullySharded, Sharded, ShardedState
+from surefoot.components.parallel import Compression, FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
@@ -21,6 +22,15 @@ from surefoot.train.step.stepper import LiveUpdate
 
 # rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
 BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
+
+
+class Paced(Protocol):
+    """How long a run is, and what is due when."""
+
+    @property
+    def feed(self) -> Feed: ...
+
+    def rhythm(self, text: str) -> Callable[[int], bool]: ...
 
 
 def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded | None:
@@ -42,6 +52,7 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
             stage > 1 and spec.compile.what not in (None, "none"),
             "weights are gathered between the parts of a graph",
         ),
+        "layout.compress": (spec.layout.compress != "none", "sums in parts go as they are"),
         "train.batchnorm": (
             stage > 1 and spec.train.batchnorm == "sync",
             "ranks pass microbatches that count nothing, and it would count them",
@@ -70,13 +81,17 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
 
 
 def make_ranks(
-    spec: RunSpec, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], sharded: Sharded | None, feed: Feed
+    spec: RunSpec, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], sharded: Sharded | None, course: Paced
 ) -> Ranks:  # fmt: skip
     """What a step does together with the other ranks, as `[layout]` says. Raises SpecError for what split weights do not go with."""
     if sharded is not None:
-        _check_sharded(sharded, updates, feed, group.size)
-    made = Ranks(group, model, updates, sharded=sharded, joins_buffers=spec.layout.sync_buffers)
-    made.use_buckets(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
+        _check_sharded(sharded, updates, course.feed, group.size)
+    table = spec.layout
+    compress = Compression(table.compress, table.compress_rank)
+    made = Ranks(group, model, updates, sharded=sharded, joins_buffers=table.sync_buffers, compress=compress)
+    made.use_buckets(parse_bytes(table.bucket), parse_bytes(table.first_bucket))
+    if table.check_every != "never":
+        made.checks_after = course.rhythm(table.check_every)
     return made
 
 

@@ -237,9 +237,7 @@ class Stepper:
         if self.ranks is not None:
             if num_idle:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
-            self.ranks.replicas[index].finish()
-            mine = self.ranks.add(update.name, mine)
-        switch(OPTIMISER)
+            mine = self.ranks.add_up(index, mine)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
@@ -247,6 +245,9 @@ class Stepper:
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
         if self._scaler is not None:
             factor = factor / self._scaler.scale
+        if self.ranks is not None:
+            self.ranks.finish(index, factor)
+        switch(OPTIMISER)
         if self.before_update is not None:
             switch(CHECKPOINT)
             self.before_update()
@@ -254,6 +255,8 @@ class Stepper:
         totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
         self.has_moved = True
         norm, applied = guarded.step_if_finite(factor)
+        if self.ranks is not None:
+            self.ranks.replicas[index].keep(applied)
         if self.noise is not None:
             share = first[1] / mine[terms[0].name][1]
             self.noise.add((first[0] * factor / share) ** 2, norm**2, size_of(batches[0]), sum(map(size_of, batches)))

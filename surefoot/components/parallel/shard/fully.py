@@ -110,6 +110,14 @@ class _HandedOver:
             master_of(leaf).grad = None if found is None else found.to_local()
             leaf.grad = None
 
+    asks_factor = False  # gradients are not compressed
+
+    def keep(self, applied: bool | Tensor = True) -> None:
+        """Nothing is remembered of what was sent."""
+
+    def held(self) -> list[Any]:
+        return []
+
     def close(self) -> None:
         """Nothing: FSDP has no end."""
 

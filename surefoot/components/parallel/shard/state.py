@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,12 @@ from surefoot.components.parallel.replicate import (
     FIRST_BUCKET_BYTES,
     Bucket,
     Replicas,
-    Wait,
     laid_like,
     pack_up,
     wide_of,
 )
 from surefoot.components.parallel.shard.parts import check_has_rows, cut_rows, serve_part
+from surefoot.components.parallel.wires import Wait
 from surefoot.contract.state import master_of
 from surefoot.runtime.comm import Mesh
 
@@ -33,10 +34,23 @@ Rows = list[range]  # of one tensor, by rank
 
 @dataclass(eq=False, kw_only=True)
 class CutBucket(Bucket):
-    """A bucket in parts, one for each rank: `slots` has the places of a tensor's rows in `flat`, by rank, and `own` is this rank's part."""
+    """A bucket in parts, one for each rank: `slots` has the places of a tensor's rows in `flat`, by rank."""
 
     slots: list[list[Tensor]]
-    own: Tensor
+
+
+class _InParts:
+    """The sum of a bucket, of which a rank gets its own part; then that part's over the copies of the model."""
+
+    def __init__(self, flat: Tensor, own: Tensor, mesh: Mesh) -> None:
+        self._flat, self._own, self._mesh = flat, own, mesh
+
+    def begin(self) -> Wait:
+        return partial(self._end, self._mesh.shard.begin_to_scatter(self._own, self._flat))
+
+    def _end(self, wait: Wait) -> None:
+        wait()
+        self._mesh.replicate.add(self._own)
 
 
 class ShardedState:
@@ -108,10 +122,10 @@ class _Scattered(Replicas):
         flat = torch.zeros(group.size * (most + count), dtype=wide_of(parameters[0]), device=parameters[0].device)
         parts = flat.view(group.size, -1)
         slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
+        wire = _InParts(flat, parts[group.rank], self._mesh)
         return CutBucket(
-            list(parameters), flat, slots[group.rank], parts[:, most:], slots=[list(each) for each in zip(*slots, strict=True)],
-            own=parts[group.rank],
-        )  # fmt: skip
+            list(parameters), flat, slots[group.rank], parts[:, most:], wire, slots=[list(each) for each in zip(*slots, strict=True)]
+        )
 
     @torch.no_grad()
     def _put(self, bucket: Bucket, index: int, grad: Tensor | None) -> None:
@@ -123,18 +137,6 @@ class _Scattered(Replicas):
         for rows, slot in zip(self._cuts[id(parameter)], bucket.slots[index], strict=True):
             slot.copy_(grad[rows.start : rows.stop]) if grad is not None else slot.zero_()
         parameter.grad = None
-
-    def _begin(self, bucket: Bucket) -> Wait:
-        assert isinstance(bucket, CutBucket)
-        wait = self._group.begin_to_scatter(bucket.own, bucket.flat)
-        if self._mesh.replicate.is_alone:
-            return wait
-
-        def both() -> None:
-            wait()
-            self._mesh.replicate.add(bucket.own)
-
-        return both
 
     @torch.no_grad()
     def _give_out(self, bucket: Bucket) -> None:

@@ -1,0 +1,150 @@
+"""PowerSGD: the gradient of a matrix goes to the other ranks as a product of low rank; what it leaves out is added to the next one.
+
+Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (NeurIPS 2019), algorithm 1.
+Rank i has M_i = gradient + residual. With Q of the step before, one step of power iteration:
+
+    P = sum of M_i Q, its columns made orthonormal;    Q_i = M_i' P,  Q = sum of Q_i;    all ranks get P Q' = P P' (sum of M_i)
+
+    residual_i = M_i - P Q_i'
+
+These are sums, not means, and a rank keeps what its own M_i is off by: the residuals add up to what all ranks were not given. Columns
+are made orthonormal by Householder's way, which gives orthonormal ones where P has fewer dimensions than columns, too. Q's columns have
+length 1, and one that is nothing begins anew with fixed random numbers: by power iteration it would stay nothing for ever.
+
+Gradients are sums, which a step multiplies by one over a count of its own, or of its loss scale: a residual carries the factor that it
+was made under, and is added as what it is under the next one. A step that is skipped must leave no trace: `keep` says whether it was
+applied, and only then do residual and Q move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from surefoot.components.parallel.wires import Link, Wait
+from surefoot.core.errors import TaskError
+
+SAVES = 2  # a matrix is compressed where that makes it so many times smaller
+
+
+@dataclass(eq=False)
+class Held:
+    """What is remembered of a matrix of (n, m) gradients between steps, and what a step would change of it."""
+
+    parameter: Tensor
+    place: int  # in its bucket
+    matrix: Tensor  # (n, m), in the bucket: the gradient, then what all ranks get
+    fresh: Tensor  # (m, r): columns to begin with
+    residual: Tensor = field(init=False)  # (n, m): what was not sent yet
+    warm: Tensor = field(init=False)  # (m, r): Q, with columns of length 1
+    unit: Tensor = field(
+        init=False
+    )  # (), float64: the factor of the residual, which times it is a part of the gradient that is applied
+    rest: Tensor = field(init=False)  # (n, m): the residual after this step
+    next: Tensor = field(init=False)  # (m, r): Q after this step
+
+    def __post_init__(self) -> None:
+        self.residual, self.rest = torch.zeros_like(self.matrix), torch.zeros_like(self.matrix)
+        self.warm, self.next = self.fresh.clone(), self.fresh
+        self.unit = self.matrix.new_ones((), dtype=torch.float64)
+
+
+class LowRank:
+    """One bucket: matrices as P and Q of `rank` columns, everything else beside P as it is."""
+
+    def __init__(
+        self, flat: Tensor, parameters: Sequence[Tensor], rank: int, link: Link, generator: torch.Generator
+    ) -> None:  # fmt: skip
+        """`flat` holds the gradients of `parameters`, one behind the other, and ends with a count of ranks for each.
+
+        `generator` gives the columns to begin with: the same ones on every rank.
+        """
+        sizes = [each.numel() * (2 if each.is_complex() else 1) for each in parameters]
+        self._link, self._is_open = link, False
+        self._factor: float | Tensor = 1.0
+        *parts, self._presence = torch.split(flat, [*sizes, len(parameters)])
+        self.held: list[Held] = []
+        self._others = [self._presence]
+        for place, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
+            shape = matrix_shape(parameter, rank)
+            if shape is None:
+                self._others.append(part)
+            else:
+                self.held.append(_hold(parameter, place, part.view(shape), rank, generator))
+
+    def begin(self) -> Wait:
+        if self._is_open:
+            raise TaskError(
+                "gradients of low rank were summed, and it was not said whether they were applied",
+                hint="call keep() after finish(), once the step is decided",
+            )
+        self._is_open = bool(self.held)
+        return self._project  # which is no part of the backward pass
+
+    def use(self, factor: float | Tensor) -> None:
+        """The sums of this step will be multiplied by `factor`, the same one on every rank."""
+        self._factor = factor
+
+    def _project(self) -> Wait:
+        parts = []
+        for each in self.held:
+            each.matrix.addcmul_(each.residual, (each.unit / self._factor).to(each.residual.dtype))
+            parts.append((each.matrix @ each.warm).view(-1))
+        left = torch.cat([*parts, *self._others])
+        return partial(self._answer, left, self._link.add(left))
+
+    def _answer(self, left: Tensor, wait: Callable[[], None]) -> Wait | None:
+        wait()
+        sizes = [each.matrix.shape[0] * each.warm.shape[1] for each in self.held]
+        parts = torch.split(left, [*sizes, *(each.numel() for each in self._others)])
+        for other, summed in zip(self._others, parts[len(self.held) :], strict=True):
+            other.copy_(summed)
+        if not self.held:
+            return None
+        bases = [torch.linalg.qr(part.view(each.matrix.shape[0], -1)).Q for each, part in zip(self.held, parts, strict=False)]
+        own = [each.matrix.t() @ base for each, base in zip(self.held, bases, strict=True)]
+        right = torch.cat([each.view(-1) for each in own])
+        return partial(self._expand, bases, own, right, self._link.add(right))
+
+    def _expand(self, bases: Sequence[Tensor], own: Sequence[Tensor], right: Tensor, wait: Callable[[], None]) -> None:
+        wait()
+        summed = torch.split(right, [each.numel() for each in own])
+        for each, base, mine, part in zip(self.held, bases, own, summed, strict=True):
+            all_ = part.view_as(mine)
+            torch.addmm(each.matrix, base, mine.t(), alpha=-1, out=each.rest)
+            torch.mm(base, all_.t(), out=each.matrix)
+            length = torch.linalg.vector_norm(all_, dim=0)
+            each.next = torch.where(length > 0, all_ / length, each.fresh)
+
+    def keep(self, applied: bool | Tensor) -> None:
+        """The step is over: where it was applied residual and Q become those after it."""
+        self._is_open = False
+        for each in self.held:
+            moves = (self._presence[each.place] > 0) & applied
+            torch.where(moves, each.rest, each.residual, out=each.residual)
+            torch.where(moves, each.next, each.warm, out=each.warm)
+            torch.where(moves, torch.as_tensor(self._factor, dtype=each.unit.dtype), each.unit, out=each.unit)
+
+
+def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
+    """The (n, m) as which its gradient lies in memory, where P and Q of `rank` columns are half as many numbers or fewer; else None.
+
+    >>> matrix_shape(torch.empty(64, 16, 3, 3), 4), matrix_shape(torch.empty(64), 4), matrix_shape(torch.empty(8, 8), 4)
+    ((64, 144), None, None)
+    """
+    if parameter.is_complex() or parameter.ndim < 2 or not parameter.numel():
+        return None
+    laid = torch.empty_like(parameter, device="meta")
+    outer = max(range(laid.ndim), key=lambda dim: (laid.shape[dim] > 1, laid.stride(dim)))
+    n = laid.shape[outer]
+    m = laid.numel() // n
+    return (n, m) if SAVES * (n + m) * rank <= n * m else None
+
+
+def _hold(parameter: Tensor, place: int, matrix: Tensor, rank: int, generator: torch.Generator) -> Held:
+    draws = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64)
+    return Held(parameter, place, matrix, (draws / torch.linalg.vector_norm(draws, dim=0)).to(matrix))

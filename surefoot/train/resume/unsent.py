@@ -1,0 +1,98 @@
+"""What each rank has not yet sent of its gradients (PowerSGD): into a commit, and back to the ranks that go on with it.
+
+The commit of rank 0 holds a file for each rank, one beside for what all ranks have alike, and is whole or not there, as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from surefoot.components.checkpoint import Commit
+
+if TYPE_CHECKING:
+    from surefoot.components.parallel.low_rank import Held
+    from surefoot.train.step.ranks import Ranks
+
+ALIKE = "unsent.safetensors"
+OF_RANK = re.compile(r"unsent-rank-(\d+)\.safetensors")
+Files = dict[str, dict[str, Tensor]]
+Names = Mapping[int, str]  # of a parameter, by its id
+
+
+def held_by(ranks: Ranks | None, names: Names) -> dict[str, Held]:
+    """What PowerSGD remembers, by update and parameter."""
+    if ranks is None:
+        return {}
+    pairs = zip(ranks.names, ranks.replicas, strict=True)
+    return {f"{update}/{names[id(each.parameter)]}": each for update, replicas in pairs for each in replicas.held()}
+
+
+def num_bytes(ranks: Ranks | None) -> int:
+    """Of what all ranks have not sent."""
+    if ranks is None:
+        return 0
+    held = [each.residual for replicas in ranks.replicas for each in replicas.held()]
+    return ranks.group.size * sum(each.numel() * each.element_size() for each in held)
+
+
+def gather(ranks: Ranks | None, names: Names) -> Files:
+    """The files of all ranks at rank 0, none at the others; every rank calls it. Tensor by tensor: no rank but 0 needs memory for it."""
+    files: Files = {}
+    for name, each in held_by(ranks, names).items():
+        assert ranks is not None
+        rows = ranks.group.gather_to_first(each.residual.to(ranks.group.device))
+        if rows is None:
+            continue
+        alike = {f"warm/{name}": each.warm, f"unit/{name}": each.unit}
+        files.setdefault(ALIKE, {}).update({key: tensor.clone().cpu() for key, tensor in alike.items()})
+        for rank, row in enumerate(rows.cpu().unbind()):
+            files.setdefault(f"unsent-rank-{rank}.safetensors", {})[f"unsent/{rank}/{name}"] = row
+    return files
+
+
+@torch.no_grad()
+def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
+    """Take back what is this rank's; gives what a person should know where it is not exactly that. Every rank calls it.
+
+    Of another number of ranks rank 0 takes the sum, which alone decides what will have been sent in the end.
+    """
+    held = held_by(ranks, names)
+    for each in held.values():
+        each.residual.zero_()
+    saved = sorted(int(found.group(1)) for name in commit.names("") if (found := OF_RANK.fullmatch(name)))
+    if not saved:
+        return []
+    if ranks is None or not held:
+        return [f"what {len(saved)} ranks had not yet sent of their gradients is left out: nothing is compressed by powersgd"]
+    alike = commit.read(ALIKE)
+    lost = [key.removeprefix("unit/") for key in alike if key.startswith("unit/") and key.removeprefix("unit/") not in held]
+    for name, each in held.items():
+        if f"unit/{name}" in alike:
+            each.unit.copy_(alike[f"unit/{name}"])
+            warm = alike[f"warm/{name}"]
+            each.warm.copy_(warm if warm.shape == each.warm.shape else each.fresh)
+    told = []
+    if len(saved) == ranks.group.size:
+        _add(commit, ranks.group.rank, held)
+    else:
+        for rank in saved if ranks.group.is_first else ():
+            _add(commit, rank, held)
+        told = [
+            f"what {len(saved)} ranks had not yet sent of their gradients is rank 0's as a sum: {ranks.group.size} ranks go on"
+        ]
+    if lost:
+        told.append(f"what was not yet sent of {', '.join(lost[:8])} is left out: it is no longer compressed")
+    return told
+
+
+def _add(commit: Commit, rank: int, held: Mapping[str, Held]) -> None:
+    prefix = f"unsent/{rank}/"
+    for key, tensor in commit.read(f"unsent-rank-{rank}.safetensors").items():
+        each = held.get(key.removeprefix(prefix))
+        if each is not None and each.residual.shape == tensor.shape:
+            each.residual.add_(tensor.to(each.residual.device))
