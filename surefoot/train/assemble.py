@@ -38,7 +38,7 @@ from surefoot.train.evaluate import Reading, find_direction
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
-from surefoot.train.step.sharding import digest_of, make_ranks, shard
+from surefoot.train.step.sharding import make_ranks, shard
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,6 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     schedule = build_schedule(stated, total_steps, lambda text: to_steps_or_refuse(text, feed, tokens), better=better)
     course = Course(schedule, length, total_steps, feed, tokens)
     curve = _curve(spec, resolved, schedule, feed, total_steps)
-    first = digest_of(model) if mesh.is_sharded else ""
     sharded = shard(spec, model, _blocks(spec, resolved, model), mesh)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
@@ -217,7 +216,6 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     )  # fmt: skip
     if not group.is_alone:
         stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
-        stepper.ranks.first_weights = first
     elif spec.layout.compress != "none":
         notes.append(f"layout.compress = {spec.layout.compress!r} changes nothing: one rank sends no gradients")
     stepper.loader.use(settings, last=total_steps)

@@ -83,7 +83,7 @@ def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
         "parameters": str([list(each.shape) for each in assembly.model.parameters()]), "precision": assembly.engine.policy.compute,
         "device": assembly.engine.device.type, "version of torch": torch.__version__,
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
-        "weights at the start": "" if ranks is None else ranks.first_weights,
+        "weights at the start": "" if ranks is None or ranks.sharded is None else ranks.sharded.first_weights,
     }  # fmt: skip
     apart = group.check_equal(facts)
     if apart:

@@ -37,7 +37,7 @@ def num_bytes(ranks: Ranks | None) -> int:
     if ranks is None:
         return 0
     held = [each.residual for replicas in ranks.replicas for each in replicas.held()]
-    return ranks.group.size * sum(each.numel() * each.element_size() for each in held)
+    return int(ranks.group.size * sum(each.numel() * each.element_size() for each in held))
 
 
 def gather(ranks: Ranks | None, names: Names) -> Files:

@@ -38,7 +38,6 @@ class Ranks:
         self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers)
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
-        self.first_weights = ""  # their digest, where no rank holds all of them
         self._mine, self._was_told = 0, False
         self._alike_after = 0
         self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step

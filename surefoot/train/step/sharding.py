@@ -65,6 +65,14 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
             raise SpecError(
                 f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {mesh.shard.size}: {why}", hint=hint
             )
+    first_weights = _digest_of(model)
+    made = _split(spec, model, blocks, mesh)
+    made.first_weights = first_weights
+    return made
+
+
+def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded:
+    stage = spec.layout.stage
     if stage == 1:
         sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
         return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1])
@@ -119,7 +127,7 @@ def _check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, 
 
 
 @torch.no_grad()
-def digest_of(model: nn.Module) -> str:
+def _digest_of(model: nn.Module) -> str:
     """A digest of all parameters: ranks that begin with other weights are told apart by it."""
     sums = torch.stack([bit_sum(each).cpu() for each in model.parameters()])
     return hashlib.sha256(sums.numpy().tobytes()).hexdigest()[:16]

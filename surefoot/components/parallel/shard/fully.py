@@ -31,6 +31,7 @@ class FullySharded:
 
     is_even = True  # whether every rank must pass as often
     splits_weights = True
+    first_weights = ""  # a digest of those that a rank began with
 
     def __init__(self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int) -> None:
         check_has_rows(model)

@@ -61,6 +61,7 @@ class ShardedState:
 
     is_even = False  # whether every rank must pass as often
     splits_weights = False
+    first_weights = ""  # a digest of those that a rank began with
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
@@ -124,7 +125,12 @@ class _Scattered(Replicas):
         slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
         wire = _InParts(flat, parts[group.rank], self._mesh)
         return CutBucket(
-            list(parameters), flat, slots[group.rank], parts[:, most:], wire, slots=[list(each) for each in zip(*slots, strict=True)]
+            list(parameters),
+            flat,
+            slots[group.rank],
+            parts[:, most:],
+            wire,
+            slots=[list(each) for each in zip(*slots, strict=True)],
         )
 
     @torch.no_grad()
