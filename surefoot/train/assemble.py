@@ -164,7 +164,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
-    feed = make_feed(spec, source, Share(group.rank, group.size))
+    feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
     if spec.train.batchnorm in ("group", "layer"):
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
@@ -214,7 +214,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     stepper = Stepper(
         model=model, task=resolved, feed=feed, updates=updates, seed=spec.train.seed, device=device, policy=policy, average=average
     )  # fmt: skip
-    if not group.is_alone:
+    if not group.is_alone or spec.layout.virtual_ranks is not None:
         stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
     elif spec.layout.compress != "none":
         notes.append(f"layout.compress = {spec.layout.compress!r} changes nothing: one rank sends no gradients")

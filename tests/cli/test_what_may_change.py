@@ -27,7 +27,7 @@ EDITS = {
     "layout.stage": (1, "in place"), "layout.sync_buffers": (False, "in place"), "layout.timeout": (9.0, "in place"),
     "layout.check_every": ("5 steps", "in place"), "layout.stall": (9.0, "in place"),
     "layout.bucket": ("5 MiB", "in place"), "layout.first_bucket": ("5 MiB", "in place"),
-    "layout.compress": ("bf16", "fork"), "layout.compress_rank": (2, "fork"),
+    "layout.virtual_ranks": (4, "fork"), "layout.compress": ("bf16", "fork"), "layout.compress_rank": (2, "fork"),
     "loader.workers": (2, "in place"), "loader.kind": ("process", "in place"), "loader.prefetch": (3, "in place"),
     "loader.start": ("spawn", "in place"), "loader.timeout": (9.0, "in place"), "loader.memory": ("1 GiB", "in place"),
     "train.cudnn_benchmark": (True, "in place"), "train.attention": ("math", "in place"),

@@ -146,7 +146,7 @@ def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: i
     from surefoot.cli.table import print_table
     from surefoot.contract import spec_file
     from surefoot.core.layout import Layout
-    from surefoot.core.units import format_number
+    from surefoot.core.units import format_number, format_seconds
     from surefoot.prove.layouts import verify_layouts
 
     layouts = [Layout.parse(each) for each in text.split(";")]
@@ -166,7 +166,14 @@ def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: i
         ]
         print_table(heads, table, right=("tensors", "off by", "allowed"))
         print(f"\n{found.num_steps} steps of {found.batch} samples in microbatches of {found.microbatch}, against one process")
-        verdict = "computes the same under every layout" if found.holds else "does not compute the same under every layout"
+        if found.costs:
+            costs = [
+                (each.layout, format_seconds(each.exact_s), format_seconds(each.plain_s), f"{each.exact_s / each.plain_s:.2f}")
+                for each in found.costs
+            ]
+            print_table(("layout", "a step with the same bits", "without", "ratio"), costs, right=("ratio",))
+        same = "to the same bits" if found.costs else "the same"
+        verdict = f"computes {same} under every layout" if found.holds else f"does not compute {same} under every layout"
         print(f"verdict: {spec} {verdict}")
     return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
 

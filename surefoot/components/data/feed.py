@@ -39,10 +39,18 @@ class Piece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which part of each step a rank reads: part `rank` of `size`, microbatches in a row."""
+    """Which part of each step a rank reads: part `rank` of `size`, microbatches in a row.
+
+    A step that nothing else cuts is cut into `pieces`, else into one for each rank.
+    """
 
     rank: int = 0
     size: int = 1
+    pieces: int | None = None
+
+    @property
+    def num_pieces(self) -> int:
+        return self.pieces or self.size
 
     def of(self, count: int) -> tuple[int, int]:
         """The first of `count` microbatches that is this rank's, and the one after its last.
@@ -60,7 +68,7 @@ class Feed:
     """Step -> samples. A pure function of (order, batch, ramp), so the sequence does not change with workers or restarts.
 
     `ramp` holds (samples, batch): from so many samples on, counted over all epochs, a step has that batch; the last one is `batch`.
-    Without `microbatch` a step is cut into one for each rank; `share` is this rank's part of them.
+    Without `microbatch` a step is cut as `share` says, which is this rank's part of it.
     `drop_last` leaves out the short last batch of an epoch; `dropped` says how many samples that is. It goes without a ramp alone.
     """
 
@@ -70,7 +78,7 @@ class Feed:
     ) -> None:  # fmt: skip
         self.source, self.order, self.batch, self.ramp = source, order, batch, ramp
         self.share, self._is_cut = share, microbatch is not None
-        self.microbatch = microbatch or -(-batch // share.size)
+        self.microbatch = microbatch or -(-batch // share.num_pieces)
         n = order.n
         self.dropped = n % batch if drop_last else 0
         self._end = n - self.dropped
@@ -120,7 +128,8 @@ class Feed:
 
     def microbatches(self, window: Window) -> list[np.ndarray]:
         """The ids of each microbatch of a step, for all ranks; the last one may be short."""
-        size = self.microbatch if self._is_cut or self.share.size == 1 else -(-len(window.ids) // self.share.size)
+        pieces = self.share.num_pieces
+        size = self.microbatch if self._is_cut or pieces == 1 else -(-len(window.ids) // pieces)
         if len(window.ids) <= size:
             return [window.ids]
         return [window.ids[at : at + size] for at in range(0, len(window.ids), size)]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from surefoot.components.parallel.exact import VirtualRanks
 from surefoot.components.parallel.sync_norm import SyncNorm
+from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
 Slot = tuple[nn.Module, str]
@@ -20,9 +22,12 @@ Slot = tuple[nn.Module, str]
 class JoinedBuffers:
     """Called before and after the forward passes of a step, by every rank. Buffers that are no running statistics become rank 0's."""
 
-    def __init__(self, model: nn.Module, group: Group, *, joins_norms: bool = True) -> None:
-        """Without `joins_norms` running statistics become rank 0's, too."""
-        self._group = group
+    def __init__(
+        self, model: nn.Module, group: Group, *, joins_norms: bool = True, virtual: VirtualRanks | None = None
+    ) -> None:  # fmt: skip
+        """Without `joins_norms` running statistics become rank 0's, too. With `virtual` each of those ranks is told when it is over."""
+        self._group, self._virtual = group, virtual
+        self._ended: list[list[Tensor]] = []  # the statistics with which each virtual rank ended
         norms = [each for each in model.modules() if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)]
         alike = [each for each in norms if isinstance(each, SyncNorm)]  # on every rank, by themselves
         self._norms = [each for each in norms if joins_norms and each not in alike]
@@ -40,16 +45,24 @@ class JoinedBuffers:
     @torch.no_grad()
     def keep(self) -> None:
         """Take note of what they hold."""
-        self._before = [each.clone() for each in self._statistics()]
+        self._before, self._ended = [each.clone() for each in self._statistics()], []
         if self._live is None:
             self._others_before = [getattr(*slot).clone() for slot in self._others]
+
+    @torch.no_grad()
+    def end_one(self) -> None:
+        """A virtual rank is over: the next one begins from where the step began."""
+        held = self._statistics()
+        self._ended.append([each.clone() for each in held])
+        for each, was in zip(held, self._before, strict=True):
+            each.copy_(was)
 
     @torch.no_grad()
     def between(self) -> None:
         """Between two updates of a step: one process passes all microbatches for the one, then all of them for the other."""
         if self._norms:
             self._join_norms()
-            self._before = [each.clone() for each in self._statistics()]
+            self._before, self._ended = [each.clone() for each in self._statistics()], []
 
     @torch.no_grad()
     def join(self) -> None:
@@ -58,6 +71,12 @@ class JoinedBuffers:
             self._join_norms()
         if self._live is None:
             self._live = self._find_live()
+        if self._live and self._virtual is not None:
+            slot = self._live[0]
+            raise TaskError(
+                f"{type(slot[0]).__name__}.{slot[1]} changes in a pass, and layout.virtual_ranks knows only BatchNorm's statistics",
+                hint="leave layout.virtual_ranks out: other buffers become those of rank 0",
+            )
         if self._live:
             self._group.copy_from_first([getattr(*slot) for slot in self._live])
 
@@ -71,6 +90,43 @@ class JoinedBuffers:
         return found
 
     def _join_norms(self) -> None:
+        if self._virtual is None:
+            self._join_ranks()
+        else:
+            self._join_in_order(self._virtual)
+
+    def _join_in_order(self, virtual: VirtualRanks) -> None:
+        """The same of virtual ranks, whose parts are added in their order."""
+        now = self._statistics()
+        before = torch.stack([each.double() for each in self._before[2::3]])
+        seen = torch.stack(
+            [torch.stack([each.double() for each in ended[2::3]]) - before for ended in self._ended]
+        )  # (own, norms)
+        table = seen.new_zeros((virtual.size, seen.shape[1]))
+        table[virtual.first : virtual.first + virtual.own] = seen
+        table = self._group.add(table)
+        total = table.sum(0)
+        until = table.cumsum(0)[virtual.first : virtual.first + virtual.own]
+        rows = []
+        for ended, mine, up_to in zip(self._ended, seen, until, strict=True):
+            parts = []
+            for place, norm in enumerate(self._norms):
+                counts = (int(each[place]) for each in (before, mine, up_to, total))
+                _, kept_here, follows = self._weights(norm, *counts)
+                for offset in (0, 1):
+                    was, end = self._before[3 * place + offset], ended[3 * place + offset]
+                    parts.append(((end.double() - kept_here * was.double()) * follows).view(-1))
+            rows.append(torch.cat(parts))
+        joined = virtual.in_order(torch.stack(rows))
+        sizes = [each.numel() for place in range(len(self._norms)) for each in now[3 * place : 3 * place + 2]]
+        for place, part in enumerate(torch.split(joined, sizes)):
+            where = 3 * (place // 2) + place % 2
+            stays, *_ = self._weights(self._norms[place // 2], int(before[place // 2]), 0, 0, int(total[place // 2]))
+            now[where].copy_((stays * self._before[where].double().view(-1) + part).view_as(now[where]))
+        for counter, was, more in zip(now[2::3], before, total, strict=True):
+            counter.copy_(was + more)
+
+    def _join_ranks(self) -> None:
         group, now = self._group, self._statistics()
         counters = torch.stack([each.to(torch.int64) for each in now[2::3]]).to(group.device)
         before = torch.stack([each.to(torch.int64) for each in self._before[2::3]]).to(group.device)

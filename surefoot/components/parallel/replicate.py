@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from surefoot.components.parallel.exact import InOrder
 from surefoot.components.parallel.low_rank import Held, LowRank
 from surefoot.components.parallel.wires import NONE, BrainFloat, Compression, Half, Link, Plain, Wait, Wire
 from surefoot.contract.state import master_of
@@ -42,13 +43,15 @@ class Replicas:
     `arm()` goes before the last backward pass of a step, `finish()` after it: then each gradient is that of all ranks, with the same bits
     on each. A parameter that some ranks have no gradient for counts as 0 there; one that no rank has a gradient for keeps none. What is
     stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed. With `compress`
-    the sums are those of what was sent; with powersgd `keep()` follows, once it is known whether the step was applied.
+    the sums are those of what was sent; with powersgd `keep()` follows, once it is known whether the step was applied. `in_order` gives
+    the same bits whoever computed which of them (`exact`).
     """
 
     def __init__(
         self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
-        compress: Compression = NONE,
+        compress: Compression = NONE, in_order: bool = False,
     ) -> None:  # fmt: skip
+        self._in_order = in_order
         self._group, self._link = group, Link(group)
         self._compress = NONE if group.is_alone else compress
         self._columns = torch.Generator().manual_seed(0)  # what PowerSGD begins with
@@ -149,6 +152,8 @@ class Replicas:
 
     def _make_wire(self, flat: Tensor, parameters: Sequence[Tensor]) -> Wire:
         kind, link = self._compress.kind, self._link
+        if self._in_order:
+            return InOrder(flat, self._group)
         if kind == "powersgd":
             return LowRank(flat, parameters, self._compress.rank, link, self._columns)
         if kind == "fp16":

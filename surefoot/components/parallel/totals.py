@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from surefoot.components.parallel.exact import VirtualRanks
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
 Row = tuple[Tensor, float | Tensor, float]
+Names = tuple[tuple[str, float], ...]  # of terms, with their weights
 
 
 class Totals:
@@ -23,8 +25,20 @@ class Totals:
 
     def add(self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()) -> tuple[dict[str, Row], list[float]]:
         """The terms of all ranks, by name, and the sums of `extra`; a rank without a batch has no terms of its own."""
-        group = self._group
         names = self._find_names(update, mine)
+        row = self._as_row(names, mine, extra)
+        return self._as_found(names, self._group.add(row.to(self._group.device)).tolist())
+
+    def add_in_order(
+        self, update: str, rows: Sequence[Mapping[str, Row]], extra: Sequence[float], virtual: VirtualRanks
+    ) -> tuple[dict[str, Row], list[float]]:
+        """The same of virtual ranks, each of whose terms is a row: they are added in their order."""
+        names = self._find_names(update, next((row for row in rows if row), {}))
+        nothing = [0.0] * len(extra)
+        made = torch.stack([self._as_row(names, row, nothing if number else extra) for number, row in enumerate(rows)])
+        return self._as_found(names, virtual.in_order(made.to(self._group.device)).tolist())
+
+    def _as_row(self, names: Names, mine: Mapping[str, Row], extra: Sequence[float]) -> Tensor:
         row = torch.zeros(2 * len(names) + len(extra), dtype=torch.float64)
         for place, (name, _) in enumerate(names):
             if name in mine:
@@ -37,11 +51,13 @@ class Totals:
                 f"the loss has the term {unknown[0]!r}, which no rank had in the first step",
                 hint="give the same terms in every step, with a count of 0 where there is nothing",
             )
-        summed = group.add(row.to(group.device)).tolist()
+        return row
+
+    def _as_found(self, names: Names, summed: list[float]) -> tuple[dict[str, Row], list[float]]:
         found: dict[str, Row] = {}
         for place, (name, weight) in enumerate(names):
             total, count = summed[2 * place : 2 * place + 2]
-            found[name] = torch.tensor(total, dtype=torch.float64, device=group.device), count, weight
+            found[name] = torch.tensor(total, dtype=torch.float64, device=self._group.device), count, weight
         return found, summed[2 * len(names) :]
 
     def add_counts(self, update: str, counts: Sequence[tuple[str, float]]) -> dict[str, float]:

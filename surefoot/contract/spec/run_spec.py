@@ -118,7 +118,9 @@ class RunSpec(Table):
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
         for table in ("observe", "checkpoint", "memory", "compile", "loader"):
             tables.pop(table, None)
-        tables["layout"] = {key: value for key, value in tables.get("layout", {}).items() if key.startswith("compress")}
+        tables["layout"] = {
+            key: value for key, value in tables.get("layout", {}).items() if key.startswith(("compress", "virtual"))
+        }
         tables.get("data", {}).pop("folder", None)
         for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):
             tables.get("train", {}).pop(key, None)

@@ -45,6 +45,12 @@ def _canonical_duration(text: str) -> str:
     return str(length)
 
 
+def _power_of_two(value: int) -> int:
+    if value < 1 or value & (value - 1):
+        raise ValueError("use a power of two: 1, 2, 4, 8 ...")
+    return value
+
+
 def _some_bytes(text: str) -> None:
     if parse_bytes(text) < 1:
         raise SpecError(f"{text} is nothing", hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"')
@@ -375,6 +381,10 @@ class LayoutTable(Table):
         3, description="what shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too"
     )
     sync_buffers: bool = Field(True, description="BatchNorm's statistics as one process would have them; else rank 0's")
+    virtual_ranks: Annotated[int, AfterValidator(_power_of_two)] | None = Field(
+        None,
+        description="exact mode: sums as so many ranks would have them, a power of two, with the same bits on any that divide it",
+    )
     bucket: Size = Field(
         "25 MiB", description="gradients are sent so many bytes at a time; surefoot bench comm SPEC measures which are best"
     )

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -75,12 +77,17 @@ def main(words: Sequence[str] | None = None) -> None:
     task = resolve(Wide(found), importable=found.importable) if asked.float64 else found
     arrays: dict[str, np.ndarray] = {}
     with told_apart(), Run(spec, task, folder=asked.run, quiet=True) as run:
+        took_s: list[float] = []
+        begun_s = time.perf_counter()
         for report in islice(run.steps(), asked.steps):
             step = report.step
+            took_s.append(time.perf_counter() - begun_s)
             arrays |= _capture_whole(run, report.loss or 0.0, step)
             if report.gradient_norm is not None:
                 arrays[f"norm/{step}"] = np.array(report.gradient_norm, dtype=np.float64)
+            begun_s = time.perf_counter()
         facts = {"batch": str(run.assembly.feed.largest), "steps": str(run.step), "device": run.assembly.engine.device.type}
+        facts["step_s"] = str(statistics.median(took_s[1:] or took_s))
         is_first = run.group.is_first
     if is_first:
         write_report(asked.report, {}, facts=facts, arrays=arrays)

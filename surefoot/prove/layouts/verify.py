@@ -5,6 +5,8 @@ step may be off by what another order of summation does. A sum of n numbers of 2
 magnitudes at the most (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); n is the samples of the batch, and what a tensor is
 off by is told as a share of its largest number, or of a thousandth of the largest of all gradients. Later steps of the spec's own
 precision are not held to a bound: rounding grows there in any two runs.
+
+With `layout.virtual_ranks` no bit of any step may differ, and what that costs is told: a step of each layout with it and without.
 """
 
 from __future__ import annotations
@@ -50,6 +52,15 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of a step of one layout, the median of those after the first: with the same bits on any, and without."""
+
+    layout: str
+    exact_s: float
+    plain_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """All layouts, and what was compared."""
 
@@ -57,6 +68,7 @@ class Verdict:
     batch: int
     microbatch: int
     rows: tuple[Compared, ...]
+    costs: tuple[Cost, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -100,7 +112,9 @@ def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, st
     trial = as_trial(spec, layouts, steps)
     compute = trial.precision.compute
     wide = trial.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else trial
+    is_exact = trial.layout.virtual_ranks is not None
     rows: list[Compared] = []
+    costs: list[Cost] = []
     facts: Mapping[str, str] = {}
     for precision, tried in (("float64", wide), (compute, trial)):
         is_wide = precision == "float64"
@@ -110,12 +124,38 @@ def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, st
             if each.world_size == 1:
                 continue
             tell(f"{each}, {precision}")
-            found, _ = _arrays(tried, each, folder, f"{each} {precision}", steps, is_wide)
+            found, told = _arrays(tried, each, folder, f"{each} {precision}", steps, is_wide)
+            if is_exact:
+                rows.append(_compare_bits(each, precision, whole, found))
+                if not is_wide:
+                    costs.append(_cost(tried, each, folder, steps, told))
+                continue
             allowed = WIDE if is_wide else int(facts["batch"]) * NARROW.get(compute, NARROW["bf16"])
             rows.append(_compare(each, precision, whole, found, allowed, only_first=not is_wide))
+    if is_exact:
+        costs.insert(0, _cost(trial, Layout(), folder, steps, facts))
     return Verdict(
-        num_steps=int(facts["steps"]), batch=int(facts["batch"]), microbatch=trial.train.microbatch or 0, rows=tuple(rows)
-    )
+        num_steps=int(facts["steps"]), batch=int(facts["batch"]), microbatch=trial.train.microbatch or 0, rows=tuple(rows),
+        costs=tuple(costs),
+    )  # fmt: skip
+
+
+def _cost(spec: RunSpec, layout: Layout, folder: Path, steps: int, exact: Mapping[str, str]) -> Cost:
+    plain = spec.replace(layout={"virtual_ranks": None})
+    _, told = _arrays(plain, layout, folder, f"{layout} plain", steps, is_wide=False)
+    return Cost(layout=str(layout), exact_s=float(exact["step_s"]), plain_s=float(told["step_s"]))
+
+
+def _compare_bits(layout: Layout, precision: str, whole: Arrays, found: Arrays) -> Compared:
+    """The tensor that is off most; -0.0 is not 0.0 here."""
+    both = whole.keys() & found.keys()
+    apart = [name for name in {**whole, **found} if name not in both or whole[name].tobytes() != found[name].tobytes()]
+    off = {name: float(np.abs(np.subtract(whole[name], found[name])).max(initial=0.0)) for name in apart if name in both}
+    worst = max(apart or whole, key=lambda name: off.get(name, np.inf))
+    return Compared(
+        layout=str(layout), precision=precision, worst=worst, off=off.get(worst) if apart else 0.0, allowed=0.0, count=len(whole),
+        num_bad=len(apart),
+    )  # fmt: skip
 
 
 def _arrays(

@@ -33,6 +33,7 @@ RULES = (
     Rule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
     Rule("loader.*", "in place", "who reads ahead changes no sample and no number"),
     Rule("layout.compress*", "fork", "what is sent of the gradients is another from the first new step"),
+    Rule("layout.virtual_ranks", "fork", "sums are added in another order from the first new step"),
     Rule(
         "layout.*",
         "in place",

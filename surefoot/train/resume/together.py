@@ -36,8 +36,10 @@ def joined(spec: RunSpec) -> Iterator[Group]:
     rank that does not come."""
     here = place.here()
     layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
-    if here.world_size > 1:
+    if here.world_size > 1 or spec.layout.virtual_ranks is not None:
         _check_shared(spec)
+    if spec.layout.virtual_ranks is not None:
+        _check_exact(spec, spec.layout.virtual_ranks, here.world_size)
     with join(here, find_device(spec.train.device), wait_s=WAIT_S, timeout_s=spec.layout.timeout) as group:
         yield group
 
@@ -68,6 +70,27 @@ def _check_shared(spec: RunSpec) -> None:
                 f"{key} is {table.get(room, {}).get(name)!r}, and there are several ranks: {why}",
                 hint=f"leave {key} out, or train on one rank",
             )
+
+
+def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
+    """Raise SpecError for what would not have the same bits on other numbers of ranks."""
+    if size % world_size:
+        legal = [str(each) for each in range(1, size + 1) if size % each == 0]
+        raise SpecError(
+            f"layout.virtual_ranks is {size}, and there are {world_size} ranks", hint=f"start {' or '.join(legal)} of them"
+        )
+    refused = {
+        "train.threads": (spec.train.threads is None, "kernels may sum in another order with other numbers of threads: state it"),
+        "layout.shard": (spec.layout.shard > 1, "the norm of parts is summed in another order than that of wholes"),
+        "layout.compress": (spec.layout.compress != "none", "what a rank leaves out depends on what it computes"),
+        "precision.weights": (spec.precision.weights != "fp32", "16 bits round what is added up"),
+        "train.batchnorm": (spec.train.batchnorm == "sync", "it joins what ranks see"),
+    }
+    for key, (is_set, why) in refused.items():
+        if is_set:
+            room, name = key.split(".")
+            given = getattr(getattr(spec, room), name)
+            raise SpecError(f"{key} is {given!r}, and layout.virtual_ranks is {size}: {why}", hint=f"set {key}, or leave it out")
 
 
 def _is_time(text: str) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from surefoot.components.optim import leaf_of, master_of
 from surefoot.components.parallel import Compression, JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
+from surefoot.components.parallel.exact import Ordered, VirtualRanks
 from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from surefoot.components.parallel.totals import Row
 from surefoot.components.parallel.wires import NONE
@@ -25,8 +26,11 @@ class Ranks:
 
     def __init__(
         self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, sharded: Sharded | None = None,
-        joins_buffers: bool = True, compress: Compression = NONE,
+        joins_buffers: bool = True, compress: Compression = NONE, num_virtual: int | None = None,
     ) -> None:  # fmt: skip
+        self._virtual = None if num_virtual is None else VirtualRanks(num_virtual, group)
+        self._ordered: list[Ordered] = []
+        self._rows: list[dict[str, Row]] = []  # the loss terms of each virtual rank that is over
         self.group, self._updates, self._model, self.sharded, self._compress = group, updates, model, sharded, compress
         self.names = [update.name for update in updates]
         self.replicas: list[Any] = []
@@ -35,7 +39,7 @@ class Ranks:
             for update in updates:
                 update.guarded.join_norm = self._join_norm
         self.totals = Totals(group)
-        self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers)
+        self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers, virtual=self._virtual)
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
         self._mine, self._was_told = 0, False
@@ -57,10 +61,14 @@ class Ranks:
         if self.sharded is not None:  # cut as it was made
             self.replicas = [self.sharded.synced(each) for each in leaves]
             return
+        is_exact = self._virtual is not None
         self.replicas = [
-            Replicas(each, self.group, bucket_bytes=bucket_bytes, first_bytes=first_bytes, compress=self._compress)
+            Replicas(
+                each, self.group, bucket_bytes=bucket_bytes, first_bytes=first_bytes, compress=self._compress, in_order=is_exact
+            )
             for each in leaves
         ]
+        self._ordered = [Ordered(each) for each in leaves] if is_exact else []
 
     def step(self, number: int) -> None:
         """A step begins, with the reading of its samples."""
@@ -81,8 +89,35 @@ class Ranks:
         for each in self._sync_norms:  # from the first step on: what is tried before it, a rank tries alone
             each.group = self.group
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums are those of virtual ranks, in their order."""
+        return self._virtual is not None
+
+    def open(self, index: int, first: int, num_microbatches: int) -> None:
+        """The passes of an update begin, from microbatch `first` on of so many on all ranks."""
+        if self._virtual is not None:
+            self._virtual.begin(num_microbatches)
+            self._rows = []
+            self.passed(index, first, {})
+
+    def arm(self, index: int) -> None:
+        """The last backward pass comes: gradients go out as they come, unless they are first added in their order."""
+        if self._virtual is None:
+            self.replicas[index].arm()
+
+    def passed(self, index: int, done: int, mine: dict[str, Row]) -> None:
+        """So many microbatches of the step are done, or another rank's; `mine` are the terms of those since a virtual rank was over."""
+        for _ in range(0 if self._virtual is None else self._virtual.count_over(done)):
+            self._ordered[index].end_one()
+            self.buffers.end_one()
+            self._rows.append(dict(mine))
+            mine.clear()
+
     def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
         """The loss terms of all ranks for an update, by its place; and its gradients, where they need not be told their factor first."""
+        if self._virtual is not None:
+            self._ordered[index].put_back()
         if not self.replicas[index].asks_factor:
             self.replicas[index].finish()
         return self.add(self.names[index], mine)
@@ -94,7 +129,11 @@ class Ranks:
 
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
         """The loss terms of all ranks; with the first of a step go the samples."""
-        found, told = self.totals.add(update, mine, () if self._was_told else (float(self._mine),))
+        extra = () if self._was_told else (float(self._mine),)
+        if self._virtual is None or not update:
+            found, told = self.totals.add(update, mine, extra)
+        else:
+            found, told = self.totals.add_in_order(update, self._rows, extra, self._virtual)
         if told:
             self._was_told, self.num_samples = True, int(told[0])
         return found

@@ -161,7 +161,7 @@ class _EveryNth(Order):
     share: Share = WHOLE
 
     def permutation(self, epoch: int) -> Any:
-        rank, size = self.share
+        rank, size = self.share.rank, self.share.size
         return lambda positions: (positions // self.batch * size + rank) * self.batch + positions % self.batch
 
 

@@ -96,7 +96,15 @@ def make_ranks(
         _check_sharded(sharded, updates, course.feed, group.size)
     table = spec.layout
     compress = Compression(table.compress, table.compress_rank)
-    made = Ranks(group, model, updates, sharded=sharded, joins_buffers=table.sync_buffers, compress=compress)
+    made = Ranks(
+        group,
+        model,
+        updates,
+        sharded=sharded,
+        joins_buffers=table.sync_buffers,
+        compress=compress,
+        num_virtual=table.virtual_ranks,
+    )
     made.use_buckets(parse_bytes(table.bucket), parse_bytes(table.first_bucket))
     if table.check_every != "never":
         made.checks_after = course.rhythm(table.check_every)

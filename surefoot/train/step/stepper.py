@@ -210,6 +210,8 @@ class Stepper:
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
         num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
+        if self.ranks is not None:
+            self.ranks.open(index, self._first, self._num_cut)
         with nullcontext() if self._look is None else self._looked_at(self._look):
             for position, batch in enumerate(batches):
                 if position:
@@ -229,9 +231,11 @@ class Stepper:
                     return *self._update_in_backward(update.in_backward, terms, factors, named), False
                 switch(BACKWARD)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
-                    self.ranks.replicas[index].arm()
+                    self.ranks.arm(index)
                 backward([term.total for term in terms], factors, inputs)
                 _add(mine, terms)
+                if self.ranks is not None:
+                    self.ranks.passed(index, self._first + position + 1, mine)
                 if self.noise is not None and position == 0:
                     first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
         if self.ranks is not None:
@@ -333,6 +337,11 @@ class Stepper:
         """The same over all ranks, of which one may have no batch."""
         rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
         names = rows[0] if rows else {}
+        if ranks.is_exact and not all(float(value).is_integer() for row in rows for value in row.values()):
+            raise TaskError(
+                "counts(batch) gives a number that is not whole, whose sum depends on its order",
+                hint="count items, or leave layout.virtual_ranks out",
+            )
         found = ranks.totals.add_counts(update, [(name, float(sum(row[name] for row in rows))) for name in names])
         return found[""] if list(found) == [""] else found
 
