@@ -119,6 +119,8 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     assert not is_stalled([seen(0, 7, 9.0, step=1), seen(1, 6, None, step=1)], 5.0)
     saves = Seen(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
     assert not is_stalled([seen(0, 7, 9.0), saves], 5.0)
+    alone = Seen(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
+    assert is_stalled([seen(0, 7, 9.0), alone], 5.0)  # what the others take no part in does not end by itself
 
 
 def test_what_a_rank_does_is_read_from_outside() -> None:

@@ -21,8 +21,8 @@ class Hang:
 
 
 def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
-    """Whether a rank has waited so long for others, none of which is busy; ten times as long in the first steps, which compile."""
-    if any(row.record.is_busy for row in rows):
+    """Whether a rank has waited so long for others, none of which is busy by itself; ten times as long in steps that compile."""
+    if any(row.record.is_busy and row.record.waits_s is None for row in rows):  # one that saves alone waits as the others do
         return False
     return any(
         row.record.waits_s is not None and row.record.waits_s >= after_s * (EARLY if row.record.step <= FIRST_STEPS else 1)
