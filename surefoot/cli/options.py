@@ -128,7 +128,7 @@ def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int 
     from surefoot.core import layout
 
     if ranks > 0:
-        layout.fit(ranks, spec.layout.replicate)
+        layout.fit(ranks, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
     judge = Judge(lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words)
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     return launch(

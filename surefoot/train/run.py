@@ -409,8 +409,9 @@ class Run:
         self._close_window()
         try:
             with self._clock.within(CHECKPOINT):
-                self._ledger.sync()
-                self._telling.journal.sync()
+                with self._keeper.alike():
+                    self._ledger.sync()
+                    self._telling.journal.sync()
                 clock, score = {"training_s": self.training_s}, self._scores.score_of(self.step)
                 self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
         except StorageError as error:

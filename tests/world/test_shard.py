@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from surefoot.cli.options import launch_ranks
 from surefoot.components import checkpoint
 from surefoot.components.data import consumed
 from surefoot.components.parallel.shard import cut_rows
@@ -20,8 +21,9 @@ from surefoot.contract import commits, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of
 from surefoot.core import place
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, SpecError, StorageError
 from surefoot.core.flight import Kind
+from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, apart, spec, train
@@ -307,6 +309,20 @@ class Apart(Stacked):
         return model
 
 
+class Empty(Stacked):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.nothing = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        return model
+
+
+class ChannelsLast(Stacked):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.filters = nn.Conv2d(2, 3, 3).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+
 @pytest.mark.parametrize(
     ("task", "layout", "tables", "words"),
     [
@@ -319,6 +335,8 @@ class Apart(Stacked):
         (Alone, {"shard": 2, "stage": 3}, {}, "gathers the weights of a block at a time"),
         (Scalar, {"shard": 2, "stage": 1}, {}, "splits parameters by rows, and offset has no dimension"),
         (TiedBlocks, {"shard": 2}, {}, "is tied to a parameter of another unit"),
+        (Empty, {"shard": 2, "stage": 2}, {}, "nothing is empty: [0, 3]"),
+        (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
         (Apart, {"shard": 2, "stage": 2}, {}, "weights at the start: rank 1 has"),
         (Sentences, {"shard": 2, "stage": 2}, {}, "calls parts of a ModuleDict"),
     ],
@@ -330,3 +348,70 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(
     found = run_ranks(2, lambda rank: train(tmp_path / "run", task(), given), tmp_path / "ranks")
     assert words in found[0]["error"], found[0]["error"]
     assert not (tmp_path / "run").exists()
+
+
+class Slashed(Stacked):
+    """Parameters whose names have a slash: a part of each is on either rank."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        model.named = nn.ParameterDict({"a/b": nn.Parameter(torch.ones(4, 8, dtype=torch.float64))})
+        inner = model.forward
+        model.forward = lambda words: inner(words) + model.named["a/b"].prod(0).sum()
+        return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_too(stage: int, tmp_path: Path) -> None:
+    """Without it rank 0's rows of them stood in the commit as if they were all."""
+    given = spec(layout={"shard": 2, "stage": stage, "first_bucket": "8 B", "bucket": "8 B"}, train={"length": "2 steps"})
+
+    def job(rank: int) -> Any:
+        with Run(given, Slashed(), folder=tmp_path / "run", quiet=True) as run:
+            return len(list(run.steps()))
+
+    assert run_ranks(2, job, tmp_path / "ranks") == [2, 2]
+    held = checkpoint.Commit(tmp_path / "run", 2).read("optimizer.safetensors")
+    assert {tuple(each.shape) for name, each in held.items() if "/a/b/" in name or ".a/b/" in name} >= {(4, 8)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, lambda rank: _left(tmp_path / "run", sharded({"shard": 2, "stage": 1}), 1), tmp_path / "first")
+    given = spec(layout={"shard": 2, "stage": stage}, train={"length": "1 step"}, optim={"name": "sgd", "lr": 0.0, "clip": 0.0})
+
+    def job(rank: int) -> Any:
+        start = Start(tmp_path / "run", 1, weights_only=True)
+        with Run(given, Stacked(), folder=tmp_path / "new", quiet=True, start=start) as run:
+            return len(list(run.steps()))
+
+    found = run_ranks(2, job, tmp_path / "second")
+    assert found == [1, 1], found
+    before, after = final_weights(tmp_path / "run", 1), final_weights(tmp_path / "new", 1)
+    assert worst({name: before[name] for name in before if "norm.r" not in name and "num_b" not in name},
+                 {name: after[name] for name in before if "norm.r" not in name and "num_b" not in name}) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by_all(refused: int, tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        given = sharded({"shard": 2, "stage": 1, "timeout": 10.0}, train={"length": "5 steps"}, checkpoint={"every": "1 step"})
+        with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
+            sync = run._telling.journal.sync
+
+            def fails() -> None:
+                if run.step == 3:
+                    raise StorageError("no space")
+                sync()
+
+            if rank == refused:
+                run._telling.journal.sync = fails  # type: ignore[method-assign]
+            return len(list(run.steps()))
+
+    assert run_ranks(2, job, tmp_path / "ranks") == [5, 5]
+    assert manifest.steps(tmp_path / "run") == [4, 5]
+
+
+def test_a_layout_that_the_ranks_do_not_make_up_is_refused_before_they_are_started() -> None:
+    with pytest.raises(SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, and there are 4 ranks"):
+        launch_ranks(4, RunSpec(layout={"shard": 2, "replicate": 3}), None, None)  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
 """Commits: written aside, synced, renamed last, beside the training; read back into place, every byte held against its digest."""
 
 from surefoot.components.checkpoint.background import Saved, Saver
-from surefoot.components.checkpoint.load import MODEL, Commit, newest_loadable, read_weights
+from surefoot.components.checkpoint.load import MODEL, Commit, identity, newest_loadable, read_weights
 from surefoot.components.checkpoint.modules import check_buffers, held_by, put_back_buffers, put_back_extra
 from surefoot.components.checkpoint.own import Restored, check_state, load, load_into, save
 from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit, commit_together
 from surefoot.components.checkpoint.store import Store
-from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, fill, find_unchanged
+from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, fill, find_unchanged, whole_shape
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.retention import retain
@@ -15,6 +15,6 @@ from surefoot.contract.retention import retain
 __all__ = [
     "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_buffers", "check_state",
     "check_storable", "clear_drafts", "commit", "commit_together", "create", "fill", "find_step", "find_unchanged", "held_by",
-    "join", "load", "load_into", "newest_loadable", "put_back_buffers", "put_back_extra", "random_states", "read_weights",
-    "restore_random", "retain", "save", "split", "sync_folder", "taken_from",
+    "identity", "join", "load", "load_into", "newest_loadable", "put_back_buffers", "put_back_extra", "random_states", "read_weights",
+    "restore_random", "retain", "save", "split", "sync_folder", "taken_from", "whole_shape",
 ]  # fmt: skip

@@ -96,11 +96,11 @@ def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bo
 
 def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False) -> None:
     """Raise RunFolderError, listing both sides, unless `stored` holds what `live` needs; bf16 goes into fp32 to `widen`."""
-    held = {_identity(live[name]) for name in stored if name in live}
+    held = {identity(live[name]) for name in stored if name in live}
     missing = [
         name
         for name, tensor in live.items()
-        if name not in stored and (_identity(tensor) not in held or not (tensor.numel() or part_of(tensor)))
+        if name not in stored and (identity(tensor) not in held or not (tensor.numel() or part_of(tensor)))
     ]
     unexpected = [name for name in stored if name not in live]
     both = [(name, piece, live[name]) for name, piece in stored.items() if name in live]
@@ -131,7 +131,8 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """What two names of one tensor have in common."""
     if part_of(tensor) is not None:
         return id(tensor), (), ()  # a part may have no rows, and then no place in memory
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

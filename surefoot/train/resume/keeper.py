@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,19 @@ class Keeper:
         }  # fmt: skip
 
     # ---- saving
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """What each rank writes before a save that all take part in: where the disk refuses it to one, none of them saves."""
+        problem: StorageError | None = None
+        try:
+            yield
+        except StorageError as error:
+            problem = error
+        if self._state.is_shared and self._group.most([float(problem is not None)])[0]:
+            raise problem or StorageError("another rank could not write what comes before its part")
+        if problem is not None:
+            raise problem
 
     def save(
         self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,

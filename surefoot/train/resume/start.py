@@ -18,6 +18,7 @@ from surefoot.contract import commits, events, manifest, spec_file
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import part_of
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.train.assemble import Assembly
@@ -196,17 +197,20 @@ def _load_weights(commit: Commit, assembly: Assembly) -> str:
     """Read what fits by name and shape; gives what was loaded and what was not, in words."""
     stored = commit.pieces(checkpoint.MODEL)
     own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model).tensors.items()}
-    fits = {name for name, piece in stored.items() if name in own and tuple(own[name].shape) == piece.whole == piece.shape}
-    reshaped = [f"{n} {list(p.whole)}, now {list(own[n].shape)}" for n, p in stored.items() if n in own and n not in fits]
+    shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}  # a rank may hold some rows of each
+    fits = {name for name, piece in stored.items() if shapes.get(name) == piece.shape}
+    reshaped = [f"{n} {list(p.shape)}, now {list(shapes[n])}" for n, p in stored.items() if n in own and n not in fits]
     unexpected = [name for name in stored if name not in own]
-    held = {own[name].data_ptr() for name in fits if own[name].numel()}
-    missing = [name for name, each in own.items() if name not in stored and each.data_ptr() not in held]
+    held = {checkpoint.identity(own[name]) for name in fits if own[name].numel() or part_of(own[name])}
+    missing = [name for name, each in own.items() if name not in stored and checkpoint.identity(each) not in held]
     told = _told(len(fits), len(stored), {"missing": missing, "of another shape": reshaped, "unexpected": unexpected})
     if not fits:
         raise RunFolderError(f"no weight of {commit.folder} fits the model: {told}", hint="build the model that they are of")
 
     def give(name: str, piece: Piece) -> Tensor:
-        return own[name].detach() if name in fits else checkpoint.create(name, piece)
+        if name not in fits:
+            return checkpoint.create(name, piece)
+        return own[name] if part_of(own[name]) else own[name].detach()  # what it is a part of stands at the parameter
 
     commit.read(checkpoint.MODEL, give)
     publish(assembly.model.parameters())

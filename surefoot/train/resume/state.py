@@ -130,7 +130,7 @@ class LiveState:
 
     def _moved(self, name: str) -> Tensor | None:
         """The rows of the parameter that a tensor of an optimiser's state belongs to; None where ranks hold wholes."""
-        return self._held.get(name.split("/")[-2])
+        return self._held.get(name.partition("/state/")[2].rpartition("/")[0])  # a parameter's own name may have a "/"
 
     def check(self) -> None:
         """Raise TaskError for what a commit cannot hold, before there is any."""

@@ -35,6 +35,7 @@ class FullySharded:
 
     def __init__(self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int) -> None:
         check_has_rows(model)
+        _check_gathered(model)
         _check_apart(model, units)
         if isinstance(model, nn.ModuleDict | nn.ModuleList):
             kind = type(model).__name__
@@ -146,6 +147,21 @@ class _Scattering(_Own):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         assert op == dist.ReduceOp.SUM
         self._group.begin_to_scatter(output_tensor, input_tensor)()
+
+
+def _check_gathered(model: nn.Module) -> None:
+    """Raise SpecError for a parameter that `fully_shard` does not take."""
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise SpecError(
+                f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: {list(parameter.shape)}",
+                hint="leave it out of the model, or set layout.stage = 1",
+            )
+        if not parameter.is_contiguous():
+            raise SpecError(
+                f"stages 2 and 3 gather contiguous parameters, and {name} lies in memory in another order, as channels_last does",
+                hint='set layout.stage = 1, or leave out train.memory_format = "channels_last"',
+            )
 
 
 def _check_one_dtype(module: nn.Module) -> None:
