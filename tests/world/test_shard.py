@@ -287,6 +287,14 @@ class Alone(Stacked):
         return model
 
 
+class Parts(Stacked):
+    """A task that calls parts of its model."""
+
+    def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        made: Tensor = model.head(model.table(batch["words"].flatten()))
+        return made
+
+
 class Scalar(Stacked):
     def model(self) -> nn.Module:
         model = super().model()
@@ -339,6 +347,7 @@ class ChannelsLast(Stacked):
         (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
         (Apart, {"shard": 2, "stage": 2}, {}, "weights at the start: rank 1 has"),
         (Sentences, {"shard": 2, "stage": 2}, {}, "calls parts of a ModuleDict"),
+        (Parts, {"shard": 2, "stage": 3}, {}, "gather weights where the model is called"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_before_anything_is_written(

@@ -50,9 +50,11 @@ def memory(
         raise InputError(f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone", hint="leave one of them out")
     if ranks is None and half:
         raise InputError("--half says what ranks hold", hint="surefoot memory --parameters 175B --ranks 64 --half")
-    if ranks is not None and (parameters is None or fit is not None or ranks < 1):
+    if ranks is not None and ranks < 1:
+        raise InputError(f"--ranks is {ranks}", hint="use 1 or more")
+    if ranks is not None and (parameters is None or fit is not None):
         raise InputError(
-            f"--ranks {ranks} goes with --parameters alone, and takes 1 or more",
+            f"--ranks {ranks} goes with --parameters alone",
             hint="surefoot memory --parameters 175B --ranks 64",
         )
     if measure and fit is not None:

@@ -24,6 +24,7 @@ OVER_BATCHES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
 TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor of two
+PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...) and no part of it, or set layout.stage = 1"
 
 
 def check(assembly: Assembly) -> list[str]:
@@ -157,9 +158,8 @@ def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"the first forward pass of update {name} failed: {describe(error)}", hint="run with --traceback to see where"
-        ) from error
+        hint = PARTS_HINT if "DTensor" in str(error) else "run with --traceback to see where"
+        raise TaskError(f"the first forward pass of update {name} failed: {describe(error)}", hint=hint) from error
     return as_loss(made, f"update {name}")
 
 

@@ -39,6 +39,8 @@ def check(assembly: Assembly) -> list[str]:
         shares = [_apart(assembly, update, [read(np.concatenate(parts))], list(map(read, parts))) for update in assembly.updates]
     told = max((share for share in shares if share is not None), default=None)
     moved = f"which moves the gradient of its first {sum(map(len, parts)):,} samples by {format_percent(told)}"
+    if told is None:  # ranks that hold a part each see no whole gradient
+        moved = "which moves its gradient"
     cure = 'train.batchnorm = "group" (or "layer") puts a norm in its place that sees each sample by itself'
     return [f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of {feed.batch_at(0):,}, {moved}; {cure}"]
 
