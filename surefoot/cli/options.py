@@ -121,7 +121,7 @@ def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int 
 
     What does not train (`trains`) writes no commit to go on after.
     """
-    from surefoot.control.diagnose.hang import find_hang, is_stalled
+    from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
     from surefoot.control.launch import launch
     from surefoot.control.launch.local import without_ranks
     from surefoot.control.launch.looking import Judge
@@ -129,7 +129,10 @@ def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int 
 
     if ranks > 0:
         layout.fit(ranks, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
-    judge = Judge(lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words)
+    judge = Judge(
+        lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words,
+        lambda rows: "" if (found := find_apart(rows)) is None else found.words,
+    )  # fmt: skip
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     return launch(
         without_ranks(sys.argv[1:]), ranks, _say, judge, run=run, max_restarts=3 if max_restarts is None else max_restarts

@@ -10,18 +10,20 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Result = TypeVar("Result")
-NUM_BYTES = 64
+KEPT = 16  # collectives of which kind and size are remembered
+NUM_BYTES = 64 + 8 * KEPT
 BUSY = -2  # in the place of a microbatch
 ROW = struct.Struct("<6q")  # step, microbatch, collectives begun, kind of the last, its bytes, when it was begun (0: it is over)
 FIELD = struct.Struct("<q")
 STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
+RECENT = struct.Struct(f"<{KEPT}q")  # of collective n in place n % KEPT: its size times 16 and its kind
 
 
 class Kind(IntEnum):
@@ -48,7 +50,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Record:
-    """Where a rank is: its `step` and `microbatch`, its `count`-th collective, and how long it has been in that one, or None."""
+    """Where a rank is: its `step` and `microbatch`, its `count`-th collective, and how long it has been in that one, or None.
+
+    `recent` holds kind and bytes of the newest collectives by their number; bytes are -1 where ranks may differ in them.
+    """
 
     step: int
     microbatch: int
@@ -56,6 +61,7 @@ class Record:
     kind: Kind
     num_bytes: int
     waits_s: float | None
+    recent: Mapping[int, tuple[Kind, int]] = field(default_factory=dict)
 
     @property
     def is_busy(self) -> bool:
@@ -63,14 +69,15 @@ class Record:
         return self.microbatch == BUSY
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One rank as its launcher sees it: its record, the letter of its state (proc(5)), and its stack, innermost frame first."""
+class Seen(NamedTuple):
+    """One rank as its launcher sees it: its record, the letter of its state (proc(5)), its stack, innermost frame first, and the file that
+    it waits for, as `read of /data/part.tar`."""
 
     rank: int
     record: Record
     state: str
     stack: tuple[str, ...] = ()
+    file: str = ""
 
 
 class Flight:
@@ -97,17 +104,20 @@ class Flight:
         finally:
             FIELD.pack_into(self._map, MICROBATCH, -1)
 
-    def during(self, kind: Kind, num_bytes: int, job: Callable[[], Result]) -> Result:
-        """Do what all ranks do together."""
+    def during(self, kind: Kind, num_bytes: int, job: Callable[[], Result], *, is_of_all: bool = True) -> Result:
+        """Do what all ranks do together, or (`is_of_all`) those of an axis, which may hold more than those of another.
+
+        Where it ends in an error the record stays as it is: whoever looks on sees in what.
+        """
         self._count += 1
         FIELD.pack_into(self._map, COUNT, self._count)
         FIELD.pack_into(self._map, KIND, kind)
         FIELD.pack_into(self._map, SIZE, num_bytes)
+        FIELD.pack_into(self._map, ROW.size + 16 + 8 * (self._count % KEPT), (num_bytes if is_of_all else -1) * 16 + kind)
         FIELD.pack_into(self._map, SINCE, time.monotonic_ns())
-        try:
-            return job()
-        finally:
-            FIELD.pack_into(self._map, SINCE, 0)
+        result = job()
+        FIELD.pack_into(self._map, SINCE, 0)
+        return result
 
 
 def make_file(name: str) -> int:
@@ -127,6 +137,10 @@ def open_nameless(name: str) -> int:
 
 def read(descriptor: int) -> Record:
     """What a rank wrote last."""
-    step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack(os.pread(descriptor, ROW.size, 0))
+    step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack_from(content := os.pread(descriptor, NUM_BYTES, 0))
     waits_s = (time.monotonic_ns() - since_ns) / 1e9 if since_ns else None
-    return Record(step, microbatch, count, Kind(kind), num_bytes, waits_s)
+    kept = RECENT.unpack_from(content, ROW.size + 16)
+    recent = {
+        each: (Kind(kept[each % KEPT] % 16), kept[each % KEPT] // 16) for each in range(max(1, count - KEPT + 1), count + 1)
+    }
+    return Record(step, microbatch, count, Kind(kind), num_bytes, waits_s, recent)

@@ -2,114 +2,295 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from surefoot.control.diagnose.hang import find_hang, is_stalled
+from surefoot.contract.task import Loss
+from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch.looking import parse_stacks
 from surefoot.core.flight import BUSY, Flight, Kind, Record, Seen, make_file, read
+from surefoot.train.run import Run
+from tests.world.launched import Supervised, forked, speak
 from tests.world.test_launch import environment, processes_of
+from tests.world.test_run import Sentences, spec, train
 
-HANGS = '''
-import os, signal, time
-import torch
-from surefoot.tasks.digits import Digits as Plain
-
-IS_GUILTY = os.environ.get("RANK", "0") == "1"
+WITHIN_S, STALL_S, PLANTED = 5.0, 1.0, 17  # the call of the loss, in the fifth step
+CLONE_NEWNET = 0x40000000
 
 
-class Hangs(Plain):
-    """Digits; on rank 1 something of `kind` happens in a later step."""
+class Hangs(Sentences):
+    """Texts; rank 1 does something of `kind` in its fifth step, or while it reads for the next one."""
 
-    def __init__(self, kind: str = "") -> None:
-        super().__init__()
-        self.kind, self.calls = kind, 0
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder, self.calls = kind, folder, 0
 
-    def data(self, split):
+    def plant(self, *reading: str) -> None:
+        if os.environ["RANK"] != "1" or self.calls < PLANTED - bool(reading) or (self.folder / "planted").exists():
+            return
+        if bool(reading) == (self.kind in ("data", "disk")):
+            (self.folder / "planted").write_text(str(time.monotonic()))
+            PLANTS[self.kind](self.folder)
+
+    def data(self, split: str) -> Any:
         source = super().data(split)
-        return Stuck(source, self) if self.kind == "data" and split == "train" else source
+        return Reads(source, self) if split == "train" else source
 
-    def loss(self, output, batch):
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
         if torch.is_grad_enabled():
             self.calls += 1
-            if IS_GUILTY and self.calls == 9:
-                if self.kind == "stopped":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                elif self.kind == "computes":
-                    while True:
-                        self.calls += 0
-                elif self.kind == "branch":
-                    torch.distributed.all_reduce(torch.zeros(3))
+            if self.kind == "shape" and self.calls == PLANTED:
+                self.plant_shape()
+            else:
+                self.plant()
         return super().loss(output, batch)
 
+    def plant_shape(self) -> None:
+        is_other = os.environ["RANK"] == "1"
+        if is_other:
+            (self.folder / "planted").write_text(str(time.monotonic()))
+        torch.distributed.all_reduce(torch.zeros(3 if is_other else 300))
 
-class Stuck:
+
+class Reads:
     guarantee = "proven"
 
-    def __init__(self, source, task):
+    def __init__(self, source: Any, task: Hangs) -> None:
         self.source, self.task, self.digest = source, task, source.digest
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.source)
 
-    def describe(self):
-        return "stuck"
+    def describe(self) -> str:
+        return "texts"
 
-    def read(self, ids):
-        if IS_GUILTY and self.task.calls >= 8:
-            time.sleep(1000)
+    def read(self, ids: np.ndarray) -> Any:
+        self.task.plant("reading")
         return self.source.read(ids)
-'''
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("stopped", ("rank 1 of 2 has not come", "it is stopped (SIGSTOP)")),
-        ("computes", ("rank 1 of 2 has not come", "hangs.py:", "in loss")),
-        pytest.param("data", ("rank 1 of 2 has not come", "hangs.py:", "in read"), marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_keeps_the_others_waiting_is_named_with_its_place(kind: str, said: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "hangs.py").write_text(HANGS)
-    begun_s = time.monotonic()
+def wait_for_a_file(folder: Path) -> None:
+    """A file of which nothing comes: the call is that of a disk that does not answer."""
+    os.mkfifo(folder / "part.tar")
+    (folder / "part.tar").read_bytes()
+
+
+def compute(folder: Path) -> None:
+    while True:
+        pass
+
+
+PLANTS: dict[str, Callable[[Path], Any]] = {
+    "data": lambda folder: time.sleep(1000), "computes": compute, "disk": wait_for_a_file,
+    "branch": lambda folder: torch.distributed.all_reduce(torch.zeros(3)),
+    "barrier": lambda folder: torch.distributed.barrier(), "dead": lambda folder: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda folder: os.kill(os.getpid(), signal.SIGSTOP),
+    "network": lambda folder: subprocess.run(["ip", "link", "set", "lo", "down"], check=True),
+}  # fmt: skip
+NAMED = {  # what the verdict says of each kind
+    "data": ("rank 1 of 2 has not come: rank 1 is in step ", "test_hang.py:", "in <lambda>"),
+    "computes": ("rank 1 of 2 has not come: rank 1 is in step 5, microbatch ", "in compute"),
+    "disk": ("rank 1 of 2 has not come", "it waits for a disk or a file (openat of ", "part.tar), at ", "in wait_for_a_file"),
+    "uneven": ("rank 1 of 2 has not come: rank 1 is in step 5", "error: rank 1 of 2 ended with exit code 0, as if the run"),
+    "uneven evaluation": (
+        "the ranks did not call collective ", "rank 0 called a maximum of 24 bytes and is in step 5",
+        "rank 1 called a maximum of 8 bytes and is in step 5", "in takes_steps",
+    ),
+    "branch": ("rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:"),
+    "barrier": ("rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:"),
+    "shape": ("ended by SIGABRT", "in a collective that the task calls itself, at ", "in plant_shape"),
+    "dead": ("rank 1 of 2 was ended by SIGKILL",),
+    "stopped": ("rank 1 of 2 has not come", "it is stopped (SIGSTOP)"),
+    "network": ("all 2 ranks are in the sum of gradients of ", "the network between them is cut, or too slow"),
+}  # fmt: skip
+LONGER = ("barrier", "computes", "uneven evaluation")
+
+
+def takes_steps(kind: str, folder: Path) -> int:
+    """A loop which rank 1 leaves early, or in which it alone evaluates."""
+    with Run(spec(train={"length": "40 steps"}), Sentences(), folder=folder / "run", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 5 and run.group.rank == 1:
+                (folder / "planted").write_text(str(time.monotonic()))
+                if kind == "uneven":
+                    return 0
+                run.evaluate()
+    return 0
+
+
+def own_network() -> None:
+    """A network of this process's own and of those that it begins, which may be cut."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNET) or subprocess.run(["ip", "link", "set", "lo", "up"], check=False).returncode:
+        os._exit(77)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED])
+def test_what_holds_up_the_others_is_named_within_five_seconds(kind: str, tmp_path: Path) -> None:
+    """Data, uneven work, another branch, another shape, a dead rank, a stopped one, a disk, the network: planted in rank 1 of two."""
+
+    def job(rank: int) -> int:
+        if kind.startswith("uneven"):
+            return takes_steps(kind, tmp_path)
+        train(tmp_path / "run", Hangs(kind, tmp_path), spec(train={"length": "40 steps"}))
+        return 0
+
+    prepare = own_network if kind == "network" else lambda: None
+    supervised = Supervised(job, 2, tmp_path / "ranks", stall_s=STALL_S, prepare=prepare)
+    code = supervised.wait()
+    if code == 77:
+        pytest.skip("no network of one's own here: it takes the rights of root")
+    elapsed_s = time.monotonic() - float((tmp_path / "planted").read_text())
+    said = supervised.said
+    assert code in (8, 134, 137), said
+    assert elapsed_s < WITHIN_S, said
+    assert all(each in said for each in NAMED[kind]), said
+    assert "Traceback" not in said
+    assert supervised.left() == []
+
+
+def test_the_command_names_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
     done = subprocess.run(
         [
-            sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "hangs.py:Hangs"), "--ranks", "2", "--steps", "80",
-            "--run", str(tmp_path / "run"), "--quiet", "--max-restarts", "0", "--set", f'task.kind="{kind}"', "--set", "layout.stall=1.5",
-            "--set", "observe.tensorboard=false",
+            sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "stops.py:Stops"), "--ranks", "2", "--steps", "80",
+            "--run", str(tmp_path / "run"), "--quiet", "--max-restarts", "0", "--set", "layout.stall=1.5", "--set",
+            "observe.tensorboard=false",
         ],
         env=environment(), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 8, done.stderr
-    assert time.monotonic() - begun_s < 20
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("error: ")]
-    assert all(each in line for each in said), line
+    assert "rank 1 of 2 has not come" in line
+    assert "it is stopped (SIGSTOP)" in line
     assert "rank 0 waits in the sum of gradients of " in line or "rank 0 waits in a sum of " in line, line
     assert processes_of(tmp_path) == []
+
+
+STOPS = '''
+import os, signal
+import torch
+from surefoot.tasks.digits import Digits as Plain
+
+
+class Stops(Plain):
+    """Digits; rank 1 is stopped in a later step."""
+
+    calls = 0
+
+    def loss(self, output, batch):
+        self.calls += torch.is_grad_enabled()
+        if os.environ.get("RANK") == "1" and self.calls == 9:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().loss(output, batch)
+'''
+
+
+@pytest.mark.slow
+def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the_ranks_do_together(tmp_path: Path) -> None:
+    """Two ranks in networks of their own, joined by a link that is cut in a step; plain variables."""
+
+    def cut() -> int:
+        own_network()
+        with Neighbour() as neighbour:
+            ranks = [_plain_rank(rank, neighbour, tmp_path) for rank in range(2)]
+            for pid in ranks:
+                os.waitpid(pid, 0)
+        return 0
+
+    pid = forked(cut)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 77:
+        pytest.skip("no network of one's own here: it takes the rights of root")
+    ended_s = time.monotonic()
+    assert ended_s - float((tmp_path / "planted").read_text()) < WITHIN_S
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert all(
+        "the other ranks are out of reach, after " in each and "in the sum of gradients of 2,040 bytes; " in each for each in said
+    )
+    assert "rank 1 of 2 says nothing: it has ended, hangs, or the network to it is cut" in said[0]
+    assert "10.0.0.1, where rank 0 is, does not answer: it has ended, or the network to it is cut" in said[1]
+
+
+class Neighbour:
+    """A second network, held by a process that does nothing, and a link to it: 10.0.0.1 here, 10.0.0.2 there."""
+
+    def __enter__(self) -> int:
+        reads, writes = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            own_network()
+            os.write(writes, b".")
+            signal.pause()
+        os.read(reads, 1)
+        words = (
+            f"ip link add here type veth peer name there netns {self.pid}; ip addr add 10.0.0.1/24 dev here; ip link set here up"
+        )
+        inside = f"nsenter -t {self.pid} -n sh -c 'ip addr add 10.0.0.2/24 dev there; ip link set there up'"
+        subprocess.run(["sh", "-ec", f"{words}; {inside}"], check=True)
+        return self.pid
+
+    def __exit__(self, *error: object) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _plain_rank(rank: int, neighbour: int, folder: Path) -> int:
+    PLANTS["link"] = lambda folder: subprocess.run(["ip", "link", "set", "there", "down"], check=True)
+
+    def job() -> int:
+        said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
+        speak(said, said)
+        if rank == 1:
+            ctypes.CDLL(None).setns(os.open(f"/proc/{neighbour}/ns/net", os.O_RDONLY), CLONE_NEWNET)
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511",
+            "GLOO_SOCKET_IFNAME": "there" if rank else "here",
+        }  # fmt: skip
+        train(folder / "run", Hangs("link", folder), spec(layout={"timeout": 1.0}, train={"length": "40 steps"}))
+        return 0
+
+    return forked(job)
 
 
 def seen(
     rank: int, count: int, waits_s: float | None, kind: Kind = Kind.WAIT, num_bytes: int = 8, step: int = 5, state: str = "S"
 ) -> Seen:
-    return Seen(rank, Record(step, 0, count, kind, num_bytes, waits_s), state)
+    recent = dict.fromkeys(range(1, count), (Kind.WAIT, 8)) | {count: (kind, num_bytes)}
+    return Seen(rank, Record(step, 0, count, kind, num_bytes, waits_s, recent), state)
 
 
-def test_the_blame_falls_on_who_is_behind_then_on_who_does_something_else_then_on_nobody() -> None:
+def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_on_the_network() -> None:
     assert find_hang([seen(0, 7, 9.0), seen(1, 6, None)]).ranks == (1,)
-    assert find_hang([seen(0, 7, 9.0), seen(1, 6, 9.0), seen(2, 7, 8.0)]).ranks == (1,)
     other = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, Kind.GATHER), seen(2, 7, 9.0)])
     assert other.ranks == (1,)
-    assert "does something else" in other.words
+    assert "did not call collective 7 alike" in other.words
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (1,)
+    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (0, 1)  # it may be either
+    later = find_hang([seen(0, 8, 9.0), seen(1, 8, 9.0), seen(2, 7, 9.0, Kind.GATHER)])
+    assert later.ranks == (2,)  # what the others had called before that
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, state="T")]).ranks == (1,)
+    late = find_hang([seen(0, 8, 9.0), seen(1, 7, 9.0), seen(2, 8, 8.0)])
+    assert late.ranks == (1,)
+    assert "the network to it is cut" in late.words
     cut = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0)])
     assert cut.ranks == ()
     assert "the network between them is cut" in cut.words
+
+
+def test_nobody_is_told_apart_where_all_did_the_same() -> None:
+    assert find_apart([seen(0, 7, 9.0), seen(1, 7, 9.0)]) is None
+    assert find_apart([seen(0, 7, None), seen(1, 7, None)]) is None
+    assert find_apart([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]) is not None
 
 
 def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_step() -> None:

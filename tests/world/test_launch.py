@@ -209,7 +209,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="leaves 1 early"')
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 8, done.stderr
-    assert "error: rank 1 of 2 had ended before, with exit code 0" in done.stderr
+    assert "error: rank 1 of 2 ended with exit code 0" in done.stderr
 
 
 @pytest.mark.parametrize(

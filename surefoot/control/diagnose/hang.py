@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from surefoot.core.flight import Seen
+from surefoot.core.flight import Kind, Seen
 
 EARLY, FIRST_STEPS = 10, 1
+TOGETHER = "torch/distributed/"  # in the stack of who calls a collective
 STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D": "it waits for a disk", "Z": "it has ended"}
 
 
@@ -30,31 +31,68 @@ def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
     )
 
 
+def find_apart(rows: Sequence[Seen]) -> Hang | None:
+    """Who had come to something else than the others when one of them ended in what they do together; None where nobody had.
+
+    A library that sums what one rank sends with what another does not expect ends the process that gets it, whoever is to blame.
+    """
+    if len(rows) < 2:
+        return None
+    if not any(row.record.waits_s is not None for row in rows):
+        own = [row for row in rows if any(TOGETHER in frame for frame in row.stack)]
+        return Hang(tuple(row.rank for row in own), _places(own)) if own else None
+    found = find_hang([row._replace(state="S") for row in rows])
+    return found if found.ranks else None
+
+
 def find_hang(rows: Sequence[Seen]) -> Hang:
-    """Who is to blame for a stall. Those who are in no collective, or in an earlier one; else those who are in another one than most."""
+    """Who is to blame for a stall: those who called another collective than most; those who are in none, or in an earlier one; else the
+    network."""
+    if (unlike := _find_unlike(rows)) is not None:
+        return unlike
     waiting = [row for row in rows if row.record.waits_s is not None]
     furthest = max((row.record.count for row in waiting), default=0)
-    behind = [row for row in rows if row.record.waits_s is None or row.record.count < furthest]
+    behind = [row for row in rows if row.record.waits_s is None]
     if behind:
         return _blame(behind, rows, "has not come")
-    kinds = Counter((row.record.kind, row.record.num_bytes) for row in rows)
-    (common, _), *others = kinds.most_common()
-    if others:
-        apart = [row for row in rows if (row.record.kind, row.record.num_bytes) != common]
-        return _blame(apart, rows, "does something else")
     stopped = [row for row in rows if row.state in STATES]
     if stopped:
         return _blame(stopped, rows, "is there, and does not answer")
+    late = [row for row in rows if row.record.count < furthest]
+    if late:
+        return _blame(late, rows, "waits for what the others have sent; the network to it is cut, or too slow")
     where = _where(rows[0])
     return Hang((), f"all {len(rows)} ranks are in {where}, and it does not end: the network between them is cut, or too slow")
 
 
+def _find_unlike(rows: Sequence[Seen]) -> Hang | None:
+    """The first collective that ranks did not call alike: those who called another one than most; of two ranks it may be either."""
+    for number in sorted(set[int]().union(*(row.record.recent for row in rows))):
+        called = {row.rank: row.record.recent[number] for row in rows if number in row.record.recent}
+        (most, count), *others = Counter(called.values()).most_common()
+        if not others:
+            continue
+        apart = tuple(rank for rank, what in called.items() if what != most)
+        apart = apart if 2 * count > len(called) else tuple(called)
+        told = "; ".join(
+            f"rank {row.rank} called {_called(*called[row.rank])} and is {_place(row)}"
+            for row in rows
+            if row.rank in apart
+            or (row.rank in called and len(apart) < len(called) and row.rank == min(set(called) - set(apart)))
+        )
+        return Hang(apart, f"the ranks did not call collective {number} alike: {told}")
+    return None
+
+
 def _blame(rows: Sequence[Seen], every: Sequence[Seen], how: str) -> Hang:
-    first = rows[0]
     names = f"rank{'s' * (len(rows) > 1)} {', '.join(str(row.rank) for row in rows)} of {len(every)}"
     other = max((row for row in every if row not in rows), key=lambda row: row.record.waits_s or 0.0, default=None)
     waited = "" if other is None else f"rank {other.rank} waits in {_where(other)} for {other.record.waits_s or 0:.1f} s; "
-    return Hang(tuple(row.rank for row in rows), f"{waited}{names} {how}: rank {first.rank} is {_place(first)}")
+    return Hang(tuple(row.rank for row in rows), f"{waited}{names} {how}: {_places(rows[:1])}")
+
+
+def _places(rows: Sequence[Seen]) -> str:
+    return "; ".join(f"rank {row.rank} is {_place(row)}" for row in rows)
 
 
 def _place(row: Seen) -> str:
@@ -63,11 +101,19 @@ def _place(row: Seen) -> str:
         parts.append(f"in {_where(row)}")
     elif row.record.microbatch >= 0:
         parts.append(f"microbatch {row.record.microbatch}")
-    if row.state in STATES:
+    if row.file:
+        parts.append(f"it waits for a disk or a file ({row.file})")
+    elif row.state in STATES:
         parts.append(STATES[row.state])
+    if row.record.waits_s is None and any(TOGETHER in frame for frame in row.stack):
+        parts.append("in a collective that the task calls itself")
     if row.stack:
         parts.append(f"at {find_frame(row.stack)}")
     return ", ".join(parts)
+
+
+def _called(kind: Kind, num_bytes: int) -> str:
+    return kind.words if num_bytes < 0 else f"{kind.words} of {num_bytes:,} bytes"
 
 
 def _where(row: Seen) -> str:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from surefoot.contract import manifest
-from surefoot.control.launch.looking import Judge, Told, look, with_stacks
+from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
 from surefoot.core import place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank
+from surefoot.core.flight import Seen
 from surefoot.core.hardware import count_cores
 
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -31,6 +32,7 @@ LOOK_S = 0.05
 MOST_SAID = 200  # lines of a rank that are kept, after its first error
 GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
 LOST = LostRank.exit_code
+ENDED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # from outside: what a rank did then is not why
 STALL_LOOK_S = 0.5
 FLAGS = ("--ranks", "--max-restarts")
 HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
@@ -124,7 +126,8 @@ def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], j
             return End(128 + asked[0], is_lost=False, is_asked=True)
         if _watch(ranks, say, judge, told):
             return End(LOST, is_lost=True, is_asked=bool(asked))
-    return _judge(ranks, say, judge.hint)._replace(is_asked=bool(asked))
+        seen = as_left(look(dict.fromkeys(range(num_ranks), 0), told), told)
+    return _judge(ranks, say, judge, seen)._replace(is_asked=bool(asked))
 
 
 def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
@@ -247,8 +250,11 @@ def _end_all(ranks: Sequence[Rank]) -> None:
         each.process.wait()
 
 
-def _judge(ranks: Sequence[Rank], say: Callable[[str], None], hint: str) -> End:
-    """How all of them ended; says which rank failed first, where that is not rank 0, which has said so itself."""
+def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen: Sequence[Seen]) -> End:
+    """How all of them ended; says which rank failed first, where that is not rank 0, which has said so itself.
+
+    `seen` is how far each had come: gloo ends the rank that is sent what it does not expect, whoever sent it.
+    """
     failed = sorted((each for each in ranks if each.code), key=lambda each: (each.code == LOST, each.ended_s, each.number))
     if not failed:
         return End(EXIT_OK, is_lost=False)
@@ -261,14 +267,26 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], hint: str) -> End:
     if first.code < 0:
         name = _signal_name(-first.code)
         say(f"error: rank {first.number} of {len(ranks)} was ended by {name}")
-        say(f"hint: {hint}")
     elif first.number:
         say(f"error: rank {first.number} of {len(ranks)} ended with exit code {code}")
+    if first.code == LOST or (first.code < 0 and -first.code not in ENDED):
+        _tell_apart(ranks, first, say, judge.tell_apart(seen))
+    if first.code < 0:
+        say(f"hint: {judge.hint}")
     if first.code == LOST:
         for each in ranks:
-            if each.code == 0 and each.ended_s < first.ended_s:
-                say(f"error: rank {each.number} of {len(ranks)} had ended before, with exit code 0, as if the run were over")
+            if each.code == 0:
+                say(f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over")
     return End(code, is_lost=first.code == -signal.SIGKILL)
+
+
+def _tell_apart(ranks: Sequence[Rank], first: Rank, say: Callable[[str], None], words: str) -> None:
+    """What the ranks did when one of them was lost, and what each of the others said of it."""
+    if words:
+        say(f"error: at that time {words}")
+    for each in ranks:
+        if each.number and each is not first and each.said:
+            say(f"[rank {each.number}] {each.said[0]}")
 
 
 def _signal_name(number: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from surefoot.control.launch.blocked import find_waits
 from surefoot.core import flight
 from surefoot.core.flight import Seen
 
@@ -21,10 +22,14 @@ LOOP = "surefoot/train/"  # in the stack of the thread that takes the steps
 
 
 class Judge(NamedTuple):
-    """What is made of it: whether ranks have been kept waiting for too long, who does that, in words, and what to do once all are ended."""
+    """What is made of it: whether ranks have been kept waiting for too long, who does that, in words, and what to do once all are ended.
+
+    `tell_apart` is shown how far each of them had come when one ended in what they do together: who did something else, "" for nobody.
+    """
 
     is_stalled: Callable[[Sequence[Seen]], bool]
     tell: Callable[[Sequence[Seen]], str]
+    tell_apart: Callable[[Sequence[Seen]], str] = lambda rows: ""
     hint: str = "the same command goes on after the newest commit"
 
 
@@ -50,8 +55,12 @@ def look(pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
 
 
 def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
-    """The same with the stacks of those that can be asked: who is stopped hears nothing, who has not joined knows no signal."""
+    """The same with the stacks of those that can be asked: who is stopped hears nothing, who has not joined knows no signal.
+
+    And with the file that a rank waits for, where it is in one call on it for all of that time.
+    """
     asked = [row for row in rows if row.state not in STOPPED and row.record.count]
+    waits = {row.rank: find_waits(pids[row.rank]) for row in rows}
     for row in asked:
         os.ftruncate(told[row.rank].stacks, 0)
         os.lseek(told[row.rank].stacks, 0, os.SEEK_SET)
@@ -59,9 +68,18 @@ def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[To
             os.kill(pids[row.rank], signal.SIGUSR2)
     if asked:
         time.sleep(STACK_S)
+    found = []
+    for row in as_left(rows, told):
+        still = {wait.asked for wait in find_waits(pids[row.rank])}
+        file = next((wait.words for wait in waits[row.rank] if wait.asked in still), "")
+        found.append(row._replace(file=file))
+    return found
+
+
+def as_left(rows: Sequence[Seen], told: Sequence[Told]) -> list[Seen]:
+    """The same with the stacks that they wrote last: of those that a signal ended, where it found them."""
     return [
-        Seen(row.rank, row.record, row.state, parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace")))
-        for row in rows
+        row._replace(stack=parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace"))) for row in rows
     ]
 
 

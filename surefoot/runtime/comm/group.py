@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Group:
     device: torch.device = CPU
     flight: Flight | None = None  # where its launcher looks on
     channel: Any = None  # torch's group of these ranks; None: all of them
+    roll: Callable[[], str] = field(default=lambda: "", compare=False)  # who says nothing, once they are out of reach; in words
     traffic: Counter[Kind] = field(default_factory=Counter, compare=False)  # bytes of what was summed, gathered ..., by kind
 
     @property
@@ -170,12 +172,18 @@ class Group:
     def do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
         """What all ranks do together with `tensor`, told to who looks on. Raises LostRank where the others are out of reach."""
         self.traffic[kind] += tensor.numel() * tensor.element_size()
+        begun_s = time.monotonic()
         try:
             if self.flight is None:
                 return job()
-            return self.flight.during(kind, tensor.numel() * tensor.element_size(), job)
+            is_of_all = self.channel is None or self.channel is dist.group.WORLD
+            return self.flight.during(kind, tensor.numel() * tensor.element_size(), job, is_of_all=is_of_all)
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
-            raise LostRank("the other ranks are out of reach", hint="the rank that failed first says why") from error
+            waited_s, num_bytes = time.monotonic() - begun_s, tensor.numel() * tensor.element_size()
+            raise LostRank(
+                f"the other ranks are out of reach, after {waited_s:.1f} s in {kind.words} of {num_bytes:,} bytes{self.roll()}",
+                hint="the rank that failed first says why",
+            ) from error
 
 
 def _words(error: BaseException) -> str:

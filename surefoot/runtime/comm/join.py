@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,7 +25,7 @@ from surefoot.core.flight import Flight
 from surefoot.core.place import Place
 from surefoot.runtime.comm.group import ALONE, Group
 
-LOOK_S = 0.05
+LOOK_S, ROLL_S = 0.05, 1.0
 LOOPBACK = "lo"
 
 
@@ -54,7 +56,11 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
                 hint="GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that leads to the other hosts",
             ) from error
         try:
-            yield Group(here.rank, here.world_size, device if backend == "nccl" else torch.device("cpu"), _begin_to_tell(here))
+            flight, where = _begin_to_tell(here), device if backend == "nccl" else torch.device("cpu")
+            roll = (
+                functools.partial(_call_the_roll, store, here) if flight is None else lambda: ""
+            )  # else the launcher knows more
+            yield Group(here.rank, here.world_size, where, flight, roll=roll)
         finally:
             dist.destroy_process_group()
     finally:
@@ -79,12 +85,47 @@ def _find_interface(here: Place) -> str | None:
 
 
 def _begin_to_tell(here: Place) -> Flight | None:
-    """Let the launcher see what this rank does, and have its stack by SIGUSR2; None where nobody looks on."""
+    """Let the launcher see what this rank does, and have its stack: by SIGUSR2, and where a signal such as SIGABRT ends it, since gloo
+    ends a process that is sent what it does not expect. None where nobody looks on."""
     if here.told is None:
         return None
     flight, stacks = here.told
+    faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     return Flight(flight)
+
+
+def _call_the_roll(store: Store, here: Place) -> str:
+    """Who else is out of reach of somebody, and who says nothing of it, in words: asked where the ranks met, within a few seconds.
+
+    All ranks but those to blame come here at about one time, by the deadline of what they do together, or as a link breaks.
+    """
+    silent: list[list[int]] = []
+
+    def ask() -> None:
+        round_ = f"surefoot/{here.restart}/lost"
+        with contextlib.suppress(RuntimeError):
+            store.set(f"{round_}/{here.rank}", "")
+            others = [rank for rank in range(here.world_size) if rank != here.rank]
+            until_s = time.monotonic() + ROLL_S
+            while others and time.monotonic() < until_s:
+                time.sleep(LOOK_S)
+                others = [rank for rank in others if not store.check([f"{round_}/{rank}"])]
+            silent.append(others)
+
+    asking = threading.Thread(target=ask, daemon=True)  # where the link is cut it waits for good
+    asking.start()
+    asking.join(2 * ROLL_S)
+    if not silent:
+        return f"; {here.meeting}, where rank 0 is, does not answer: it has ended, or the network to it is cut"
+    (named,) = silent
+    if not named:
+        return "; all of them are there: the network between them is cut, or one called something else"
+    return f"; rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} of {here.world_size} " + (
+        "says nothing: it has ended, hangs, or the network to it is cut"
+        if len(named) == 1
+        else "say nothing: they have ended, hang, or the network to them is cut"
+    )
 
 
 def _open_store(here: Place, wait_s: float) -> Store:

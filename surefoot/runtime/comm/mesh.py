@@ -46,4 +46,4 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
 
 
 def _within(group: Group, ranks: range, channel: Any) -> Group:
-    return Group(ranks.index(group.rank), len(ranks), group.device, group.flight, channel)
+    return Group(ranks.index(group.rank), len(ranks), group.device, group.flight, channel, group.roll)

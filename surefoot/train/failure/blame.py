@@ -9,7 +9,16 @@ from pathlib import Path
 
 import torch
 
-from surefoot.core.errors import EXIT_OK, BadRecordError, DataError, InputError, OutOfMemory, SurefootError, UserCodeError
+from surefoot.core.errors import (
+    EXIT_OK,
+    BadRecordError,
+    DataError,
+    InputError,
+    LostRank,
+    OutOfMemory,
+    SurefootError,
+    UserCodeError,
+)
 
 _OURS = str(Path(__file__).parents[2])
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
@@ -61,6 +70,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in ("can't allocate memory", "std::bad_alloc"))
 
 
+def is_lost_together(error: BaseException) -> bool:
+    """Whether a collective that the user's own code calls broke off: gloo and NCCL have one kind of error for it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_called = bool(frames) and f"torch{os.sep}distributed{os.sep}" in frames[-1].filename
+    return is_called and isinstance(error, RuntimeError) and any(words in str(error) for words in ("/gloo/", "NCCL"))
+
+
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own, an exit too.
 
@@ -74,6 +90,13 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
         short = OutOfMemory(f"{place} {describe(error)}", hint="use smaller batches: train.microbatch, evaluate.batch")
         short.__cause__ = error
         return short
+    if is_lost_together(error):
+        lost = LostRank(
+            f"{place} the other ranks are out of reach, in a collective that the task calls itself ({find_place(error)})",
+            hint="all ranks call the same collectives, in one order, with tensors of one size",
+        )
+        lost.__cause__ = error
+        return lost
     kind = BadRecordError if isinstance(error, OSError | DataError) else UserCodeError
     if isinstance(error, InputError):
         made = kind(f"{place} {error.message}", hint=error.hint)
