@@ -38,6 +38,10 @@ class JoinedBuffers:
             for name, buffer in module.named_buffers(recurse=False)
             if (id(module), name) not in known and buffer is not None
         ]
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._joined: tuple[Tensor, list[Tensor]] | None = (
+            None  # the statistics of all ranks in a row, and this rank's share of each
+        )
         self._live: list[Slot] | None = None  # those of the others that change
         self._before: list[Tensor] = []
         self._others_before: list[Tensor] = []
@@ -79,6 +83,19 @@ class JoinedBuffers:
             )
         if self._live:
             self._group.copy_from_first([getattr(*slot) for slot in self._live])
+
+    def find_spoiled(self) -> tuple[str, list[int]] | None:
+        """A running statistic that is no number once joined, and the ranks whose share was none; None where all are finite.
+
+        Every rank asks, and all get the same answer. A host wait where the statistics are not on the host.
+        """
+        if self._joined is None or torch.isfinite(self._joined[0].sum()):
+            return None
+        mine = torch.tensor([not torch.isfinite(part).all() for part in self._joined[1]], device=self._group.device)
+        rows = self._group.gather(mine.to(torch.int64))  # (ranks, statistics)
+        place = int(rows.sum(0).argmax())
+        name = f"{self._names[id(self._norms[place // 2])]}.{'running_var' if place % 2 else 'running_mean'}".lstrip(".")
+        return name, rows[:, place].nonzero().flatten().tolist()
 
     def _statistics(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -145,6 +162,7 @@ class JoinedBuffers:
                     part += stays * was.double()
                 parts.append(part.view(-1))
         flat = group.add(torch.cat(parts).to(group.device))
+        self._joined = flat, parts
         for place, part in enumerate(torch.split(flat, [each.numel() for each in parts])):
             now[3 * (place // 2) + place % 2].copy_(part.view_as(now[3 * (place // 2) + place % 2]))
         for counter, was, more in zip(now[2::3], before, total, strict=True):

@@ -37,6 +37,7 @@ COMPONENTS = {
     "optimizer": "optimizer", "random": "random states", "task": "task state", "buffers": "buffers", "plateau": "schedule",
     "average": "average", "extra": "buffers", "scaler": "scaler",
 }  # fmt: skip
+STATISTICS = ("running_mean", "running_var")  # buffers that are finite wherever a model is sound; a mask may well be infinite
 Files = dict[str, dict[str, Tensor]]
 
 
@@ -94,6 +95,7 @@ class LiveState:
             **self._texts(weights, moving),
         }
         finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        finite |= {name for name, _ in self._model.named_buffers() if name.rpartition(".")[2] in STATISTICS}
         finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
         gathered = of_ranks or {}
         finite |= {name for held in gathered.values() for name in held}

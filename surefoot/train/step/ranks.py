@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim import leaf_of, master_of
@@ -139,14 +140,41 @@ class Ranks:
         return found
 
     def end(self, number: int) -> None:
-        """All passes and updates of a step are over. Raises NumbersError where a rank's weights are no longer those of the others."""
+        """All passes and updates of a step are over."""
         if not self._was_told:
             self.add("", {})
         if self.sharded is not None:
             self.sharded.end()
         self.buffers.join()
-        if self.checks_after(number):
+
+    def look(self, number: int, applied: bool | Tensor) -> None:
+        """A step is over, and what it moved stays, or was put back. Raises NumbersError where a rank's weights are no longer those of the
+        others, where they are no numbers, which is asked when a step was skipped, and where a running statistic is none.
+
+        Where the host would wait for a device it is asked as often as replicas are held side by side.
+        """
+        is_due = self.checks_after(number)
+        if (is_due or self.group.device.type == "cpu") and applied and (spoiled := self.buffers.find_spoiled()) is not None:
+            self._end_spoiled(spoiled[1], f"the running statistics of rank{{}} {{}} of {{}} are not finite: {spoiled[0]}")
+        if applied is False:
+            self._check_finite()
+        if is_due:
             self._check_alike(number)
+
+    def _check_finite(self) -> None:
+        held = [(name, master_of(each)) for name, each in self._model.named_parameters()]
+        wrong = [place for place, (_, each) in enumerate(held) if not torch.isfinite(each).all()]
+        told = self.group.gather(torch.tensor([wrong[0] if wrong else -1], device=self.group.device)).flatten().tolist()
+        ranks = [rank for rank, place in enumerate(told) if place >= 0]
+        if ranks:
+            self._end_spoiled(ranks, f"the weights of rank{{}} {{}} of {{}} are not finite: {held[told[ranks[0]]][0]}")
+
+    def _end_spoiled(self, ranks: Sequence[int], words: str) -> None:
+        raise NumbersError(
+            words.format("s" * (len(ranks) > 1), ", ".join(map(str, ranks)), self.group.size),
+            hint=f"all ranks were alike after step {self._alike_after:,}, and no commit holds such numbers: surefoot resume RUN goes on "
+            "after the newest one; test the memory of that host",
+        )
 
     def num_passes(self, num_own: int, num_all: int) -> int:
         """The passes of a step on this rank, with so many microbatches of its own of all: where weights are gathered in each, as many as

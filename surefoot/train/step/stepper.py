@@ -134,6 +134,8 @@ class Stepper:
             num_samples = self.ranks.num_samples
         if applied is not True:
             self._buffers.put_back_unless(applied)
+        if self.ranks is not None:
+            self.ranks.look(number, applied)
         if self._average is not None:
             self._average.update(applied)
         if self._is_first and self.record is not None:
