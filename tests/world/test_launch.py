@@ -16,6 +16,7 @@ import pytest
 
 from surefoot.components.data import consumed
 from surefoot.contract import manifest
+from tests.world.launched import Supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = '''
@@ -114,6 +115,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(fails: str, code: int, said
     assert manifest.steps(tmp_path / "run")[-1] >= 4
 
 
+@pytest.mark.slow  # test_kills.py kills at any time; this one is the command
 def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(tmp_path: Path) -> None:
     """Rank 1 is killed in each attempt that takes so many steps; what each attempt brought is kept."""
     whole = command(tmp_path / "whole", "--steps", "13", "--quiet")
@@ -132,13 +134,17 @@ def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unb
 
 
 def test_attempts_without_a_commit_come_to_an_end(tmp_path: Path) -> None:
-    words = command(tmp_path, "--steps", "60", "--quiet", "--max-restarts", "1", "--set", 'task.fails="dies 1 early"')
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 137, done.stderr
-    assert done.stderr.count("all 2 ranks begin anew, from the start") == 1
-    assert "error: 2 attempts in a row ended like this without a commit" in done.stderr
+    def job(rank: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    supervised = Supervised(job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=1)
+    assert supervised.wait() == 137
+    assert supervised.said.count("all 2 ranks begin anew, from the start") == 1
+    assert "error: 2 attempts in a row ended like this without a commit" in supervised.said
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet")
     supervisor = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
