@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -20,9 +21,12 @@ from torch import Tensor
 from surefoot.contract.task import Loss
 from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch.looking import parse_stacks
+from surefoot.core import place
 from surefoot.core.flight import BUSY, Flight, Kind, Record, Seen, make_file, read
+from surefoot.runtime.comm import join
 from surefoot.train.run import Run
 from tests.world.launched import Supervised, forked, speak
+from tests.world.ranks import run_ranks
 from tests.world.test_launch import environment, processes_of
 from tests.world.test_run import Sentences, spec, train
 
@@ -333,3 +337,19 @@ def test_the_stack_is_that_of_the_thread_which_takes_the_steps() -> None:
     )
     assert parse_stacks(text) == ("/y/task.py:31 in loss", "/z/surefoot/train/run.py:9 in g")
     assert parse_stacks("") == ()
+
+
+def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: Path) -> None:
+    """It raised what torch raises, told as an error of the task, and came before the rank that had been killed."""
+
+    def job(rank: int) -> None:
+        if rank == 1:
+            torch.distributed.init_process_group = lambda *given, **more: os._exit(0)  # it has come, and goes no further
+        with join(place.here(), torch.device("cpu"), wait_s=20.0, timeout_s=0.5):
+            pass
+
+    with pytest.raises(FileNotFoundError):  # rank 1 leaves no word
+        run_ranks(2, job, tmp_path)
+    said = json.loads((tmp_path / "rank-0.json").read_text())
+    assert (said["kind"], said["code"]) == ("LostRank", 8)
+    assert "another rank is gone, which had come before" in said["error"]

@@ -188,9 +188,9 @@ def _watch(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told
             for key, _ in selector.select(LOOK_S) if selector.get_map() else _pause():
                 if not _read(key.data, say):
                     selector.unregister(key.fileobj)
+            now_s = time.monotonic()
             for each in waiting:
-                each.code = each.process.poll()
-                each.ended_s = time.monotonic()
+                each.code, each.ended_s = each.process.poll(), now_s
             failed_s = min((each.ended_s for each in ranks if each.code), default=None)
             if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
                 _end_all(ranks)
@@ -255,7 +255,10 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen
 
     `seen` is how far each had come: gloo ends the rank that is sent what it does not expect, whoever sent it.
     """
-    failed = sorted((each for each in ranks if each.code), key=lambda each: (each.code == LOST, each.ended_s, each.number))
+    failed = sorted(
+        (each for each in ranks if each.code),
+        key=lambda each: (each.code == LOST, each.ended_s, (each.code or 0) > 0, each.number),
+    )
     if not failed:
         return End(EXIT_OK, is_lost=False)
     first = failed[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from surefoot.core.flight import Flight, Kind
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
+GONE, GONE_HINT = "another rank is gone, which had come before", "the rank that failed first says why"
 FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
 _scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed both
 _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -184,6 +186,15 @@ class Group:
                 f"the other ranks are out of reach, after {waited_s:.1f} s in {kind.words} of {num_bytes:,} bytes{self.roll()}",
                 hint="the rank that failed first says why",
             ) from error
+
+
+@contextmanager
+def lost_while_joining() -> Iterator[None]:
+    """Raises LostRank where torch's groups cannot be made, since a rank that had come is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRank(GONE, hint=GONE_HINT) from error
 
 
 def _words(error: BaseException) -> str:

@@ -20,10 +20,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from surefoot.core import place
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Flight
 from surefoot.core.place import Place
-from surefoot.runtime.comm.group import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
 
 LOOK_S, ROLL_S = 0.05, 1.0
 LOOPBACK = "lo"
@@ -34,6 +34,7 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
     """The group of all ranks, for as long as the block lasts. A rank waits `wait_s` for the others, a collective `timeout_s`.
 
     gloo joins CPUs, NCCL GPUs. Raises InputError for an address that is none, a port that is taken, and ranks that do not come: by number.
+    Raises LostRank where one is gone again before all are joined.
     """
     if here.world_size == 1:
         yield ALONE
@@ -42,7 +43,8 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
     put_back = place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
     try:
         store = _open_store(here, wait_s)
-        _await_all(store, here, wait_s)
+        with lost_while_joining():
+            _await_all(store, here, wait_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
@@ -50,6 +52,8 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
                 timeout=timedelta(seconds=timeout_s),
             )  # fmt: skip
         except RuntimeError as error:
+            if here.is_on_loopback:
+                raise LostRank(GONE, hint=GONE_HINT) from error
             by = f" by {interface}" if interface is not None else ""
             raise InputError(
                 f"rank {here.rank} of {here.world_size} met the others at {here.meeting}, and cannot be joined to them{by}: {error}",

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from surefoot.core.layout import Layout
-from surefoot.runtime.comm.group import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, Group, lost_while_joining
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ SOLO = Mesh(ALONE, ALONE, ALONE)
 
 
 def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
-    """The mesh of a layout on all ranks of `group`, each of which calls this once."""
+    """The mesh of a layout on all ranks of `group`, each of which calls this once. Raises LostRank."""
     if not layout.is_sharded:
         return Mesh(group, group, ALONE)
     if layout.replicate == 1:
@@ -39,7 +39,8 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
     found: list[Group] = []
     for axis in (across, along):
         for ranks in axis:
-            channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))  # all ranks make every one of them
+            with lost_while_joining():
+                channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))  # all ranks make every one of them
             if group.rank in ranks:
                 found.append(_within(group, ranks, channel))
     return Mesh(group, *found)
