@@ -98,8 +98,8 @@ def trial(seed: int, folder: Path) -> None:
     kind, layout = (*COMPUTED, *HELD)[seed % 5], LAYOUTS[seed // 5 % 4]
     num_ranks = 2 if layout else draws.choice((2, 3))
     guilty, at, check = draws.randrange(num_ranks), draws.randrange(2, STEPS), draws.choice(("2 steps", "100 steps"))
-    if kind == "state" and at % 3 == 1:  # else rank 0's own save sees it before all ranks do, and ends with that
-        at -= 1
+    if kind == "state":  # between two saves: rank 0's own would see it before all ranks do, and end with that
+        at = (at - 2) // 3 * 3 + 2
     told = f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, held side by side every {check}"
     job = lambda rank: followed(folder / "run", Spoiled(kind, guilty, at), {"check_every": check, **layout})  # noqa: E731
     found = run_ranks(num_ranks, job, folder / "ranks")
