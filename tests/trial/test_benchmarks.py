@@ -21,6 +21,7 @@ from benchmarks.compile import lengths
 from benchmarks.data import arms as data_arms
 from benchmarks.data import run as data_run
 from benchmarks.distributed import run as distributed_run
+from benchmarks.distributed import shard as shard_run
 from benchmarks.input import run as input_run
 from benchmarks.ladder import tasks as ladder_tasks
 from benchmarks.large_batch import run as large_batch_run
@@ -51,6 +52,8 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     lengths.RESULTS: (lengths.render, measured.render_conditions),
     distributed_run.RESULTS: (distributed_run.render, measured.render_conditions),
+    shard_run.RESULTS: (shard_run.render, measured.render_conditions),
+    shard_run.BYTES: (shard_run.render_bytes, measured.render_conditions),
     loaders_run.PHOTOS: (loaders_run.render_photos, measured.render_conditions),
     loaders_run.CEILING: (loaders_run.render_photos, measured.render_conditions),
     loaders_run.GOING_ON: (loaders_run.render_going_on, measured.render_conditions),

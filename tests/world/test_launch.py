@@ -99,7 +99,12 @@ def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
             3,
             ("[rank 1] error: rank 1 of 2, step ", "ValueError: planted", "error: rank 1 of 2 ended with exit code 3"),
         ),
-        ("dies 1", 137, ("error: rank 1 of 2 was ended by SIGKILL", "hint: the same command goes on after the newest commit")),
+        pytest.param(
+            "dies 1",
+            137,
+            ("error: rank 1 of 2 was ended by SIGKILL", "hint: the same command goes on after the newest commit"),
+            marks=pytest.mark.slow,  # as those of test_kills and test_hang, without the command
+        ),
         pytest.param("dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",), marks=pytest.mark.slow),
     ],
 )
@@ -211,6 +216,7 @@ def test_a_failure_stays_one_where_nobody_reads_of_it(tmp_path: Path) -> None:
     assert process.wait(60) == 3
 
 
+@pytest.mark.slow  # test_hang has it without the command
 def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="leaves 1 early"')
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
@@ -228,7 +234,10 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
             "error: --ranks is given to a process that is a rank already",
         ),
         ((), {"RANK": "0", "WORLD_SIZE": "2"}, "error: MASTER_ADDR is not set in a world of 2"),
-        ((), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "error: the variable MASTER_PORT is 'x'"),
+        pytest.param(
+            (), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "error: the variable MASTER_PORT is 'x'",
+            marks=pytest.mark.slow,
+        ),
         (
             (), {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"},
             "error: the ranks are to meet at nowhere.invalid, which is no host that is known here",

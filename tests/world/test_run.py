@@ -132,7 +132,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(tmp_path_factory.mktemp("alone") / "run")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_so_many_ranks_train_to_the_numbers_of_one_process(num_ranks: int, alone: Any, tmp_path: Path) -> None:
     """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout, BatchNorm, tied, frozen, unused weights."""
     found = run_ranks(num_ranks, lambda rank: train(tmp_path / "run"), tmp_path / "ranks")

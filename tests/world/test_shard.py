@@ -280,6 +280,22 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
         assert [each[:2] for each in again] == [each[:2] for each in found]
 
 
+def test_a_bit_that_flips_in_one_copy_of_a_split_model_is_named(tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        given = spec(layout={"shard": 2, "stage": 2, "check_every": "2 steps"}, checkpoint={"every": "never"})
+        with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
+            for report in run.steps():
+                if rank == 3 and report.step == 3:
+                    held = master_of(run.model.get_parameter("table.weight")).detach().view(torch.int64)
+                    held.view(-1)[7] ^= 1
+        return None
+
+    found = run_ranks(4, job, tmp_path / "ranks")
+    assert "the weights of rank 3 of 4 are not those of rank 1: " in found[3]["error"]
+    assert "the weights of rank 3 of 4 are not those of rank 1: " in found[1]["error"]
+    assert all(each["kind"] in ("LostRank", "NumbersError") for each in found), found
+
+
 class Alone(Stacked):
     def model(self) -> nn.Module:
         model = super().model()

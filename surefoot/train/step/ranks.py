@@ -190,7 +190,9 @@ class Ranks:
         return square.sqrt().reshape(()).to(norm)
 
     def _check_alike(self, number: int) -> None:
+        width, place = 1, 0  # ranks that hold the same are so many apart, the first of them is here
         if self.sharded is not None and self.sharded.splits_weights:
+            width, place = self.sharded.group.size, self.sharded.group.rank
             held = {name: master_of(each) for name, each in self._model.named_parameters()}
             apart = find_apart(self.sharded.replicas, held)
         else:
@@ -199,8 +201,8 @@ class Ranks:
             self._alike_after = number
             return
         first = apart[0]
-        ranks = ", ".join(str(each.rank) for each in apart)
-        others = "most ranks" if first.is_certain else "rank 0"
+        ranks = ", ".join(str(each.rank * width + place) for each in apart)
+        others = ("most of those with the same rows" if width > 1 else "most ranks") if first.is_certain else f"rank {place}"
         raise NumbersError(
             f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of {self.group.size} are not those of {others}: {first.name}",
             hint=f"they were alike after step {self._alike_after:,}: surefoot resume RUN --fork NEW --from that step or an earlier one; "
