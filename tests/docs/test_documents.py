@@ -13,7 +13,7 @@ from tests.docs.runner import ROOT, Forge, Reader
 
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 LINKED = sorted((*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")))
-LONG = {f"docs/guides/{name}.md" for name in ("compile", "ladder", "large-batches", "memory", "precision")}  # half a minute each
+LONG = {f"docs/guides/{name}.md" for name in ("compile", "ladder", "large-batches", "memory", "precision", "several-ranks")}
 
 
 def _name(path: Path) -> str:

@@ -33,6 +33,11 @@ LIGHT = ("core", "native", "contract", "control", "cli")  # never import torch
 HEAVY = ("torch", "torchvision", "torchmetrics", "transformers", "lightning", "accelerate", "safetensors.torch")
 IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn"}
 PART_OF_AN_EXTRA = ("torch.utils.tensorboard",)  # ships with torch, works only with the tensorboard package
+COSTLY = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+)  # half of what torch itself takes
 
 
 def room_of(name: str) -> tuple[str, int] | None:
@@ -124,7 +129,15 @@ def local_imports(root: Path) -> list[Violation]:
         if module.path.as_posix().startswith("surefoot/cli/") or module.path.as_posix() == "surefoot/contract/task.py":
             continue
         for one in module.imports:
-            optional = _is_optional(root, one.target)
+            optional, costly = _is_optional(root, one.target), _begins(one.target, COSTLY)
+            if costly and not one.in_function and not one.type_checking:
+                found.append(
+                    Violation(
+                        module.at(one.line), f"makes every process import {one.target}; import it in the function that uses it"
+                    )
+                )
+            if costly:
+                continue
             if one.in_function and not optional and not one.type_checking:
                 found.append(
                     Violation(module.at(one.line), f"imports {one.target} inside a function; move it to the top of the file")

@@ -125,6 +125,7 @@ LAWS: dict[str, Law] = {
             Plant("inside a function", {"surefoot/train/a.py": "def f():\n    import json\n"}),
             Plant("inside a function", {"surefoot/core/a.py": "def f():\n    import torch\n"}),
             Plant("optional package PIL", {"surefoot/train/a.py": "from PIL import Image\n"}),
+            Plant("every process", {"surefoot/train/a.py": "from torch.distributed.fsdp import fully_shard\n"}),
         ),
         {
             "surefoot/cli/a.py": "def f():\n    import torch\n",

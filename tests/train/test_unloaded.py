@@ -25,6 +25,7 @@ with Run(spec(4, optim={"name": NAME}), Small(), folder="run", quiet=True) as ru
 if LATER:
     print("after", config.deterministic)
 import torch
+assert LATER or "sympy" not in sys.modules
 print("compiler", "torch._dynamo" in sys.modules, "deterministic", torch.are_deterministic_algorithms_enabled())
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 print("compiler", "torch._dynamo" in sys.modules)

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from surefoot.components.parallel.shard.parts import check_has_rows, serve_part
 from surefoot.contract.state import master_of
@@ -34,6 +32,9 @@ class FullySharded:
     first_weights = ""  # a digest of those that a rank began with
 
     def __init__(self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         check_has_rows(model)
         _check_gathered(model)
         _check_apart(model, units)
