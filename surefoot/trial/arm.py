@@ -13,7 +13,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError
 
-REPORT, WORK, STARTED, TURNS = "{report}", "{work}", "{started_s}", "{turns}"
+REPORT, WORK, SHARED, STARTED, TURNS = "{report}", "{work}", "{shared}", "{started_s}", "{turns}"
 REFUSED = "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
 _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
@@ -33,7 +33,8 @@ def told_apart() -> Iterator[None]:
 class Arm:
     """A command with all that it runs under. Raises InputError for a command, name or count that cannot be.
 
-    In `command`, `{report}` is the file that the process reports to (`write_report`), `{work}` a folder of its own, and
+    In `command`, `{report}` is the file that the process reports to (`write_report`), `{work}` a folder of its own, `{shared}` one of all
+    ranks, and
     `{started_s}` the harness's `time.perf_counter()` at its start, one clock for all processes of a Linux host, `{turns}` the channel of
     `surefoot.trial.turns`, or "alone". A command without
     `{report}` is measured from outside only. `files` are written into the folder first. `folder` is the working folder,
@@ -67,7 +68,7 @@ class Arm:
 
 def spec_arm(
     name: str, spec: RunSpec, *, steps: int, warmup: int = 10, capture: Sequence[int] = (), folder: Path = Path(),
-    ranks: int = 1, timeout_s: float = 600.0, whole_length: bool = False,
+    ranks: int | None = None, timeout_s: float = 600.0, whole_length: bool = False,
 ) -> Arm:  # fmt: skip
     """An arm that trains `spec` for `warmup` steps and then for `steps` measured ones.
 
@@ -77,7 +78,7 @@ def spec_arm(
     `items_per_sample` and `applied_share` (what was done for them), `startup_s` (from the start of the process to the end of its first
     step, or of the first that is compiled), `samples_per_epoch`, `loss` (of the last step), `peak_bytes`, `imported_bytes`, `compile_s`
     where code was compiled, and `device_peak_bytes` on a GPU; with `capture`, also loss, gradients and weights after those steps, for
-    `compare_arms`.
+    `compare_arms`. The ranks are those of `spec.layout`; then CPU seconds are of all of them, memory and `startup_s` of rank 0.
     A change is `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`.
 
     Raises SpecError for a spec without an importable task, InputError for no steps.
@@ -92,14 +93,19 @@ def spec_arm(
     length = {} if whole_length else {"length": f"{warmup + steps} steps"}
     whole = spec.replace(train=length, **absolute(spec, folder))
     command = [
-        sys.executable, "-m", "surefoot.trial.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
+        sys.executable, "-m", "surefoot.trial.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{SHARED}/run",
         "--warmup", str(warmup), "--steps", str(steps), "--started", STARTED, "--turns", TURNS,
         *(word for step in capture for word in ("--capture", str(step))),
     ]  # fmt: skip
     return Arm(
-        name=name, command=tuple(command), files={"spec.toml": spec_file.write(whole)}, folder=folder, ranks=ranks,
+        name=name, command=tuple(command), files={"spec.toml": spec_file.write(whole)}, folder=folder, ranks=ranks or num_ranks(spec),
         threads=spec.train.threads or 1, timeout_s=timeout_s,
     )  # fmt: skip
+
+
+def num_ranks(spec: RunSpec) -> int:
+    """The ranks that `spec.layout` asks for: one for an open `replicate`."""
+    return (spec.layout.replicate or 1) * spec.layout.shard
 
 
 def absolute(spec: RunSpec, folder: Path) -> dict[str, dict[str, str]]:

@@ -56,6 +56,8 @@ def main(words: Sequence[str] | None = None) -> None:
                 _keep(found, run, report, asked.capture)
                 clock.leave_out(turns.after_step(settle))
             wait_for(device)
+        cpu_s = run.group.add(torch.tensor(clock.cpu_s, dtype=torch.float64, device=run.group.device))
+        clock.cpu_s = float(cpu_s)
     loss = measured[-1].loss if measured else None
     if loss is not None and math.isfinite(loss):
         measures["loss"] = loss
@@ -68,6 +70,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if device.type == "cuda":
         measures["device_peak_bytes"] = device_peak_bytes(asked.run, torch.cuda.max_memory_allocated(device))
     facts = {"outcome": run.outcome, "cause": run.cause, "spec": spec.id, "device": device.type}
+    facts["devices"] = str(torch.cuda.device_count() if device.type == "cuda" else 1)
     write_report(asked.report, measures, facts=facts, arrays=found or None)
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from surefoot.core import place
 from surefoot.core.errors import BadRecordError, InputError
-from surefoot.trial.arm import REPORT, STARTED, TURNS, WORK, Arm
+from surefoot.trial.arm import REPORT, SHARED, STARTED, TURNS, WORK, Arm
 from surefoot.trial.report import Report, read_report
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -63,26 +63,29 @@ def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -
         raise InputError(f"the working folder {arm.folder} of the arm {arm.name!r} does not exist")
     started_s = time.perf_counter()
     ranks: list[Rank] = []
-    variables = _rank_variables(arm)
-    try:
-        for rank in range(arm.ranks):
-            ranks.append(start_rank(arm, work / f"rank{rank}", variables[rank], started_s))  # noqa: PERF401 - ended even if one fails
-        results = _wait(ranks, started_s + arm.timeout_s)
-    finally:
-        for each in ranks:
-            end_rank(each)
+    with _rank_variables(arm) as variables:
+        try:
+            for rank in range(arm.ranks):
+                ranks.append(start_rank(arm, work / f"rank{rank}", variables[rank], started_s))  # noqa: PERF401 - ended even if one fails
+            results = _wait(ranks, started_s + arm.timeout_s)
+        finally:
+            for each in ranks:
+                end_rank(each)
     wall_s = time.perf_counter() - started_s
     return judge_outcome(arm, ranks, results, wall_s, number, is_warmup)
 
 
-def _rank_variables(arm: Arm) -> list[dict[str, str]]:
+@contextlib.contextmanager
+def _rank_variables(arm: Arm) -> Iterator[list[dict[str, str]]]:
+    """torchrun's variables of each rank. The port of their meeting is held as long: rank 0 alone may listen at it, nobody else gets it."""
     if arm.ranks == 1:
-        return [{}]
-    with socket.socket() as probe:  # a free port for the ranks' meeting
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": str(arm.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arm.ranks)]
+        yield [{}]
+        return
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(arm.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arm.ranks)]
 
 
 def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float, *, turns: int | None = None) -> Rank:
@@ -92,6 +95,7 @@ def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: 
         (folder / name).write_text(text)
     filled = {
         REPORT: str(folder / "report.json"), WORK: str(folder), STARTED: repr(started_s),
+        SHARED: str(folder if arm.ranks == 1 else folder.parent),
         TURNS: "alone" if turns is None else str(turns),
     }  # fmt: skip
     command = [_fill(word, filled) for word in arm.command]

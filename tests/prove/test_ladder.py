@@ -31,7 +31,7 @@ from surefoot.prove.ladder import (
     parse_rung,
     rungs,
 )
-from surefoot.prove.ladder.climb import MEASURES, Climb, Ladder, Result, find_skipped_work, is_settled
+from surefoot.prove.ladder.climb import MEASURES, Climb, Ladder, Result, find_piece, find_skipped_work, is_settled, order_rungs
 from surefoot.prove.ladder.gate import Scores, Verdict
 from surefoot.prove.ladder.workbench import Workbench
 from surefoot.trial import Outcome, Trial
@@ -64,6 +64,8 @@ def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(devic
     assert (large.train.batch, large.optim.reference_batch) == (4 * start.train.batch, start.train.batch)
     assert {rung.name: rung.is_here for rung in found}["kernels"] is (device == "cuda")
     assert {rung.name: rung.is_here for rung in found}["threads"] is (device == "cpu" and cores > 1)
+    assert [rung.name for rung in found if rung.takes_ranks] == [found[-1].name] == ["data parallel"]
+    assert found[-1].is_here is (device == "cpu" and cores > 1)
 
 
 def test_the_parts_of_a_batch_that_grows_divide_all_its_sizes() -> None:
@@ -321,6 +323,43 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     assert best.task.use == f"{PLANTED}:Honest"
 
 
+def test_several_ranks_stand_last_and_are_held_against_the_same_pieces_on_one() -> None:
+    found = {rung.name: rung for rung in find_rungs(rungs.plain(SPEC), device="cpu", cores=3)}
+    parallel, own = found["data parallel"], parse_rung("mine: layout.replicate=3")
+    assert parallel.on(rungs.plain(SPEC)).layout.replicate == 2  # 64 samples are shared evenly by 2 and not by 3
+    assert (own.purpose, own.takes_ranks) == ("wall time", True)
+    chosen = [found["fused"], parallel]
+    assert order_rungs(chosen, [parse_rung("other: optim.clip=0")])[-1] is parallel
+    assert order_rungs([parallel, found["fused"]], [own]) == [parallel, found["fused"], own]
+    assert find_piece(rungs.plain(SPEC)) is None
+    assert find_piece(parallel.on(rungs.plain(SPEC))) == 32
+    assert find_piece(own.on(rungs.plain(SPEC))) == 22  # as the ranks cut a batch that they do not share evenly
+    assert find_piece(parallel.on(rungs.plain(SPEC.replace(train={"microbatch": 16})).replace(train={"microbatch": 16}))) == 16
+
+
+@pytest.mark.slow  # a dozen processes
+def test_a_rung_of_several_ranks_is_checked_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--pairs",
+        "1",
+        "--samples",
+        "256",
+        "--rung",
+        "ranks: layout.replicate=2",
+        "--rung",
+        f"wrong: layout.replicate=2, task.use={PLANTED}:WrongGradient",
+    )
+    code, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
+    ranks, wrong = row["rungs"]
+    assert code == 0
+    assert (ranks["parity"]["verdict"], ranks["purpose"], ranks["wall_ratio"]["n"]) == ("passes", "wall time", 1)
+    assert ranks["reason"].startswith("1 pairs are too few")
+    assert ranks["time_ratio"]["estimate"] > 1.0  # CPU time is that of both
+    assert "its numbers are not those of the start" in wrong["reason"]
+
+
 @pytest.mark.slow  # half a minute: the tests have ten
 def test_no_run_is_spent_on_what_its_numbers_refuse_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -339,7 +378,7 @@ def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     start, said = rungs.plain(spec_file.read(str(start_spec(tmp_path, "Strict"))).spec), list[str]()
     climb = Climb(start, Workbench(start, Settings(), tmp_path / "out"), said.append)
-    assert climb._floor(gate.UNITS["bf16"]) == {}
+    assert climb._floor(start, gate.UNITS["bf16"]) == {}
     assert "planted" in said[0]
 
 

@@ -105,6 +105,7 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
     from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import UNKNOWN
     from surefoot.prove.ladder import BEST, HEADER, cells
+    from surefoot.trial.arm import num_ranks
 
     print_table(HEADER, [cells(each) for each in ladder.results])
     print()
@@ -118,3 +119,5 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
     last = ladder.kept[-1].total["time"] if ladder.kept else None
     gain = f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
     print_text(f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs")
+    if num_ranks(ladder.best) > 1:
+        print_text(f"it trains on several ranks: surefoot train {folder / BEST} --ranks {num_ranks(ladder.best)}")

@@ -9,10 +9,8 @@ from pathlib import Path
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
 
-RUNGS, OWN_RUNG = (
-    "fused",
-    "no clipping: optim.clip=0",
-)  # one that may bring something, and a tempting one that changes the numbers
+# one that may bring something, a tempting one that changes the numbers, and at last a rank for each core
+RUNGS, OWN_RUNG = "fused,data parallel", "no clipping: optim.clip=0"
 PAIRS, SAMPLES = 7, 2000
 
 

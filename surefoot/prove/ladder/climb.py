@@ -23,7 +23,7 @@ from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
 from surefoot.prove.ladder.rungs import Rung
 from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tell, Workbench
 from surefoot.trial import Trial, find_conditions
-from surefoot.trial.arm import REFUSED
+from surefoot.trial.arm import REFUSED, num_ranks
 
 SAME_WORK = (
     0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
@@ -80,8 +80,8 @@ class Climb:
         self._ground_name = START
         self._bench, self._tell = bench, tell
         self._kept: list[Rung] = []
-        self._tensors: Arrays | None = None
-        self._blurred: dict[float, Arrays] = {}
+        self._tensors: dict[int | None, Arrays] = {}  # of the ground, by the pieces that it is cut into
+        self._blurred: dict[tuple[int | None, float], Arrays] = {}
         self._scores: dict[range, Scores | None] = {}  # of the start, by the seeds
 
     def climb(self, rung: Rung) -> Result:
@@ -117,27 +117,33 @@ class Climb:
         self._kept.append(rung)
         self.below = spec
         if rung.kind == "algorithm":  # no rung above it has the numbers of the start
-            self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, None, {}
+            self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, {}, {}
 
     def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
-        """The gate's verdict on gradients and weights; a rung that crashes, or is refused, is not measured."""
+        """The gate's verdict on gradients and weights; a rung that crashes, or is refused, is not measured.
+
+        Several ranks compute a batch in pieces, each with a dropout and a BatchNorm of its own; so their numbers are held against those
+        of one process that computes the same pieces. What the pieces themselves do to a run, its score says.
+        """
         if rung.kind == "algorithm":
             return gate.judge(rung.kind, {}, {}, {})
         kind, unit = gate.bound_of(rung.kind, spec.precision.compute)
-        if self._tensors is None:
-            self._tensors = self._bench.tensors(self._ground_name, self._ground)
-        if unit not in self._blurred:
-            self._blurred[unit] = self._floor(unit)
+        piece = find_piece(spec)
+        ground = self._ground if piece is None else self._ground.replace(train={"microbatch": piece})
+        if piece not in self._tensors:
+            self._tensors[piece] = self._bench.tensors(self._ground_name, ground)
+        if (piece, unit) not in self._blurred:
+            self._blurred[piece, unit] = self._floor(ground, unit)
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
             return Verdict(verdict="not measured", words=_refused(error.message) or f"it {error.message}")
-        return gate.judge(kind, self._tensors, self._blurred[unit], found)
+        return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
-    def _floor(self, unit: float) -> Arrays:
+    def _floor(self, ground: RunSpec, unit: float) -> Arrays:
         """The ground under simulated rounding; nothing where it cannot run so, as one that checks its own outputs to the last bit."""
         try:
-            return self._bench.tensors(f"{self._ground_name} blurred", self._ground, unit=unit)
+            return self._bench.tensors(f"{self._ground_name} blurred", ground, unit=unit)
         except TaskError as error:
             said = f"{self._ground_words} under simulated rounding {error.message}"
             self._tell(f"what rounding comes to cannot be measured, so none is allowed: {said}")
@@ -243,6 +249,14 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
     return min(against, favourable) <= ranks[len(ratios)] or against > max(ranks.values()) or median(ratios) > WORTH
 
 
+def find_piece(spec: RunSpec) -> int | None:
+    """The samples that a rank of several computes at once; None for one process, and for a batch that grows."""
+    ranks = num_ranks(spec)
+    if ranks == 1 or spec.train.ramp:
+        return None
+    return spec.train.microbatch or -(-spec.train.batch // ranks)
+
+
 def _refused(words: str) -> str:
     """From where `words` say that this spec is refused here; nothing where they do not."""
     _, refused, why = words.partition(REFUSED)
@@ -272,11 +286,21 @@ def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0, 
     return Result(rung=rung, standing=standing, reason=reason, parity=parity, step=nothing, total=nothing, num_runs=num_runs)
 
 
+def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
+    """The rungs `chosen`, then those `given`; where the former end with several ranks, these come last, since they take no turns."""
+    split = len(chosen)
+    while split and chosen[split - 1].takes_ranks:
+        split -= 1
+    return [*chosen[:split], *given, *chosen[split:]]
+
+
 def climb_ladder(
     name: str, spec: RunSpec, settings: Settings, folder: Path, *, given: Sequence[Rung] = (), names: Sequence[str] | None = None,
     leave_one_out: bool = False, tell: Tell, decided: Callable[[Ladder], None],
 ) -> Ladder:  # fmt: skip
     """Climb the rungs called `names` (None: every one), then those `given`; given alone, only those. `decided` hears of each rung.
+
+    Rungs of several ranks that stand last stay last.
 
     Raises InputError for a rung that no spec can have, TaskError for a start that does not run; nothing has been measured by then.
     """
@@ -290,7 +314,7 @@ def climb_ladder(
     tell(f"the start: {', '.join(f'{key}={value}' for key, value in rungs.PLAIN.items() if value is not None)}")
     step_s = bench.begin()
     tell(f"{format_seconds(step_s)} a step on {bench.device}; each run is measured over {bench.num_samples:,} samples")
-    known = rungs.find_rungs(start, device=bench.device, cores=cores, blocks=spec.memory.blocks)
+    known = rungs.find_rungs(start, device=bench.device, cores=cores, devices=bench.devices, blocks=spec.memory.blocks)
     chosen = rungs.choose(names, known) if names is not None else () if given else known
     rungs.check_names([*chosen, *given])
     conditions = {
@@ -302,7 +326,7 @@ def climb_ladder(
         spec=name, start=start, best=start, device=bench.device, conditions=conditions, num_samples=bench.num_samples
     )  # fmt: skip
     climb = Climb(start, bench, tell)
-    for rung in (*chosen, *given):
+    for rung in order_rungs(chosen, given):
         result = climb.climb(rung)
         ladder = replace(ladder, results=(*ladder.results, result), best=climb.below, num_runs=bench.num_runs)
         decided(ladder)

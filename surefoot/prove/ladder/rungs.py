@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from surefoot.contract import signature, spec_file
@@ -22,6 +22,14 @@ PLAIN: Mapping[str, Any] = {
     "compile.blocks": None,
     "compile.mode": None,
     "compile.what": "none",
+    "layout.bucket": None,
+    "layout.compress": None,
+    "layout.compress_rank": None,
+    "layout.first_bucket": None,
+    "layout.replicate": None,
+    "layout.shard": None,
+    "layout.stage": None,
+    "layout.virtual_ranks": None,
     "observe.noise": None,  # which needs a microbatch
     "optim.fused": False,
     "optim.state": None,
@@ -48,6 +56,7 @@ PLAIN: Mapping[str, Any] = {
     "task.chunked_loss": None,
 }
 RESERVED = ("start", "below", "best")
+MOST_RANKS = 8  # that a ladder starts at a time
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 
 
@@ -77,19 +86,27 @@ class Rung:
         return changed
 
     @property
+    def takes_ranks(self) -> bool:
+        """Whether it trains on several ranks."""
+        return any(key.startswith("layout.") for key in self.change)
+
+    @property
     def words(self) -> str:
         """The change as `--set` takes it."""
         return ", ".join(f"{key}={value}" for key, value in self.change.items())
 
 
-def find_rungs(spec: RunSpec, *, device: str, cores: int, blocks: Sequence[str] = ()) -> tuple[Rung, ...]:
+def find_rungs(spec: RunSpec, *, device: str, cores: int, devices: int = 1, blocks: Sequence[str] = ()) -> tuple[Rung, ...]:
     """Every rung whose room is built, from the bottom up: what changes no number first, so that the others stand on firm ground.
 
-    `blocks` are those to compute again, where they have names.
+    Several ranks come last: a rank for each core, or each of the `devices`, as many as share a batch evenly. `blocks` are those to
+    compute again, where they have names.
     """
     named = {"memory.blocks": tuple(blocks)} if blocks else {}
     gpu = device == "cuda"
-    part = find_part(math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch)
+    batch = math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch
+    part = find_part(batch)
+    ranks = next(size for size in range(min(devices if gpu else cores, MOST_RANKS), 0, -1) if batch % size == 0)
     return (
         Rung(name="allocator", kind="nothing", change={"train.keep_freed_memory": True}, expected={"time": 0.9},
              needs="training on a CPU", is_here=not gpu),
@@ -134,6 +151,9 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int, blocks: Sequence[str] 
              expected={"memory": 0.8}, needs="adam or adamw", is_here=spec.optim.name in ("adam", "adamw")),
         Rung(name="large batch", kind="algorithm", change=_enlarged(spec), expected={"time": 0.9},
              needs="a batch of one size", is_here=not spec.train.ramp),
+        Rung(name="data parallel", kind="nothing", change={"layout.replicate": ranks, **({} if gpu else {"train.threads": 1})},
+             purpose="wall time", expected={"wall": 1 / ranks},
+             needs=f"two {'GPUs' if gpu else 'cores'} or more, and a batch that they can share", is_here=ranks > 1),
     )  # fmt: skip
 
 
@@ -205,7 +225,8 @@ def parse_rung(text: str) -> Rung:
         changes = [spec_file.parse_set(each.strip()) for each in _split(stated)]
     except SpecError as error:
         raise SpecError(f"--rung {text!r}: {error.message.partition(' ')[2]}", hint=hint) from None
-    return Rung(name=name, kind=kinds.get(kind or "", "nothing"), change={key: value for key, value, _ in changes})
+    made = Rung(name=name, kind=kinds.get(kind or "", "nothing"), change={key: value for key, value, _ in changes})
+    return replace(made, purpose="wall time") if made.takes_ranks else made
 
 
 def _split(text: str) -> list[str]:

@@ -22,7 +22,7 @@ from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.gate import Arrays, Scores
 from surefoot.trial import Arm, Outcome, Trial, as_line, read_arrays, run_arm, run_rounds, spec_arm
-from surefoot.trial.arm import REPORT, WORK, absolute
+from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
@@ -80,6 +80,7 @@ class Workbench:
             )
         self._keep(outcome)
         self.device, self._peak_bytes = outcome.facts["device"], outcome.measures["peak_bytes"]
+        self.devices = int(outcome.facts["devices"])
         per_step = outcome.measures["num_samples"] / LEAST_STEPS
         step_s = outcome.measures["wall_s_per_step"]
         wanted = TARGET_S / step_s if self.settings.samples is None else self.settings.samples / per_step
@@ -154,9 +155,13 @@ class Workbench:
         return Trial(title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes))
 
     def _rounds(self, arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[Outcome]:
-        """Rounds in turns where the memory holds all arms at once; on a GPU, whose memory is not shared so, one after the other."""
+        """Rounds in turns where the memory holds all arms at once; on a GPU, whose memory is not shared so, one after the other.
+
+        So do arms of several ranks, which wait for each other within a step.
+        """
         fits = len(arms) * self._peak_bytes * ROOM <= psutil.virtual_memory().available
-        return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=fits and self.device == "cpu")
+        takes_turns = fits and self.device == "cpu" and all(arm.ranks == 1 for arm in arms)
+        return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=takes_turns)
 
     def _arm(self, name: str, spec: RunSpec) -> Arm:
         """Every arm trains the same number of samples, whatever its batch."""
@@ -206,12 +211,12 @@ class Workbench:
         seeded = [word for number in seeds for word in ("--seed", str(self._seed + number))]
         whole = _quiet(spec)
         command = (
-            sys.executable, "-m", "surefoot.prove.ladder.child", what, f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
+            sys.executable, "-m", "surefoot.prove.ladder.child", what, f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{SHARED}/run",
             "--steps", str(steps), *seeded, *words,
         )  # fmt: skip
         return Arm(
             name=name, command=command, files={"spec.toml": spec_file.write(whole.replace(**absolute(whole, Path())))},
-            threads=spec.train.threads or 1, timeout_s=self.settings.timeout_s * len(seeds),
+            threads=spec.train.threads or 1, ranks=num_ranks(spec), timeout_s=self.settings.timeout_s * len(seeds),
         )  # fmt: skip
 
     def _keep(self, outcome: Outcome) -> None:

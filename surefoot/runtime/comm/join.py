@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import itertools
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ from surefoot.core.place import Place
 from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
 
 LOOK_S, ROLL_S = 0.05, 1.0
+_rounds = itertools.count()  # how often this process has joined others: one run may follow the other, and all ranks count alike
 LOOPBACK = "lo"
 
 
@@ -42,13 +44,13 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
     interface = None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
     put_back = place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
     try:
-        store = _open_store(here, wait_s)
+        store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
         with lost_while_joining():
             _await_all(store, here, wait_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
-                backend, store=PrefixStore(f"surefoot/{here.restart}", store), rank=here.rank, world_size=here.world_size,
+                backend, store=PrefixStore("torch", store), rank=here.rank, world_size=here.world_size,
                 timeout=timedelta(seconds=timeout_s),
             )  # fmt: skip
         except RuntimeError as error:
@@ -107,14 +109,13 @@ def _call_the_roll(store: Store, here: Place) -> str:
     silent: list[list[int]] = []
 
     def ask() -> None:
-        round_ = f"surefoot/{here.restart}/lost"
         with contextlib.suppress(RuntimeError):
-            store.set(f"{round_}/{here.rank}", "")
+            store.set(f"lost/{here.rank}", "")
             others = [rank for rank in range(here.world_size) if rank != here.rank]
             until_s = time.monotonic() + ROLL_S
             while others and time.monotonic() < until_s:
                 time.sleep(LOOK_S)
-                others = [rank for rank in others if not store.check([f"{round_}/{rank}"])]
+                others = [rank for rank in others if not store.check([f"lost/{rank}"])]
             silent.append(others)
 
     asking = threading.Thread(target=ask, daemon=True)  # where the link is cut it waits for good
@@ -132,8 +133,9 @@ def _call_the_roll(store: Store, here: Place) -> str:
     )
 
 
+@functools.cache
 def _open_store(here: Place, wait_s: float) -> Store:
-    """Where ranks leave word for each other; rank 0 holds it, unless its launcher does."""
+    """Where ranks leave word for each other; rank 0 holds it, unless its launcher does. One for all runs of a process."""
     try:
         family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -177,10 +179,9 @@ def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
 def _await_all(store: Store, here: Place, wait_s: float) -> None:
     """Come together. Raises InputError, with the ranks that are missing, for those that do not come in time."""
     until_s = time.monotonic() + wait_s
-    round_ = f"surefoot/{here.restart}/rank"
-    store.set(f"{round_}/{here.rank}", here.host)
+    store.set(f"rank/{here.rank}", here.host)
     missing = list(range(here.world_size))
-    while missing := [rank for rank in missing if not store.check([f"{round_}/{rank}"])]:
+    while missing := [rank for rank in missing if not store.check([f"rank/{rank}"])]:
         if time.monotonic() >= until_s:
             told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
             raise InputError(
