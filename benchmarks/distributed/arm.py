@@ -1,6 +1,6 @@
 """What each rank of an arm does: a model's steps, shared by surefoot or by torch's DistributedDataParallel, and what rank 0 saw of them.
 
-python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|weak|strong --model convnet --report FILE --folder DIR
+python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|weak|strong|four --model convnet --report FILE --folder DIR
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def by_hand(workload: Workload, meter: Meter, rank: int, ranks: int, batch: int)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", required=True, choices=("surefoot", "hand"))
-    parser.add_argument("--scaling", required=True, choices=("one", "weak", "strong"))
+    parser.add_argument("--scaling", required=True, choices=("one", "weak", "strong", "four"))
     parser.add_argument("--model", required=True, choices=MODELS)
     parser.add_argument("--report", required=True)
     parser.add_argument("--folder", required=True)
@@ -120,7 +120,7 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[here.local_rank % len(cores)]})
     workload = MODELS[asked.model]
     meter = Meter(workload)
-    batch = workload.batch * (RANKS if asked.scaling == "weak" else 1)
+    batch = workload.batch * (here.world_size if asked.scaling in ("weak", "four") else 1)
     if asked.how == "surefoot":
         by_surefoot(workload, meter, batch, asked.folder)
     else:

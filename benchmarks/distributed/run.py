@@ -1,4 +1,4 @@
-"""Two ranks on two cores: surefoot against torch's DistributedDataParallel by hand, and against one rank.
+"""Two ranks on two cores, and four: surefoot against torch's DistributedDataParallel by hand, and against one rank.
 
 python -m benchmarks.distributed.run [--rounds 9] [--show]
 """
@@ -18,15 +18,21 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "replicate.json"
-KINDS = (("surefoot", "one"), ("hand", "one"), ("surefoot", "weak"), ("hand", "weak"), ("surefoot", "strong"), ("hand", "strong"))
-WALL, WAITED = "wall_s_per_step", "waited_s_per_step"
+NUM_RANKS = {
+    "one": 1,
+    "weak": RANKS,
+    "strong": RANKS,
+    "four": 4,
+}  # of each way to scale; four: weak, on as many cores as two have
+KINDS = tuple((how, scaling) for scaling in NUM_RANKS for how in ("surefoot", "hand"))
+WALL, WAITED, CPU = "wall_s_per_step", "waited_s_per_step", "cpu_s_per_step"
 MOST, LEAST = 1.05, 0.90
 
 
 def make_arms(folder: str) -> list[Arm]:
     return [
         Arm(
-            name=f"{model} {how} {scaling}", folder=ROOT, ranks=1 if scaling == "one" else RANKS, timeout_s=300.0,
+            name=f"{model} {how} {scaling}", folder=ROOT, ranks=NUM_RANKS[scaling], timeout_s=300.0,
             command=(
                 sys.executable, "-m", "benchmarks.distributed.arm", "--how", how, "--scaling", scaling, "--model", model,
                 "--report", "{report}", "--folder", f"{{work}}/{folder}" if scaling == "one" else f"{{work}}/../{folder}",
@@ -54,6 +60,7 @@ def render(trial: Trial) -> str:
                     how,
                     scaling,
                     format_seconds(median_interval(walls).estimate),
+                    format_seconds(median_interval(list(trial.by_round(arm, CPU).values())).estimate),
                     told,
                     _efficiency(trial, model, how, scaling),
                 )
@@ -70,16 +77,16 @@ def render(trial: Trial) -> str:
             )
         weak = ratio_of(trial, f"{model} surefoot one", f"{model} surefoot weak", WALL)
         bars.append((f"{model}: weak scaling", render_interval(weak, ".3f"), f">= {LEAST}", standing_of(weak, least=LEAST)))
-    heads = ("model", "by", "batch", "a step", "of it waiting for the other rank", "efficiency (95 %)")
+    heads = ("model", "by", "batch", "a step", "CPU time of a rank", "of the step waiting for others", "efficiency (95 %)")
     return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
 
 
 def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:
-    """T1 / T2 of a batch twice as large, or T1 / 2 T2 of the same batch."""
+    """T1 / T2 of a batch twice as large, or T1 / 2 T2 of the same batch; of four ranks on two cores the same of CPU time."""
     if scaling == "one":
         return "1"
-    found = ratio_of(trial, f"{model} {how} one", f"{model} {how} {scaling}", WALL)
-    return render_interval(found, ".3f", 1.0 if scaling == "weak" else 1 / RANKS)
+    found = ratio_of(trial, f"{model} {how} one", f"{model} {how} {scaling}", CPU if scaling == "four" else WALL)
+    return render_interval(found, ".3f", 1 / RANKS if scaling == "strong" else 1.0)
 
 
 def main() -> None:

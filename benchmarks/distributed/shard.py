@@ -1,10 +1,12 @@
 """Ranks that hold a part each: a step of every stage against torch's own parts by hand, and the bytes that a rank holds.
 
-python -m benchmarks.distributed.shard [--only steps|bytes] [--rounds 9] [--show]
+python -m benchmarks.distributed.shard [--only steps|bytes|trade] [--rounds 9] [--data DIR] [--show]
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from surefoot.core.units import format_bytes, format_percent, format_seconds
 from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
-RESULTS, BYTES = FOLDER / "results" / "shard.json", FOLDER / "results" / "shard_bytes.json"
+RESULTS, BYTES, TRADE = (FOLDER / "results" / f"{name}.json" for name in ("shard", "shard_bytes", "shard_trade"))
 STEPS = (("convnet", 1), ("convnet", 2), ("gpt", 1), ("gpt", 2), ("gpt", 3))  # a convnet without blocks has no stage 3
 HELD = tuple((ranks, stage) for ranks in (2, 4) for stage in (0, 1, 2, 3))
 WALL = "wall_s_per_step"
@@ -43,6 +45,13 @@ def make_steps(folder: str) -> list[Arm]:
 def make_held(folder: str) -> list[Arm]:
     return [
         make_arm(folder, f"stage {stage} on {ranks}", ranks, "--how", "bytes", "--stage", str(stage)) for ranks, stage in HELD
+    ]
+
+
+def make_trade(folder: str, data: str) -> list[Arm]:
+    return [
+        make_arm(folder, f"stage {stage} on {ranks}", ranks, "--how", "trade", "--stage", str(stage), "--data", data)
+        for ranks, stage in HELD
     ]
 
 
@@ -72,13 +81,35 @@ def render_bytes(trial: Trial) -> str:
     return markdown(("ranks", "stage", "a rank holds", "by the formula", "off by", f"within {MOST_OFF:.0%}"), rows)
 
 
+def render_trade(trial: Trial) -> str:
+    """What each stage holds, sends and takes, and whether it learns the same."""
+
+    def middle(arm: str, measure: str) -> float:
+        return median_interval(list(trial.by_round(arm, measure).values())).estimate
+
+    rows = []
+    for ranks, stage in HELD:
+        arm, base = f"stage {stage} on {ranks}", f"stage 0 on {ranks}"
+        volumes = middle(arm, "sent_bytes") / (4 * middle(arm, "num_parameters"))
+        apart = abs(middle(arm, "loss") / middle("stage 0 on 2", "loss") - 1)
+        time = "1" if stage == 0 else render_interval(ratio_of(trial, arm, base, WALL), ".3f")
+        rows.append((
+            str(ranks), str(stage) if stage else "none", format_bytes(middle(arm, "held_bytes")), f"{volumes:.2f}",
+            f"{middle(arm, 'words_per_s'):,.0f}", time, f"{middle(arm, 'loss'):.6f}", f"{apart:.0e}",
+        ))  # fmt: skip
+    heads = ("ranks", "stage", "a rank holds", "parameter volumes sent", "words/s", "a step to none (95 %)", "loss", "apart")
+    return markdown(heads, rows)
+
+
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.add_argument("--only", choices=("steps", "bytes"))
+    parser.add_argument("--only", choices=("steps", "bytes", "trade"))
+    parser.add_argument("--data", default=str((ROOT / os.environ.get("DATA", "../shared/data")).resolve()))
     asked = parser.parse_args()
     parts: dict[str, str] = {}
     kinds: tuple[tuple[str, Path, Callable[[str], list[Arm]], Callable[[Trial], str]], ...] = (
         ("steps", RESULTS, make_steps, render), ("bytes", BYTES, make_held, render_bytes),
+        ("trade", TRADE, functools.partial(make_trade, data=asked.data), render_trade),
     )  # fmt: skip
     for kind, out, make, tell in kinds:
         if asked.only in (None, kind) and not asked.show:

@@ -1,6 +1,6 @@
 """What each rank of an arm does: a model's steps at a stage of sharding, by surefoot or by torch's own parts, or the bytes that it holds.
 
-python -m benchmarks.distributed.shard_arm --how surefoot|hand|bytes --stage 1 --model gpt --report FILE --folder DIR
+python -m benchmarks.distributed.shard_arm --how surefoot|hand|bytes|trade --stage 1 --model gpt --report FILE --folder DIR [--data DIR]
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -30,12 +33,14 @@ from surefoot.components.data import Arrays
 from surefoot.components.optim import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
+from surefoot.core.flight import Kind
 from surefoot.tasks.transformer import Transformer
 from surefoot.train.run import Run
 from surefoot.train.step import stepper
 from surefoot.trial import write_report
 
 VOCABULARY, LENGTH = 256, 4  # few tokens: what is counted are states, and not activations
+TRADED, TRADED_BATCH, TRADED_LENGTH = 10, 8, 64  # steps of wikitext2, windows of a batch, words of a window
 
 
 class Large:
@@ -108,9 +113,10 @@ def by_hand(workload: Workload, meter: Meter, stage: int) -> None:
         meter.tick()
 
 
-def count_bytes(stage: int, folder: str) -> dict[str, float]:
-    """The most bytes of all tensors that are alive on this rank in the third step: before its backward pass, and before its update."""
-    ranks, seen = place.here().world_size, list[int]()
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """The bytes of all tensors that are alive on this rank: before each backward pass, and before each update."""
+    seen = list[int]()
     update, backward = GuardedUpdate.step_if_finite, stepper.backward
 
     def count() -> None:
@@ -132,17 +138,57 @@ def count_bytes(stage: int, folder: str) -> dict[str, float]:
 
     GuardedUpdate.step_if_finite = before_update  # type: ignore[method-assign]
     stepper.backward = before_backward
-    train = {"length": "3 steps", "batch": ranks, "seed": SEED, "threads": 1}
-    with Run(spec_of(stage, {"train": train}), Large(), folder=folder, quiet=True) as run:
+    try:
+        yield seen
+    finally:
+        GuardedUpdate.step_if_finite, stepper.backward = update, backward  # type: ignore[method-assign]
+
+
+def count_bytes(stage: int, folder: str) -> dict[str, float]:
+    """The most bytes that this rank holds in the third step."""
+    train = {"length": "3 steps", "batch": place.here().world_size, "seed": SEED, "threads": 1}
+    with counting() as seen, Run(spec_of(stage, {"train": train}), Large(), folder=folder, quiet=True) as run:
         numbers = sum(each.numel() for each in run.model.parameters())
         for _ in islice(run.steps(), 3):
             pass
     return {"held_bytes": float(max(seen[-2:])), "num_parameters": float(numbers)}
 
 
+def trade(stage: int, data: str, folder: str) -> dict[str, float]:
+    """Of `wikitext2` with short windows: bytes held in the third step, bytes sent and seconds of the later ones, the last one's loss."""
+    train = {"length": f"{TRADED} steps", "batch": TRADED_BATCH, "microbatch": 2, "seed": SEED, "threads": 1}
+    tables: dict[str, Any] = {"task": {"use": "wikitext2", "length": TRADED_LENGTH}, "data": {"folder": data}, "train": train}
+    with ExitStack() as stack:
+        run = stack.enter_context(Run(spec_of(stage, tables), folder=folder, quiet=True))
+        numbers, steps = sum(each.numel() for each in run.model.parameters()), run.steps()
+        with counting() as seen:
+            for _ in islice(steps, 3):
+                pass
+        ranks = run.assembly.engine.stepper.ranks
+        assert ranks is not None
+        before, begun_s = _sent(ranks), time.perf_counter()
+        reports = list(islice(steps, TRADED - 3))
+        wall_s = (time.perf_counter() - begun_s) / len(reports)
+        sent, loss = (_sent(ranks) - before) / len(reports), reports[-1].loss
+    assert loss is not None
+    return {
+        "held_bytes": float(max(seen[-5:])), "num_parameters": float(numbers), "sent_bytes": sent, "wall_s_per_step": wall_s,
+        "words_per_s": TRADED_BATCH * TRADED_LENGTH / wall_s, "loss": loss,
+    }  # fmt: skip
+
+
+def _sent(ranks: Any) -> float:
+    """Bytes so far, a sum counted twice: as a sum in parts, and a gathering of the parts."""
+    if ranks.sharded is None:
+        return 2.0 * float(ranks.replicas[0].num_bytes)
+    traffic = ranks.sharded.group.traffic
+    return float(traffic[Kind.SCATTER] + traffic[Kind.GATHER])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--how", required=True, choices=("surefoot", "hand", "bytes"))
+    parser.add_argument("--how", required=True, choices=("surefoot", "hand", "bytes", "trade"))
+    parser.add_argument("--data", help="the folder of wikitext-2, for trade")
     parser.add_argument("--stage", required=True, type=int)
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--report", required=True)
@@ -158,6 +204,8 @@ def main() -> None:
         by_surefoot(workload, meter, asked.stage, asked.folder)
     elif asked.how == "bytes":
         meter.measures = count_bytes(asked.stage, asked.folder)
+    elif asked.how == "trade":
+        meter.measures = trade(asked.stage, asked.data, asked.folder)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))

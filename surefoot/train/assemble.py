@@ -22,7 +22,7 @@ from surefoot.components.data.loader import Read, Sound, Told, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.parallel import join_batchnorm
+from surefoot.components.parallel import check_unwrapped, join_batchnorm
 from surefoot.components.stability import GradientNoise, Noise, convert_batchnorm
 from surefoot.contract import events, signature
 from surefoot.contract.spec import OptimTable, RunSpec
@@ -293,6 +293,7 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
     model = build_model(spec, task)
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
+    check_unwrapped(model)
     optim.check_shaped(model)
     return model.train().to(device) if device.type != "cpu" else model.train()
 
@@ -306,7 +307,9 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     """Store weights, and keep modules in fp32, as [precision] says; gives notes. Raises SpecError for a pattern that matches nothing."""
     notes = lay_channels_last(model) if spec.train.memory_format == "channels_last" else []
     kept = precision.keep_in_fp32(model, spec.precision.keep)
-    if spec.precision.weights == "bf16":
+    if spec.precision.weights == "bf16" and not (
+        with_masters and spec.layout.shard > 1
+    ):  # rows that are gathered in bf16 stay in fp32
         optim.store_narrow(model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32")
     if with_masters and spec.memory.offload == "optimizer":
         optim.keep_on_host(model)

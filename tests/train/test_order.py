@@ -16,6 +16,7 @@ from surefoot.components.compiler import compile_regions
 from surefoot.train.record import compiling
 from surefoot.train.run import Run
 from tests.train.small import Small, spec
+from tests.world.ranks import run_ranks
 
 CHOICES: dict[str, tuple[dict[str, dict[str, Any]], ...]] = {
     "recompute": ({}, {"memory": {"recompute": "full"}}),
@@ -49,12 +50,40 @@ def losses(folder: Path, parts: tuple[dict[str, dict[str, Any]], ...]) -> list[f
         return [float(report.loss or 0.0) for report in run.steps()]
 
 
+def combine(folder: Path, layout: dict[str, Any], most: tuple[int, ...] = (1, 1, 1, 1)) -> dict[tuple[int, ...], list[float]]:
+    """The losses of each combination of what `most` allows."""
+    found = {}
+    for numbers in itertools.product(*(range(1 + each) for each in most)):
+        parts = tuple(CHOICES[name][number] for name, number in zip(CHOICES, numbers, strict=True))
+        found[numbers] = losses(folder / "".join(map(str, numbers)), (*parts, {"layout": layout}))
+    return found
+
+
 def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Path) -> None:
     """Of four things, each of which leaves the numbers alone, all sixteen combinations; clipping and the average move them alike."""
-    found = {}
-    for numbers in itertools.product((0, 1), repeat=len(CHOICES)):
-        parts = tuple(CHOICES[name][number] for name, number in zip(CHOICES, numbers, strict=True))
-        found[numbers] = losses(tmp_path / "".join(map(str, numbers)), parts)
+    found = combine(tmp_path, {})
     for numbers, mine in found.items():
         assert mine == pytest.approx(found[0, 0, 0, numbers[3]], rel=1e-5), numbers
     assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)  # what is compared is no constant
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        pytest.param({"replicate": 2}, (1, 1, 1, 1), id="replicate"),
+        pytest.param({"shard": 2, "stage": 1}, (1, 1, 1, 1), id="stage 1", marks=pytest.mark.slow),
+        pytest.param({"shard": 2, "stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow),  # which refuse to compile
+        pytest.param({"shard": 2, "stage": 3}, (1, 0, 1, 1), id="stage 3"),
+    ],
+)
+def test_on_two_ranks_every_combination_has_the_losses_of_one_process(
+    layout: dict[str, Any], most: tuple[int, ...], tmp_path: Path
+) -> None:
+    def job(rank: int) -> Any:
+        return [[numbers, each] for numbers, each in combine(tmp_path / "runs", layout, most).items()]
+
+    plain = {update: losses(tmp_path / f"plain{update}", (CHOICES["update"][update],)) for update in (0, 1)}
+    for found in run_ranks(2, job, tmp_path / "ranks"):
+        assert isinstance(found, list), found
+        for numbers, mine in found:
+            assert mine == pytest.approx(plain[numbers[3]], rel=1e-5), numbers

@@ -20,6 +20,7 @@ from benchmarks.checkpoint.arms import WAYS, measure_way
 from benchmarks.compile import lengths
 from benchmarks.data import arms as data_arms
 from benchmarks.data import run as data_run
+from benchmarks.distributed import compress as compress_run
 from benchmarks.distributed import run as distributed_run
 from benchmarks.distributed import shard as shard_run
 from benchmarks.input import run as input_run
@@ -54,6 +55,9 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     distributed_run.RESULTS: (distributed_run.render, measured.render_conditions),
     shard_run.RESULTS: (shard_run.render, measured.render_conditions),
     shard_run.BYTES: (shard_run.render_bytes, measured.render_conditions),
+    shard_run.TRADE: (shard_run.render_trade, measured.render_conditions),
+    compress_run.COST: (compress_run.render_cost, measured.render_conditions),
+    compress_run.SCORE: (compress_run.render_score, measured.render_conditions),
     loaders_run.PHOTOS: (loaders_run.render_photos, measured.render_conditions),
     loaders_run.CEILING: (loaders_run.render_photos, measured.render_conditions),
     loaders_run.GOING_ON: (loaders_run.render_going_on, measured.render_conditions),

@@ -28,7 +28,7 @@ def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_mas
     """
     left = {
         id(parameter)
-        for module in model.modules() if module in wide or _is_norm(module)
+        for module in {*find_norms(model), *wide}
         for parameter in module.parameters(recurse=module in wide)
     }  # fmt: skip
     narrowed = []
@@ -63,8 +63,9 @@ def _serve(parameter: Tensor, master: Tensor) -> None:
     parameter.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+def find_norms(model: nn.Module) -> list[nn.Module]:
+    """The norms of a model, by the names of their classes: what they scale by is not narrowed."""
+    return [module for module in model.modules() if "norm" in type(module).__name__.lower()]
 
 
 def _hand_over(parameter: Tensor) -> None:

@@ -6,8 +6,9 @@ from surefoot.components.parallel.shard import FullySharded, Sharded, ShardedSta
 from surefoot.components.parallel.sync_norm import SyncNorm, join_batchnorm
 from surefoot.components.parallel.totals import Totals
 from surefoot.components.parallel.wires import Compression
+from surefoot.components.parallel.wrapped import check_unwrapped
 
 __all__ = [
-    "Compression", "FullySharded", "JoinedBuffers", "Replicas", "Sharded", "ShardedState", "SyncNorm", "Totals", "gather_rows",
-    "join_batchnorm",
+    "Compression", "FullySharded", "JoinedBuffers", "Replicas", "Sharded", "ShardedState", "SyncNorm", "Totals", "check_unwrapped",
+    "gather_rows", "join_batchnorm",
 ]  # fmt: skip

@@ -82,6 +82,10 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, parameter in self._named.items()
             if hooked and parameter.requires_grad
         ]
+        if any(hasattr(parameter, "device_mesh") for parameter in self._named.values()):
+            self._handles += [
+                module.register_forward_pre_hook(self._gathered_for(place)) for place, module in model.named_modules()
+            ]
         self.parameters: tuple[ParameterDtypes, ...] = ()
 
     @classmethod
@@ -121,6 +125,22 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gradient_of(self, name: str) -> Callable[[Tensor], None]:
         def see(gradient: Tensor) -> None:
             self._gradients[name] = NAMES.get(gradient.dtype, str(gradient.dtype))
+
+        return see
+
+    def _gathered_for(self, place: str) -> Callable[[nn.Module, Any], None]:
+        """Of ranks that hold rows: the whole weights, which are there while their module computes."""
+        known: set[str] = set()
+
+        def see(module: nn.Module, _: Any) -> None:
+            for own, parameter in module.named_parameters(recurse=False):
+                name = f"{place}.{own}" if place else own
+                if name not in self._named or hasattr(parameter, "device_mesh"):
+                    continue
+                self._names[_key(parameter)] = name
+                if parameter.requires_grad and name not in known:
+                    known.add(name)
+                    self._handles.append(parameter.register_hook(self._gradient_of(name)))  # type: ignore[no-untyped-call]
 
         return see
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from surefoot.components.data import Feed
 from surefoot.components.memory.blocks import find_blocks
+from surefoot.components.optim import find_norms
 from surefoot.components.parallel import Compression, FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.contract.spec import RunSpec
@@ -42,7 +43,15 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
         return None
     stage = spec.layout.stage
     table = {
-        "precision.weights": (spec.precision.weights != "fp32", "the rows that are moved are the weights themselves"),
+        "precision.weights": (
+            stage == 1 and spec.precision.weights != "fp32",
+            "the rows that are moved are the weights themselves; stages 2 and 3 gather them in bf16",
+        ),
+        "precision.master": (spec.precision.master == "none", "the rows that are moved are masters in fp32"),
+        "precision.keep": (
+            spec.precision.weights != "fp32" and bool(spec.precision.keep),
+            "weights of a block are gathered in bf16, but for those of norms",
+        ),
         "optim.state": (spec.optim.state == "8bit", "blocks of 256 numbers would begin elsewhere on each rank"),
         "optim.name": (
             spec.optim.name in ("muon", "lars", "lamb"),
@@ -85,7 +94,8 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
                 hint="name its blocks in the task, blocks(model), or set layout.stage to 1 or 2",
             ) from None
         units = {}  # gathered once a step: all at a time
-    return FullySharded(model, mesh, units, stage=stage)
+    narrow = torch.bfloat16 if spec.precision.weights == "bf16" else None
+    return FullySharded(model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model))
 
 
 def make_ranks(

@@ -8,7 +8,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,20 @@ from surefoot.runtime.comm import Group, Mesh
 class FullySharded:
     """Splits a model's weights over `mesh.shard`, in `units`; `stage` is 2 or 3.
 
-    From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split.
+    With `narrow` they are gathered in that dtype, those of the modules `wide` left out, while gradients are summed, and the rows moved, in
+    their own. From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split.
     """
 
     is_even = True  # whether every rank must pass as often
     splits_weights = True
     first_weights = ""  # a digest of those that a rank began with
 
-    def __init__(self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int, narrow: torch.dtype | None = None,
+        wide: Collection[nn.Module] = (),
+    ) -> None:  # fmt: skip
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         check_has_rows(model)
         _check_gathered(model)
@@ -46,9 +50,12 @@ class FullySharded:
             )
         self._stage, self.group, self.replicas, self.unit_names = stage, mesh.shard, mesh.replicate, tuple(units)
         device_mesh = DeviceMesh.from_group(mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",))
-        for module in (*units.values(), model):
+        own = MixedPrecisionPolicy(cast_forward_inputs=False)
+        policy = own if narrow is None else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
+        apart = [] if narrow is None else [each for each in wide if any(True for _ in each.parameters())]
+        for module in (*apart, *units.values(), model):
             _check_one_dtype(module)
-            fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
+            fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=own if module in apart else policy)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         gathering, scattering = _Gathering(mesh.shard), _Scattering(mesh.shard)
         for module in self._modules:
