@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -253,3 +254,41 @@ def test_what_cannot_be_launched_is_told_before_any_work(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+LEAVES = """
+import atexit, glob, os, sys
+atexit.register(lambda: print(sorted(open(each).read().strip() for each in glob.glob("/proc/self/task/*/comm"))))
+import torch, torch.distributed as dist
+from surefoot.core import place
+from surefoot.runtime.comm import join
+with join(place.here(), torch.device("cpu"), wait_s=20, timeout_s=20) as group:
+    held = [dist.new_group([0, 1])]
+    held.append(held)
+    group.add(torch.ones(3))
+    del held
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at its threads in /proc")
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """One that lets go of a tensor then aborts the process: here a group is held by a cycle, as by the frames of an error."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        shared = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(held.getsockname()[1]),
+            "PYTHONPATH": str(ROOT),
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", LEAVES], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        said = [each.communicate(timeout=60)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0]
+    assert not any("pt_gloo_runloop" in each for each in said), said
