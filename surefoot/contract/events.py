@@ -273,6 +273,15 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
     return float(value) if type_.startswith("float") and value in ("nan", "inf", "-inf") else value
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether the newest attempt of a run came to its end."""
+    last = None
+    if (folder / FILE).is_file():
+        for last in read(folder):
+            pass
+    return isinstance(last, Ended) and last.outcome == "finished"
+
+
 def newest(events: Iterable[Event]) -> list[Event]:
     """Of each step only what its newest generation wrote: an attempt that went back overrules what it repeats."""
     kept: list[Event] = []

@@ -121,6 +121,22 @@ def test_a_kill_at_any_time_is_recovered_from_to_the_bits_of_the_unbroken_run(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+def test_a_rank_that_is_killed_when_the_run_is_over_brings_no_other_run(tmp_path: Path) -> None:
+    """The command makes another one in place of a run that is finished; a supervisor that starts the ranks again must not."""
+
+    def job(rank: int) -> int:
+        code = take_steps(tmp_path / "run", {})
+        if rank == 1:
+            time.sleep(0.3)  # until rank 0 has written the end
+            os.kill(os.getpid(), signal.SIGKILL)
+        return code
+
+    supervised = Supervised(job, 2, tmp_path / "ranks", stall_s=20, run=tmp_path / "run", max_restarts=3)
+    assert supervised.wait() == 0, supervised.said
+    assert "the run had come to its end before: nothing is lost" in supervised.said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "run"]
+
+
 # ---- other numbers of ranks
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from surefoot.contract import manifest
+from surefoot.contract import events, manifest
 from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
 from surefoot.core import place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank
@@ -78,11 +78,15 @@ def launch(
             "--ranks is given to a process that is a rank already", hint="leave --ranks out under torchrun and the like"
         )
     _fill_standard_streams()
+    run = None if run is not None and events.is_finished(run) else run  # the command makes another one then, each time
     newest, in_vain = _newest_commit(run), 0
     while True:
         end = _attempt(words, num_ranks, say, judge)
         if run is None or end.is_asked or not end.is_lost or max_restarts == 0:
             return end.code
+        if events.is_finished(run):
+            say("the run had come to its end before: nothing is lost")
+            return EXIT_OK
         before, newest = newest, _newest_commit(run)
         in_vain = in_vain + 1 if newest == before else 1
         if in_vain > max_restarts:
