@@ -275,11 +275,8 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
 
 def is_finished(folder: Path) -> bool:
     """Whether the newest attempt of a run came to its end."""
-    last = None
-    if (folder / FILE).is_file():
-        for last in read(folder):
-            pass
-    return isinstance(last, Ended) and last.outcome == "finished"
+    past = list(read(folder)) if (folder / FILE).is_file() else []
+    return bool(past) and isinstance(past[-1], Ended) and past[-1].outcome == "finished"
 
 
 def newest(events: Iterable[Event]) -> list[Event]:
