@@ -1,6 +1,6 @@
-"""The ladders of real tasks, every rung there is: `surefoot ladder` as anybody would call it.
+"""The ladders of real tasks, every rung there is on one core, and those that take more on two: `surefoot ladder` as anybody would call it.
 
-python -m benchmarks.ladder.tasks [--data DIR] [--only wikitext2|cifar10_quick] [--show]
+python -m benchmarks.ladder.tasks [--data DIR] [--only wikitext2|cifar10_quick|wikitext2_cores|cifar10_quick_cores] [--show]
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ RESULTS = FOLDER / "results"
 TASKS = {  # what makes a run of 16 steps take seconds on one core
     "wikitext2": ("train.batch=2",),
     "cifar10_quick": ("train.batch=50", "task.widths=[16, 64, 64]"),
+    "wikitext2_cores": ("train.batch=2",),
+    "cifar10_quick_cores": ("train.batch=50", "task.widths=[16, 64, 64]"),
 }
+CORES = "_cores"  # of a ladder with the rungs that were kept on one core, and those that take more than one
+RUNGS = {"wikitext2_cores": "bf16,threads,data parallel", "cifar10_quick_cores": "fused,bf16,threads,workers,data parallel"}
 PAIRS = 7
 
 
 def make_command(name: str, data: str, out: Path) -> list[str]:
     stated = [word for text in TASKS[name] for word in ("--set", text)]
-    words = [sys.executable, "-P", "-m", "surefoot", "ladder", name, "--data", data, *stated]
+    stated += ["--rungs", RUNGS[name]] if name in RUNGS else []
+    words = [sys.executable, "-P", "-m", "surefoot", "ladder", name.removesuffix(CORES), "--data", data, *stated]
     return [*words, "--pairs", str(PAIRS), "--skip-refused", "--out", str(out)]
 
 

@@ -81,6 +81,18 @@ class Stacked(Sentences):
         return made
 
 
+class Narrow(Stacked):
+    def model(self) -> nn.Module:
+        return super().model().float().requires_grad_()
+
+
+class Half(Stacked):
+    """What is frozen has no master: one process would store it in bf16 alone."""
+
+    def model(self) -> nn.Module:
+        return super().model().float()
+
+
 AVERAGED = {"optim": {"name": "adamw", "lr": 0.01, "clip": 0.5, "ema": 0.9}}
 
 
@@ -133,6 +145,44 @@ def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(name: str, a
     assert checked.holds, checked.faults
     made = commits.check(manifest.step_folder(tmp_path / "run", 13))
     assert made.layout["world_size"] == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("lamb", "stage 1 on 3"), ("lars", "stage 3 on 2"), pytest.param("lamb", "stage 2 on 2", marks=pytest.mark.slow)],
+)
+def test_rules_that_look_at_whole_layers_are_told_their_norms(name: str, layout: str, tmp_path: Path) -> None:
+    num_ranks, axes = LAYOUTS[layout]
+    tables: Any = {
+        "optim": {"name": name, "lr": 0.5 if name == "lars" else 0.02, "decay": 0.1},
+        "train": {"length": "5 steps"},
+    }
+    alone = followed(tmp_path / "alone", spec(**tables))
+    found = run_ranks(num_ranks, lambda rank: followed(tmp_path / "run", spec(layout=axes, **tables)), tmp_path / "ranks")
+    assert all("losses" in each for each in found), found
+    assert max(apart(alone, each) for each in found) < 1e-10
+    assert worst(final_weights(tmp_path / "run", 5), final_weights(tmp_path / "alone", 5)) < 1e-10
+
+
+def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> None:
+    """The rows of the frozen layer; when the older commit goes, the newer one still holds them."""
+    given = sharded({"shard": 2, "stage": 3}, checkpoint={"every": "1 step", "keep": 2})
+    run_ranks(2, lambda rank: _left(tmp_path / "run", given, 4), tmp_path / "ranks")
+    newest = max(manifest.steps(tmp_path / "run"))
+    assert 1 not in manifest.steps(tmp_path / "run")
+    folder = manifest.step_folder(tmp_path / "run", newest)
+    files = {each.name: (folder / each.name).stat() for each in manifest.read(folder).files if each.name.endswith(".safetensors")}
+    frozen = [each.name for each in manifest.read(folder).files if "frozen.weight" in (each.tensors or {})]
+    assert len(frozen) == 2  # a file of each rank
+    written = {name: status.st_mtime_ns for name, status in files.items()}
+    moved = [stamp for name, stamp in written.items() if name not in frozen]
+    assert all(written[name] < min(moved) for name in frozen)  # by an earlier commit, which is gone
+    assert commits.check(folder).step == newest
+    weights = final_weights(tmp_path / "run", newest)
+    assert (
+        worst({"frozen.weight": weights["frozen.weight"]}, {"frozen.weight": Stacked().model().state_dict()["frozen.weight"]})
+        == 0.0
+    )
 
 
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
@@ -354,7 +404,7 @@ class ChannelsLast(Stacked):
         (Stacked, {"shard": 3}, {}, "layout.shard is 3, and there are 2 ranks"),
         (Stacked, {"shard": 2, "replicate": 2}, {}, "layout.replicate is 2 times a layout.shard of 2, and there are 2 ranks"),
         (Stacked, {"shard": 2, "stage": 1}, {"optim": {"name": "muon"}}, "optim.name is 'muon', and layout.shard is 2"),
-        (Stacked, {"shard": 2}, {"optim": {"name": "lamb"}}, "optim.name is 'lamb', and layout.shard is 2"),
+        (Stacked, {"shard": 2}, {"optim": {"name": "muon"}}, "optim.name is 'muon', and layout.shard is 2"),
         (
             Stacked, {"shard": 2, "stage": 1}, {"precision": {"weights": "bf16", "compute": "bf16"}},
             "precision.weights is 'bf16', and layout",
@@ -363,6 +413,7 @@ class ChannelsLast(Stacked):
             Stacked, {"shard": 2}, {"precision": {"weights": "bf16", "compute": "bf16", "keep": ["head"]}},
             "precision.keep is ('head',), and layout",
         ),
+        (Half, {"shard": 2}, {"precision": {"weights": "bf16", "compute": "bf16"}}, "and frozen.weight is frozen"),
         (Stacked, {"shard": 2}, {"compile": {"what": "model"}}, "compile.what is 'model', and layout.shard is 2"),
         (Alone, {"shard": 2, "stage": 3}, {}, "gathers the weights of a block at a time"),
         (Scalar, {"shard": 2, "stage": 1}, {}, "splits parameters by rows, and offset has no dimension"),
@@ -448,11 +499,6 @@ def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by
 def test_a_layout_that_the_ranks_do_not_make_up_is_refused_before_they_are_started() -> None:
     with pytest.raises(SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, and there are 4 ranks"):
         launch_ranks(4, RunSpec(layout={"shard": 2, "replicate": 3}), None, None)  # type: ignore[arg-type]
-
-
-class Narrow(Stacked):
-    def model(self) -> nn.Module:
-        return super().model().float()
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])

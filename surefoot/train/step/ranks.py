@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.optim import leaf_of, master_of
+from surefoot.components.optim import Lamb, Lars, leaf_of, master_of
 from surefoot.components.parallel import Compression, JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.exact import Ordered, VirtualRanks
@@ -39,6 +39,9 @@ class Ranks:
         if sharded is not None:
             for update in updates:
                 update.guarded.join_norm = self._join_norm
+                for each in update.guarded.optimizers:
+                    if isinstance(each, Lamb | Lars):
+                        each.join_norms = self._join_norm
         self.totals = Totals(group)
         self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers, virtual=self._virtual)
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
@@ -184,10 +187,10 @@ class Ranks:
         return -(-num_all // self.group.size)
 
     def _join_norm(self, norm: Tensor) -> Tensor:
-        """The norm of all rows from that of this rank's."""
+        """The norm of all rows from that of this rank's; of several, each by itself."""
         assert self.sharded is not None
-        square = self.sharded.group.add(norm.detach().double().square().reshape(1).to(self.group.device))
-        return square.sqrt().reshape(()).to(norm)
+        square = self.sharded.group.add(norm.detach().double().square().reshape(-1).to(self.group.device))
+        return square.sqrt().reshape(norm.shape).to(norm)
 
     def _check_alike(self, number: int) -> None:
         width, place = 1, 0  # ranks that hold the same are so many apart, the first of them is here

@@ -11,7 +11,7 @@ from torch import nn
 
 from surefoot.components.data import Feed
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.optim import find_norms
+from surefoot.components.optim import Lamb, Lars, find_norms
 from surefoot.components.parallel import Compression, FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.contract.spec import RunSpec
@@ -53,10 +53,7 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
             "weights of a block are gathered in bf16, but for those of norms",
         ),
         "optim.state": (spec.optim.state == "8bit", "blocks of 256 numbers would begin elsewhere on each rank"),
-        "optim.name": (
-            spec.optim.name in ("muon", "lars", "lamb"),
-            "its rule looks at whole tensors, and a rank moves rows of them",
-        ),
+        "optim.name": (spec.optim.name == "muon", "its rule looks at whole tensors, and a rank moves rows of them"),
         "compile.what": (
             stage > 1 and spec.compile.what not in (None, "none"),
             "weights are gathered between the parts of a graph",
@@ -95,6 +92,13 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
             ) from None
         units = {}  # gathered once a step: all at a time
     narrow = torch.bfloat16 if spec.precision.weights == "bf16" else None
+    frozen = next((name for name, each in model.named_parameters() if not each.requires_grad), None)
+    if narrow is not None and frozen is not None:
+        raise SpecError(
+            f"precision.weights is 'bf16', layout.shard is {mesh.shard.size}, and {frozen} is frozen: one process would store it in bf16 "
+            "alone, ranks that hold rows in fp32",
+            hint='train it, or set precision.weights = "fp32"',
+        )
     return FullySharded(model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model))
 
 
@@ -125,10 +129,11 @@ def _check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, 
     for update in updates:
         for optimizer in update.guarded.optimizers:
             name = type(optimizer).__name__
-            if name not in BY_NUMBER or not type(optimizer).__module__.startswith("torch.optim"):
+            by_number = name in BY_NUMBER and type(optimizer).__module__.startswith("torch.optim")
+            if not by_number and not isinstance(optimizer, Lamb | Lars):  # which are told the norms of whole layers
                 raise SpecError(
                     f"layout.shard splits what an optimiser moves by rows, and whether {name} may be split is not known",
-                    hint=f"use one of torch's {', '.join(BY_NUMBER)}, or train with layout.replicate alone",
+                    hint=f"use one of torch's {', '.join(BY_NUMBER)}, lars or lamb, or train with layout.replicate alone",
                 )
     if not sharded.is_even:
         return

@@ -6,7 +6,7 @@ says so, and then the gradients are divided by `grad_scale` and nothing moves wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -21,13 +21,26 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 class _Layerwise(ByGroup):
-    """What both share: the kernels are fused where all of a group stands on a device that has them."""
+    """What both share: the kernels are fused where all of a group stands on a device that has them.
+
+    Where ranks hold rows of each layer, `join_norms` gives the norms of whole layers from those of this rank's rows.
+    """
+
+    join_norms: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         for group in self.param_groups:
             if group["fused"] is None:
                 group["fused"] = all(each.device.type in FUSED_DEVICES and each.is_floating_point() for each in group["params"])
+
+    def _norms(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The 2-norms of the layers that `some` are, and of `others`, each as a vector."""
+        norms = fused.norms_of(some), fused.norms_of(others)
+        if self.join_norms is None:
+            return norms
+        first, second = self.join_norms(torch.cat(norms)).chunk(2)
+        return first, second
 
 
 @final
@@ -69,7 +82,7 @@ class Lars(_Layerwise):
             fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave what they applied
         rates: float | Tensor = lr
         if group["adapt"]:
-            weights, slopes = fused.norms_of(params), fused.norms_of(grads)
+            weights, slopes = self._norms(params, grads)
             whole = slopes + group["weight_decay"] * weights
             rates = lr * torch.where((weights > 0) & (slopes > 0), group["trust"] * weights / whole, 1.0)
         decays = _each(rates * group["weight_decay"], params)
@@ -132,7 +145,7 @@ class Lamb(_Layerwise):
         )  # fmt: skip
         rates: float | Tensor = lr
         if group["adapt"]:
-            weights, lengths = fused.norms_of(params), fused.norms_of(moves)
+            weights, lengths = self._norms(params, moves)
             rates = lr * torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
         if found_inf is not None:
             rates = rates * (1.0 - found_inf)
