@@ -149,19 +149,6 @@ def test_so_many_ranks_train_to_the_numbers_of_one_process(num_ranks: int, alone
     assert not (tmp_path / "run" / "ranks" / "1" / "checkpoints").exists()
 
 
-def test_one_run_follows_the_other_in_the_same_processes(tmp_path: Path) -> None:
-    """As in a script that trains several seeds: the first one's objects still stand while the second joins."""
-
-    def both(rank: int) -> list[Any]:
-        with Run(spec(), Sentences(), folder=tmp_path / "first", quiet=True) as first:
-            losses = [report.loss for report in first.steps()]
-        return [losses, train(tmp_path / "second", given=spec())["losses"], first.step]
-
-    found = run_ranks(2, both, tmp_path / "ranks")
-    assert found[0] == found[1]
-    assert found[0][0] == found[0][1]
-
-
 def test_several_terms_with_counts_that_are_known_before_are_each_divided_by_their_own(tmp_path: Path) -> None:
     whole = train(tmp_path / "one", Counted())
     found = run_ranks(3, lambda rank: train(tmp_path / "run", Counted()), tmp_path / "ranks")
