@@ -125,7 +125,7 @@ def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int 
     from surefoot.control.launch import launch
     from surefoot.control.launch.local import without_ranks
     from surefoot.control.launch.looking import Judge
-    from surefoot.core import layout
+    from surefoot.core.ranks import layout
 
     if ranks > 0:
         layout.fit(ranks, spec.layout.replicate, spec.layout.shard, spec.layout.stage)

@@ -93,6 +93,7 @@ class Step(Event):
     device_memory: Mapping[str, int] = field(default_factory=dict)
     loss_scale: float | None = None
     noise: Mapping[str, float | None] = field(default_factory=dict)
+    ranks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 Result = TypeVar("Result")
+RANGE = "ranks: "  # what ranks do together is called so in a trace, and what follows
 KEPT = 16  # collectives of which kind and size are remembered
 NUM_BYTES = 64 + 8 * KEPT
 BUSY = -2  # in the place of a microbatch
@@ -46,6 +47,10 @@ class Kind(IntEnum):
             Kind.GATHER: "a gathering", Kind.COPY: "a copy from one rank",
             Kind.SCATTER: "a sum in pieces", Kind.SWAP: "an exchange of pieces", Kind.SEND: "a message",
         }[self]  # fmt: skip
+
+    def range(self, num_bytes: int) -> str:
+        """What it is called in a trace."""
+        return f"{RANGE}{self.words} of {num_bytes} bytes"
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ class Assembly:
 
     def stepped(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
         """The record of the steps that `summary` and `timing` sum up."""
+        ranks = self.engine.stepper.ranks
         rates = {f"{u.name}.{i}" if i else u.name: g["lr"] for u in self.updates for i, g in enumerate(u.guarded.groups)}
         return events.Step(
             generation=generation, time_s=time.time(), step=summary.step, epoch=summary.epoch, num_steps=summary.num_steps,
@@ -146,6 +147,7 @@ class Assembly:
             phases=timing.phases, step_s=timing.step_s, outliers=timing.outliers,
             device_memory=take_device_memory(self.engine.device), loss_scale=summary.loss_scale,
             noise={} if (noise := self.noise) is None else asdict(noise),
+            ranks={} if ranks is None else ranks.paces.take(),
         )  # fmt: skip
 
 

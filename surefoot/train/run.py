@@ -16,7 +16,7 @@ import torch
 from surefoot.components import checkpoint
 from surefoot.components.data.consumed import plan_of
 from surefoot.components.observe import Console, Journal, Meter, TensorBoard
-from surefoot.components.profiler import CHECKPOINT, EVALUATION, LOGGING, OTHER
+from surefoot.components.profiler import CHECKPOINT, COMMUNICATION, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
 from surefoot.contract import events, ledger
 from surefoot.contract.spec import RunSpec
@@ -289,7 +289,8 @@ class Run:
         """Whether no step follows, as all ranks agree."""
         passed_s = self._before_s + time.perf_counter() - self.started_s
         is_late = total is None and passed_s >= self.assembly.course.length.value
-        stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late)
+        with contextlib.nullcontext() if self.group.is_alone else self._clock.within(COMMUNICATION):
+            stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late)
         if stop is not None:  # else a signal that came meanwhile would be forgotten
             self._stop, self._stop_code = stop, code
         return stop is not None or is_late or (total is not None and self.step >= total)

@@ -18,7 +18,7 @@ from surefoot.components.parallel.low_rank import LowRank
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.core.layout import Layout
+from surefoot.core.ranks.layout import Layout
 from surefoot.prove.layouts.verify import as_trial
 from surefoot.runtime.comm import Group
 from surefoot.train.resume import unsent

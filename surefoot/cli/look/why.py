@@ -13,7 +13,7 @@ from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 from surefoot.core.errors import InputError
 
 if TYPE_CHECKING:
-    from surefoot.control.diagnose import Attempt, Goodput, MemoryUse
+    from surefoot.control.diagnose import Attempt, Goodput, MemoryUse, Waits
     from surefoot.control.plan import SaveAdvice
 
 
@@ -32,11 +32,12 @@ def why(
 ) -> None:
     """Tell what a run lost and why.
 
-    Its attempts, what was done again after a failure, which share of the time counted, how often it should save, and whether it
-    made good use of its memory: what would change that, and by how much, as measured or as predicted.
+    Its attempts, what was done again after a failure, which share of the time counted, how often it should save, which of several
+    ranks the others waited for, and whether it made good use of its memory: what would change that, and by how much, as measured
+    or as predicted.
     """
     from surefoot.contract import events
-    from surefoot.control.diagnose import find_goodput, find_memory_use
+    from surefoot.control.diagnose import find_goodput, find_memory_use, find_waits
     from surefoot.control.plan import advise_interval
     from surefoot.control.report import read_measured, read_shape
     from surefoot.core.units import parse_bytes
@@ -48,13 +49,16 @@ def why(
     records = list(events.read(run))
     found = find_goodput(records)
     memory = find_memory_use(records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere)
-    advice = None
+    waits, advice = find_waits(records), None
     if found.median_save_s is not None and found.between_failures_s is not None:
         advice = advise_interval(found.median_save_s, found.between_failures_s)
     if json:
-        options.print_json({**_as_row(str(run), found, advice), "memory": None if memory is None else memory.as_row()})
+        more = {"ranks": None if waits is None else waits.as_row(), "memory": None if memory is None else memory.as_row()}
+        options.print_json({**_as_row(str(run), found, advice), **more})
     else:
         _tell(found, advice)
+        if waits is not None:
+            _tell_waits(waits)
         _tell_memory(memory)
 
 
@@ -106,6 +110,24 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
         ("save every", f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"),
         ("then is lost", format_percent(advice.lost_share)),
     ]
+
+
+def _tell_waits(found: Waits) -> None:
+    from surefoot.cli.table import print_pairs, print_table
+    from surefoot.core.units import format_percent, format_seconds
+
+    print(f"\nWho was waited for, over {found.num_steps:,} steps of the newest attempt")
+    headers = ("rank", "the last in", "share", "waited for", "data", "compute", "between", "samples", "items")
+    rows = []
+    for each in found.ranks:
+        shares = [f"{each.num_last:,}", format_percent(each.num_last / found.num_steps)]
+        seconds = (each.waited_s / found.num_steps, each.pace.data_s, each.pace.compute_s, each.pace.other_s)
+        work = [f"{each.pace.num_samples:,.1f}", f"{each.pace.num_items:,.1f}"]
+        rows.append([str(each.rank), *shares, *map(format_seconds, seconds), *work])
+    print_table(headers, rows, right=headers, indent=2)
+    print("  seconds, samples and items a step; of the time, what no rank spent waiting for others")
+    named = [(f"step {step:,}", words) for step, words in found.named]
+    print_pairs(named or [("named", "none: no rank was behind the others often enough to tell it from noise")], whole=True)
 
 
 def _tell_memory(found: MemoryUse | None) -> None:

@@ -145,7 +145,7 @@ def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet:
 def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: int, json: bool, quiet: bool) -> int:
     from surefoot.cli.table import print_table
     from surefoot.contract import spec_file
-    from surefoot.core.layout import Layout
+    from surefoot.core.ranks.layout import Layout
     from surefoot.core.units import format_number, format_seconds
     from surefoot.prove.layouts import verify_layouts
 

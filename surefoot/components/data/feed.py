@@ -225,3 +225,11 @@ def size_of(batch: Batch) -> int:
         return len(batch)
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
     return next((size for size in map(size_of, parts) if size), 0)
+
+
+def count_numbers(batch: Batch) -> int:
+    """Elements of all tensors in a batch."""
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return sum(map(count_numbers, parts))

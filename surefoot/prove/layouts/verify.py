@@ -21,7 +21,7 @@ import numpy as np
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.core.layout import Layout
+from surefoot.core.ranks.layout import Layout
 from surefoot.prove.attempts import last_words
 from surefoot.trial import Arm, compare_arrays, read_arrays, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +25,14 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tenso
 _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
+@dataclass
+class Waiting:
+    """What this process has spent in what ranks do together, on every axis; and ranges of a trace around it, while one is recorded."""
+
+    ns: int = 0
+    ranges: Callable[[str], AbstractContextManager[Any]] | None = None
+
+
 @dataclass(frozen=True)
 class Group:
     """Rank `rank` of `size`. Every method is called by all ranks, in the same order. Raises LostRank where another rank is gone."""
@@ -36,6 +44,7 @@ class Group:
     channel: Any = None  # torch's group of these ranks; None: all of them
     roll: Callable[[], str] = field(default=lambda: "", compare=False)  # who says nothing, once they are out of reach; in words
     traffic: Counter[Kind] = field(default_factory=Counter, compare=False)  # bytes of what was summed, gathered ..., by kind
+    waiting: Waiting = field(default_factory=Waiting, compare=False)
 
     @property
     def is_alone(self) -> bool:
@@ -173,19 +182,23 @@ class Group:
 
     def do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
         """What all ranks do together with `tensor`, told to who looks on. Raises LostRank where the others are out of reach."""
-        self.traffic[kind] += tensor.numel() * tensor.element_size()
-        begun_s = time.monotonic()
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.traffic[kind] += num_bytes
+        begun_ns = time.perf_counter_ns()
         try:
-            if self.flight is None:
-                return job()
-            is_of_all = self.channel is None or self.channel is dist.group.WORLD
-            return self.flight.during(kind, tensor.numel() * tensor.element_size(), job, is_of_all=is_of_all)
+            with nullcontext() if self.waiting.ranges is None else self.waiting.ranges(kind.range(num_bytes)):
+                if self.flight is None:
+                    return job()
+                is_of_all = self.channel is None or self.channel is dist.group.WORLD
+                return self.flight.during(kind, num_bytes, job, is_of_all=is_of_all)
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
-            waited_s, num_bytes = time.monotonic() - begun_s, tensor.numel() * tensor.element_size()
+            waited_s = (time.perf_counter_ns() - begun_ns) / 1e9
             raise LostRank(
                 f"the other ranks are out of reach, after {waited_s:.1f} s in {kind.words} of {num_bytes:,} bytes{self.roll()}",
                 hint="the rank that failed first says why",
             ) from error
+        finally:
+            self.waiting.ns += time.perf_counter_ns() - begun_ns
 
 
 @contextmanager

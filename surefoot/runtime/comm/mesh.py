@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from surefoot.core.layout import Layout
+from surefoot.core.ranks.layout import Layout
 from surefoot.runtime.comm.group import ALONE, Group, lost_while_joining
 
 
@@ -47,4 +47,6 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
 
 
 def _within(group: Group, ranks: range, channel: Any) -> Group:
-    return Group(ranks.index(group.rank), len(ranks), group.device, group.flight, channel, group.roll)
+    return Group(
+        ranks.index(group.rank), len(ranks), group.device, group.flight, channel, group.roll, waiting=group.waiting
+    )  # fmt: skip

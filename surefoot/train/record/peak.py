@@ -23,6 +23,7 @@ from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import untouched
 from surefoot.train.record.convolutions import TimedConvolutions
 from surefoot.train.record.telling import Telling
+from surefoot.train.record.waited import Waited
 
 FILE = "shape.json"
 MEASURED = 3  # the step of an attempt that is measured: by then all that is held is there
@@ -34,7 +35,10 @@ def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[in
     if assembly.spec.memory.predict:
         step = Compared(step, assembly, telling, folder)
     is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark
-    return TimedConvolutions(step, assembly.engine.stepper, telling) if is_timed else step
+    if is_timed:
+        step = TimedConvolutions(step, assembly.engine.stepper, telling)
+    ranks = assembly.engine.stepper.ranks
+    return step if ranks is None or ranks.group.is_alone or not ranks.group.is_first else Waited(step, ranks.paces, telling)
 
 
 @final

@@ -17,8 +17,9 @@ from surefoot.contract import ledger
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
-from surefoot.core import layout, place
+from surefoot.core import place
 from surefoot.core.errors import SpecError
+from surefoot.core.ranks import layout
 from surefoot.core.units import Duration
 from surefoot.runtime.comm import Group, Mesh, join, lay_out
 from surefoot.train import folder

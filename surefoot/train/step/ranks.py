@@ -15,8 +15,10 @@ from surefoot.components.parallel.exact import Ordered, VirtualRanks
 from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from surefoot.components.parallel.totals import Row
 from surefoot.components.parallel.wires import NONE
+from surefoot.contract.task import Batch
 from surefoot.core.errors import NumbersError
 from surefoot.runtime.comm import Group
+from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:
     from surefoot.train.step.stepper import LiveUpdate
@@ -47,6 +49,7 @@ class Ranks:
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
         self._mine, self._was_told = 0, False
+        self.paces = Paces(group)
         self._alike_after = 0
         self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
 
@@ -76,6 +79,7 @@ class Ranks:
 
     def step(self, number: int) -> None:
         """A step begins, with the reading of its samples."""
+        self.paces.begin()
         if self.group.flight is not None:
             self.group.flight.step(number)
 
@@ -84,8 +88,9 @@ class Ranks:
         if self.group.flight is not None:
             self.group.flight.microbatch(position)
 
-    def begin(self, num_samples: int) -> None:
-        """The samples of a step are there, so many on this rank."""
+    def begin(self, num_samples: int, batches: Sequence[Batch]) -> None:
+        """The samples of a step are there, so many on this rank, in these batches."""
+        self.paces.ready(num_samples, batches)
         self._mine, self._was_told = num_samples, False
         if self.sharded is not None:
             self.sharded.begin()
@@ -120,6 +125,8 @@ class Ranks:
 
     def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
         """The loss terms of all ranks for an update, by its place; and its gradients, where they need not be told their factor first."""
+        if not self._was_told:
+            self.paces.passed()
         if self._virtual is not None:
             self._ordered[index].put_back()
         if not self.replicas[index].asks_factor:
@@ -132,19 +139,23 @@ class Ranks:
             self.replicas[index].finish(factor)
 
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
-        """The loss terms of all ranks; with the first of a step go the samples."""
-        extra = () if self._was_told else (float(self._mine),)
+        """The loss terms of all ranks; with the first of a step go the samples, and the pace of the step before."""
+        rows = [mine] if self._virtual is None or not update else self._rows
+        extra = () if self._was_told else (float(self._mine), *self.paces.row())
         if self._virtual is None or not update:
             found, told = self.totals.add(update, mine, extra)
         else:
             found, told = self.totals.add_in_order(update, self._rows, extra, self._virtual)
         if told:
             self._was_told, self.num_samples = True, int(told[0])
+            self.paces.hear(told[1:])
+            self.paces.count(rows)
         return found
 
     def end(self, number: int) -> None:
         """All passes and updates of a step are over."""
         if not self._was_told:
+            self.paces.passed()
             self.add("", {})
         if self.sharded is not None:
             self.sharded.end()

@@ -23,7 +23,7 @@ from surefoot.components.data.loader import Ahead, Loader, Reader, Taken
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of, master_of
 from surefoot.components.precision import PLAIN, DtypeRecord, Policy
-from surefoot.components.profiler import BACKWARD, CHECKPOINT, COPY, DATA, FORWARD, OPTIMISER, PhaseClock
+from surefoot.components.profiler import BACKWARD, CHECKPOINT, COMMUNICATION, COPY, DATA, FORWARD, OPTIMISER, PhaseClock
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
@@ -104,7 +104,7 @@ class Stepper:
         num_samples = sum(map(size_of, batches)) if self._counts_rows else num_samples
         if self.ranks is not None:
             self._num_cut = len(self._feed.microbatches(taken.window))
-            self.ranks.begin(num_samples)
+            self.ranks.begin(num_samples, batches)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
@@ -130,18 +130,22 @@ class Stepper:
             rate = update.guarded.groups[0]["lr"]
             num_done += 1
         if self.ranks is not None:
+            self.clock.switch(COMMUNICATION)
             self.ranks.end(number)
             num_samples = self.ranks.num_samples
         if applied is not True:
             self._buffers.put_back_unless(applied)
         if self.ranks is not None:
             self.ranks.look(number, applied)
+            self.clock.switch(OPTIMISER)
         if self._average is not None:
             self._average.update(applied)
         if self._is_first and self.record is not None:
             self._look = None
             self.record.see_update((each for update in self._updates for each in update.guarded.states()), master_of)
         self.clock.end_step(number)
+        if self.ranks is not None:
+            self.ranks.paces.end()
         report = StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_ns / 1e9,
@@ -243,6 +247,7 @@ class Stepper:
         if self.ranks is not None:
             if num_idle:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
+            switch(COMMUNICATION)
             mine = self.ranks.add_up(index, mine)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:

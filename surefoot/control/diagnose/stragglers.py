@@ -1,0 +1,70 @@
+"""Who was waited for in the newest attempt of a run: how often each rank was the last, what that cost, and why, out of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from surefoot.contract.events import Event, Fault, Step
+from surefoot.control.diagnose.phases import newest_attempt, number_of
+from surefoot.core.ranks.stragglers import Pace
+
+FAULT = "straggler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waited:
+    """One rank: in how many steps it was the last, seconds that the median of the others waited for it then, and its mean pace."""
+
+    rank: int
+    num_last: int
+    waited_s: float
+    pace: Pace
+
+    def as_row(self) -> dict[str, Any]:
+        return {"rank": self.rank, "num_last": self.num_last, "waited_s": self.waited_s, "pace": self.pace._asdict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """The ranks of an attempt over `num_steps` steps, and the findings on those that were named while it went on."""
+
+    num_steps: int
+    ranks: tuple[Waited, ...]
+    named: tuple[tuple[int, str], ...]  # after which step, and in words with what was advised
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "num_steps": self.num_steps, "ranks": [each.as_row() for each in self.ranks],
+            "named": [{"step": step, "words": words} for step, words in self.named],
+        }  # fmt: skip
+
+
+def find_waits(events: Iterable[Event]) -> Waits | None:
+    """Of the newest attempt among `events`, in the order written; None of one rank, and where nothing was recorded."""
+    attempt = newest_attempt(events)
+    rows = [event.ranks for event in attempt if isinstance(event, Step) and event.ranks]
+    size = min((len(row.get(name, ())) for row in rows for name in ("last", "waited_s", *Pace._fields)), default=0)
+    if size < 2:
+        return None
+    sums = {
+        name: [sum(number_of(row[name][rank]) for row in rows) for rank in range(size)]
+        for name in ("last", "waited_s", *Pace._fields)
+    }
+    num_steps = round(sum(sums["last"]))
+    if num_steps < 1:
+        return None
+    ranks = [
+        Waited(
+            rank=rank, num_last=round(sums["last"][rank]), waited_s=sums["waited_s"][rank],
+            pace=Pace(*(sums[name][rank] / num_steps for name in Pace._fields)),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    named = [
+        (event.step, f"{event.detail}; {event.action.removeprefix('the run goes on; ')}")
+        for event in attempt
+        if isinstance(event, Fault) and event.fault == FAULT
+    ]
+    return Waits(num_steps=num_steps, ranks=tuple(ranks), named=tuple(named))

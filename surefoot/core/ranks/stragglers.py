@@ -1,0 +1,229 @@
+"""Who is waited for: of ranks that wait for each other in every step, which one comes last, how often, at what cost and why.
+
+**The rule.** A rank is *behind* in a step when what it did without waiting for others (its data, its passes and update, what came between
+two steps) took over 10 % and over 1 ms longer than the median of the other ranks. Suppose that a rank's true median excess is no more than
+that: then it is behind in at most every second step, and in k or more of n steps with a probability of at most P(Binomial(n, 1/2) >= k).
+That is a sign test, which asks nothing of the shape of the noise but that steps are independent. A rank is named where that probability,
+times the number of ranks, is at most 1 in 1,000: with 2 ranks in 18 of the last 20 steps, with 8 in 19, with 64 in all 20. Ranks that are
+last in turn are each last in 1 / ranks of the steps, far from that. It is looked at after each step, which finds more than one look does:
+of 2 ranks whose steps vary by a factor of 2.7 either way one is named in 10,000 steps, with 1.35 either way none in 20,000.
+
+Others divide a rank's median time by that of the fastest and hold it against a threshold (NVIDIA's resiliency extension), or print the
+slowest and the fastest of an interval (Megatron): neither says how often that comes of noise alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist, median
+from typing import Literal, NamedTuple
+
+from surefoot.core.units import format_number, format_percent, format_seconds
+
+WINDOW = 20  # steps
+MARGIN, LEAST_S = 0.1, 0.001  # of the others' time, and what the system's own noise comes to
+FALSE_CALL = 0.001  # of any rank in one window
+EXACT = 1000  # steps up to which the binomial is added up
+SKIPPED = 1  # first steps of an attempt, in which ranks start up
+
+Cause = Literal["data", "work", "compute", "other"]
+ADVICE: Mapping[Cause, str] = {
+    "data": "raise loader.workers, or look at the disk of that rank",
+    "work": "deal samples of like length to all ranks, or cut them into more microbatches",
+    "compute": "look at that rank's processor: clocks, heat, other processes",
+    "other": "save and record less often, or move what the loop does there",
+}
+
+
+class Pace(NamedTuple):
+    """One rank in one step: seconds without waiting for others, and what it had to compute with.
+
+    `data_s` went into getting its samples, `compute_s` into passes and update, `other_s` into what lies between two steps. `num_items` is
+    what its loss counts, `num_numbers` the elements of its batches, padding and all.
+    """
+
+    data_s: float
+    compute_s: float
+    other_s: float
+    num_samples: float
+    num_items: float
+    num_numbers: float
+
+    @property
+    def busy_s(self) -> float:
+        return self.data_s + self.compute_s + self.other_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that the others wait for: behind in `num_behind` of `num_steps` steps. In the median step the median of the others waited
+    `waited_s` for it, which is the share `share` of what they do themselves."""
+
+    rank: int
+    num_behind: int
+    num_steps: int
+    waited_s: float
+    share: float
+    cause: Cause
+    why: str
+
+    @property
+    def words(self) -> str:
+        often = f"in {self.num_behind:,} of {self.num_steps:,} steps"
+        cost = f"{format_seconds(self.waited_s)} a step, {format_percent(self.share)} of what the others take"
+        return f"rank {self.rank} is waited for {often}, {cost}: {self.why}"
+
+
+def find_window(num_ranks: int) -> int:
+    """Over how many steps so many ranks are judged: 20, or as few as can tell where they are over a thousand."""
+    return max(WINDOW, math.ceil(math.log2(num_ranks / FALSE_CALL)))
+
+
+@cache
+def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
+    """In how many of so many steps a rank must be behind to be named; all of them where the ranks are more than the steps can tell.
+
+    >>> [least_often(ranks) for ranks in (2, 8, 64)], least_often(2, 10_000)
+    ([18, 19, 20], 5166)
+    """
+    allowed = FALSE_CALL / num_ranks
+    if num_steps > EXACT:
+        return math.ceil((num_steps - NormalDist().inv_cdf(allowed) * math.sqrt(num_steps) + 1) / 2)
+    tail, k = 1, num_steps  # of 2 ** num_steps ways, those in which it is behind so often
+    while (tail + math.comb(num_steps, k - 1)) / 2**num_steps <= allowed:
+        k -= 1
+        tail += math.comb(num_steps, k)
+    return k
+
+
+def find_lags(busy_s: Sequence[float]) -> list[float]:
+    """Of each rank by how much it took longer than the median of the others, in seconds; less than 0 where it was faster.
+
+    >>> find_lags([1.0, 1.0, 4.0]), find_lags([2.0, 3.0])
+    ([-1.5, -1.5, 3.0], [-1.0, 1.0])
+    """
+    return [each - other for each, other in zip(busy_s, _others(busy_s), strict=True)]
+
+
+def _others(values: Sequence[float]) -> list[float]:
+    """Of each the median of all the others."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    count = len(values) - 1
+    low, high = (count - 1) // 2, count // 2
+    found = [0.0] * len(values)
+    for place, index in enumerate(order):  # without itself, what stood behind it moves up
+        found[index] = (values[order[low + (low >= place)]] + values[order[high + (high >= place)]]) / 2
+    return found
+
+
+def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
+    """The ranks that took noticeably longer than the median of the others."""
+    if max(busy_s) - min(busy_s) <= LEAST_S:
+        return frozenset()
+    lags = enumerate(find_lags(busy_s))
+    return frozenset(rank for rank, lag_s in lags if lag_s > max(MARGIN * (busy_s[rank] - lag_s), LEAST_S))
+
+
+def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
+    """The ranks that are named after these steps, each a pace of every rank; the one that costs most first. None of too few steps."""
+    if not steps or len(steps[0]) / 2 ** len(steps) > FALSE_CALL:
+        return []
+    least = least_often(len(steps[0]), len(steps))
+    busy_s = [[pace.busy_s for pace in paces] for paces in steps]
+    behind = Counter(rank for row in busy_s for rank in find_behind(row))
+    if not any(count >= least for count in behind.values()):
+        return []
+    lags_s = [find_lags(row) for row in busy_s]
+    # medians: one evaluation or save between two steps would outweigh all of them
+    typical = [Pace(*map(median, zip(*column, strict=True))) for column in zip(*steps, strict=True)]
+    found = [name(rank, n, median(row[rank] for row in lags_s), typical, len(steps)) for rank, n in behind.items() if n >= least]
+    return sorted(found, key=lambda each: -each.waited_s)
+
+
+def name(rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num_steps: int) -> Straggler:
+    """A rank out of what every one does in a typical step."""
+    typical = Pace(*(_others(column)[rank] for column in zip(*paces, strict=True)))
+    cause, why = explain(paces[rank], typical)
+    return Straggler(
+        rank=rank, num_behind=num_behind, num_steps=num_steps, waited_s=waited_s,
+        share=waited_s / typical.busy_s if typical.busy_s > 0 else 0.0, cause=cause, why=why,
+    )  # fmt: skip
+
+
+def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
+    """Which of four parts of a rank's excess over the others is the largest, and in words.
+
+    What a rank computes longer is laid to its work as far as that goes: so many times the work, so many times as long. What grows faster
+    than the work, as attention does with the length of a sequence, leaves a rest that is told as slow computing.
+    """
+    measures = {
+        "samples": (mine.num_samples, others.num_samples), "items": (mine.num_items, others.num_items),
+        "numbers in its batches": (mine.num_numbers, others.num_numbers),
+    }  # fmt: skip
+    ratios = {unit: own / other for unit, (own, other) in measures.items() if own > other > 0}
+    unit = max(ratios, key=ratios.__getitem__, default="")
+    times = ratios.get(unit, 1.0)
+    longer_s = max(0.0, mine.compute_s - others.compute_s)
+    by_work_s = min(longer_s, (times - 1) * others.compute_s)
+    parts: dict[Cause, float] = {
+        "data": mine.data_s - others.data_s, "work": by_work_s, "compute": longer_s - by_work_s, "other": mine.other_s - others.other_s,
+    }  # fmt: skip
+    cause = max(parts, key=parts.__getitem__)
+    slower = format_number(mine.compute_s / others.compute_s if others.compute_s > 0 else None)
+    words: dict[Cause, str] = {
+        "data": f"its data come late, {format_seconds(mine.data_s)} a step, {format_seconds(others.data_s)} on the others",
+        "work": f"it has {format_number(times)} times as many {unit}, and computes {slower} times as long",
+        "compute": f"it computes {slower} times as long, for {_amount(times)} as much work",
+        "other": f"{format_seconds(mine.other_s)} go between two of its steps, {format_seconds(others.other_s)} on the others: saving, "
+        "records, code of the loop",
+    }  # fmt: skip
+    return cause, words[cause]
+
+
+def _amount(times: float) -> str:
+    return "just" if times < 1.005 else f"{format_number(times)} times"
+
+
+class Watch:
+    """Looks at each step as it comes; tells of a rank once it is named, and once it keeps up again.
+
+    An attempt that has just begun is judged as soon as so few steps can tell: with 2 ranks after 11 of them, all behind.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[Pace]] = deque()
+        self._behind: deque[frozenset[int]] = deque()  # the ranks that were, in each of them
+        self._counts: Counter[int] = Counter()
+        self._named: dict[int, Cause] = {}
+        self._num_seen = 0
+
+    def add(self, paces: Sequence[Pace]) -> tuple[list[Straggler], list[int]]:
+        """Another step: who is named now that was not, or for another cause; and who was, and keeps up again."""
+        self._num_seen += 1
+        if self._num_seen <= SKIPPED:
+            return [], []
+        if len(self._steps) == find_window(len(paces)):
+            self._steps.popleft()
+            self._counts.subtract(self._behind.popleft())
+        self._steps.append(paces)
+        self._behind.append(find_behind([pace.busy_s for pace in paces]))
+        self._counts.update(self._behind[-1])
+        if not self._counts or len(paces) / 2 ** len(self._steps) > FALSE_CALL:
+            return [], []
+        return self._judge(len(paces))
+
+    def _judge(self, num_ranks: int) -> tuple[list[Straggler], list[int]]:
+        least, fresh = least_often(num_ranks, len(self._steps)), list[Straggler]()
+        if max(self._counts.values()) >= least:
+            found = find_stragglers(self._steps)
+            fresh = [each for each in found if self._named.get(each.rank) != each.cause]
+            self._named |= {each.rank: each.cause for each in fresh}
+        # in between nothing is said: a rank near the margin would be named again and again
+        over = [rank for rank in self._named if 2 * self._counts[rank] < len(self._steps)]
+        for rank in over:
+            del self._named[rank]
+        return fresh, over

@@ -1,0 +1,119 @@
+"""What each rank did in a step without waiting for the others: measured by itself, told to all with what a step sums over them anyway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from surefoot.components.data import count_numbers
+from surefoot.components.profiler.phases.device_line import make_cuda_event
+from surefoot.contract.task import Batch
+from surefoot.core.ranks.stragglers import Pace, Straggler, Watch, find_lags
+from surefoot.runtime.comm import Group
+
+NUM_FIELDS = len(Pace._fields)
+Mark = tuple[int, int]  # the time, and what had been waited in collectives until then, in nanoseconds
+
+
+@final
+class Paces:
+    """The pace of this rank, step by step, and of all of them one step later.
+
+    The numbers of a step stand in places of their own in the sum of the next one's losses, with zeros from the other ranks: no message is
+    sent for them. What the host spends in collectives is left out; of a device that works beside the host the passes alone are
+    timed, by its own events. Rank 0 keeps what it hears: `told` are the ranks that were named since
+    somebody took them, and those that keep up again.
+    """
+
+    def __init__(self, group: Group, make_event: Callable[[], Any] = make_cuda_event) -> None:
+        self._group = group
+        self._passes = [make_event(), make_event()] if group.device.type == "cuda" and not group.is_alone else []
+        self._began: Mark = (0, 0)
+        self._ready: Mark = (0, 0)
+        self._ended: Mark | None = None  # the step before
+        self._work, self._num_items = (0.0, 0.0), 0.0
+        self._mine: Pace | None = None  # of the step before
+        self._watch = Watch()
+        self._window: list[list[Pace]] = []
+        self.told: list[tuple[list[Straggler], list[int]]] = []
+
+    def _now(self) -> Mark:
+        return time.perf_counter_ns(), self._group.waiting.ns
+
+    def begin(self) -> None:
+        """A step begins, with the reading of its samples."""
+        self._began, self._num_items = self._now(), 0.0
+
+    def ready(self, num_samples: int, batches: Sequence[Batch]) -> None:
+        """Its samples are there: these batches are this rank's."""
+        self._ready = self._now()
+        if self._passes:
+            self._passes[0].record()
+        self._work = float(num_samples), float(sum(map(count_numbers, batches)))
+
+    def passed(self) -> None:
+        """The passes of the step are over, as far as this rank computes by itself."""
+        if self._passes:
+            self._passes[1].record()
+
+    def count(self, terms: Iterable[Mapping[str, tuple[Any, float | Tensor, float]]]) -> None:
+        """The loss terms of this rank, of which the first says what it counts."""
+        self._num_items = sum(float(next(iter(row.values()))[1]) for row in terms if row)
+
+    def end(self) -> None:
+        """The step is over."""
+        now = self._now()
+        other_s = 0.0 if self._ended is None else _between(self._ended, self._began)
+        compute_s = _between(self._ready, now)
+        if self._passes:  # both have happened: the sum of the losses was waited for
+            compute_s = self._passes[0].elapsed_time(self._passes[1]) / 1e3
+        self._mine = Pace(_between(self._began, self._ready), compute_s, other_s, self._work[0], self._num_items, self._work[1])
+        self._ended = now
+
+    def row(self) -> list[float]:
+        """What goes into the sum: a place for each number of each rank, zeros but for this one's."""
+        found = [0.0] * (0 if self._group.is_alone else NUM_FIELDS * self._group.size)
+        if found and self._mine is not None:
+            first = NUM_FIELDS * self._group.rank
+            found[first : first + NUM_FIELDS] = self._mine
+        return found
+
+    def hear(self, summed: Sequence[float]) -> None:
+        """What came of it: the pace of every rank in the step before."""
+        if not summed or not self._group.is_first or self._mine is None:
+            return
+        paces = [Pace(*summed[at : at + NUM_FIELDS]) for at in range(0, len(summed), NUM_FIELDS)]
+        self._window.append(paces)
+        found = self._watch.add(paces)
+        if any(found):
+            self.told.append(found)
+
+    def take_told(self) -> list[tuple[list[Straggler], list[int]]]:
+        """Who was named, and who keeps up again, since the last call."""
+        told, self.told = self.told, []
+        return told
+
+    def take(self) -> dict[str, tuple[float, ...]]:
+        """What was heard since the last call, for a record: of each rank in how many steps it was the last, what the median of the others
+        waited for it then, and the sums of its numbers. Nothing where nothing was heard."""
+        window, self._window = self._window, []
+        if not window:
+            return {}
+        size = self._group.size
+        last, waited_s = [0.0] * size, [0.0] * size
+        for paces in window:
+            lags_s = find_lags([pace.busy_s for pace in paces])
+            slowest = lags_s.index(max(lags_s))
+            last[slowest] += 1
+            waited_s[slowest] += lags_s[slowest]
+        sums = [[sum(paces[rank][at] for paces in window) for rank in range(size)] for at in range(NUM_FIELDS)]
+        found = {"last": last, "waited_s": waited_s} | dict(zip(Pace._fields, sums, strict=True))
+        return {key: tuple(round(value, 7) for value in values) for key, values in found.items()}
+
+
+def _between(earlier: Mark, later: Mark) -> float:
+    """Seconds from one mark to another, without those spent waiting in collectives."""
+    return max(0, later[0] - earlier[0] - (later[1] - earlier[1])) / 1e9

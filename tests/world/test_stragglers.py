@@ -1,0 +1,152 @@
+"""A rank that the others wait for, in real runs: named, with its reason, in the records and on the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.data import Arrays
+from surefoot.contract import events
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss
+from surefoot.core import place
+from surefoot.core.ranks.stragglers import Pace
+from surefoot.runtime.comm import Group
+from surefoot.train.run import Run
+from surefoot.train.step.pace import Paces
+from tests.world.ranks import run_ranks
+
+PASS_S = 0.01  # on every rank
+NUM_STEPS, SLOW_FROM = 32, 10
+
+
+class Slowed:
+    """Rows of 6 words, of which rank 1 gets as many as `words`; its passes, its data and its loop take so much longer, from a step on."""
+
+    def __init__(self, pass_s: float = 0.0, data_s: float = 0.0, words: int = 4) -> None:
+        self._is_slow, self._pass_s, self._data_s, self._words = place.here().rank == 1, pass_s, data_s, words
+        self._num_passes = self._num_reads = 0
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 1)
+
+    def data(self, split: str) -> Any:
+        rows = torch.zeros(32, 6)
+        rows[:, :4] = 1.0
+        rows[np.arange(32) % 8 >= 4, 4 : self._words] = 1.0  # the second half of each batch is that of rank 1
+        return Late(self, rows=rows) if split == "train" else Arrays(rows=rows)
+
+    def wait_for_data(self) -> None:
+        self._num_reads += 1
+        time.sleep(self._data_s * (self._is_slow and self._num_reads > SLOW_FROM))
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self._num_passes += 1
+        longer_s = self._pass_s * (self._is_slow and self._num_passes > SLOW_FROM)
+        words = float(batch["rows"].count_nonzero() / len(batch["rows"]))
+        time.sleep((PASS_S + longer_s) * words / 4)
+        made: Tensor = model(batch["rows"])
+        return made
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+        return Loss.sum(output.square().sum(), int(batch["rows"].count_nonzero()))
+
+
+class Late(Arrays):
+    """Samples for which a task waits."""
+
+    def __init__(self, task: Slowed, **arrays: Tensor) -> None:
+        super().__init__(**arrays)
+        self._task = task
+
+    def read(self, ids: np.ndarray) -> Any:
+        self._task.wait_for_data()
+        return super().read(ids)
+
+
+def spec(**tables: dict[str, Any]) -> RunSpec:
+    stated: dict[str, dict[str, Any]] = {
+        "train": {"length": f"{NUM_STEPS} steps", "batch": 8, "threads": 1}, "optim": {"name": "sgd", "lr": 0.001},
+        "data": {"shuffle": False}, "evaluate": {"every": "1000 steps"}, "checkpoint": {"every": "1000 steps"},
+        "observe": {"tensorboard": False, "every": "8 steps"},
+    }  # fmt: skip
+    return RunSpec(**{name: {**stated.get(name, {}), **tables.get(name, {})} for name in stated.keys() | tables.keys()})
+
+
+def train(folder: Path, make: Callable[[], Slowed], after_step_s: float = 0.0) -> list[float]:
+    """The losses of each step; rank 1 sleeps after each of its steps from `SLOW_FROM` on."""
+    losses = []
+    with Run(spec(), make(), folder=folder, quiet=True) as run:
+        for report in run.steps():
+            losses.append(report.loss)
+            time.sleep(after_step_s * (run.group.rank == 1 and report.step > SLOW_FROM))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("made", "after_step_s", "words"),
+    [
+        pytest.param({"pass_s": 0.3 * PASS_S}, 0.0, "for just as much work", id="compute"),
+        pytest.param({"data_s": 0.006}, 0.0, "its data come late", id="data"),
+        pytest.param({"words": 6}, 0.0, "1.5 times as many items", id="work"),
+        pytest.param({}, 0.006, "go between two of its steps", id="loop"),
+        pytest.param({}, 0.0, None, id="even"),
+    ],
+)
+def test_a_rank_that_is_slowed_is_named_within_20_steps_with_its_reason(
+    made: dict[str, Any], after_step_s: float, words: str | None, tmp_path: Path
+) -> None:
+    found = run_ranks(2, lambda rank: train(tmp_path / "run", lambda: Slowed(**made), after_step_s), tmp_path / "ranks")
+    assert found[0] == found[1]
+    records = list(events.read(tmp_path / "run"))
+    faults = [each for each in records if isinstance(each, events.Fault)]
+    if words is None:
+        assert faults == []
+    else:
+        (fault,) = faults
+        assert fault.fault == "straggler"
+        assert fault.step <= SLOW_FROM + 20
+        assert fault.detail.startswith("rank 1 is waited for in ")
+        assert words in fault.detail
+    rows = [each.ranks for each in records if isinstance(each, events.Step)]
+    assert sum(sum(row["last"]) for row in rows if row) == NUM_STEPS - 1  # of the last step nobody hears
+    assert not any(each.ranks for each in events.read(tmp_path / "run" / "ranks" / "1") if isinstance(each, events.Step))
+    assert set(rows[-1]) == {"last", "waited_s", *Pace._fields}
+    late = rows[-1]["waited_s"][1] / sum(rows[-1]["last"])
+    assert late < 0.002 if words is None else 0.002 < late < 0.01
+
+
+class Timer:
+    """An event of a device that counts what was done on it until then."""
+
+    done_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = Timer.done_s
+
+    def elapsed_time(self, later: Any) -> float:
+        return (later.at_s - self.at_s) * 1e3
+
+
+def test_of_a_device_the_passes_are_timed_by_its_own_events_and_what_the_host_waits_there_is_not() -> None:
+    paces = Paces(Group(0, 2, torch.device("cuda")), Timer)
+    for _ in range(2):
+        paces.begin()
+        paces.ready(4, [{"rows": torch.zeros(4, 6), "more": (torch.zeros(3), "no tensor")}])
+        Timer.done_s += 0.25
+        paces.passed()
+        Timer.done_s += 1.0  # what the other rank takes longer
+        paces.count([{"loss": (0.0, 12.0, 1.0)}, {}])
+        paces.end()
+    row = paces.row()
+    assert row[1] == pytest.approx(0.25)
+    assert row[3:] == [4.0, 12.0, 27.0, *[0.0] * 6]
+    assert Paces(Group(), Timer).row() == []
