@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunOption, SeedOption, SetOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    RanksOption,
+    RunOption,
+    SeedOption,
+    SetOption,
+    TracebackOption,
+)
 
 if TYPE_CHECKING:
     from surefoot.components.profiler.tracing import Found, Window
@@ -27,36 +36,52 @@ def profile(
     with_: Annotated[str, typer.Option("--with", metavar="LEVELS", help="of shapes,stacks,memory; each costs more")] = ALL,
     run: RunOption = None,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="mark the window for nsys or ncu, which record it instead")] = False,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
-    traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, ranks: RanksOption = None,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+) -> int | None:  # fmt: skip
     """Record where the time and the memory of some steps go.
 
     Of a SPEC a new run is trained up to its window. A RUN that goes on is asked for its next steps; one that is over is repeated
-    from its last commit, and of its folder only profile/ changes. Flame graphs, tables and the trace go there.
+    from its last commit, and of its folder only profile/ changes. Flame graphs, tables and the trace go there. With --ranks a SPEC is
+    trained by so many processes, and what they sent each other is told: what of it went on beside computing, and what was waited for.
     """
     tell = options.teller("profile", quiet=quiet or json)
     is_run = (Path(given) / "spec.toml").is_file()
     if given.endswith(ENDINGS) and not is_run:
         _tell_trace(Path(given), run, json=json)
-        return
+        return None
     from surefoot.components.profiler.tracing import Window
     from surefoot.components.profiler.tracing.window import check_gpu, check_levels
+    from surefoot.core import place
 
     if nvtx:
         check_gpu()
     window, levels = Window(active=steps), check_levels([each.strip() for each in with_.split(",") if each.strip()])
     if is_run:
-        options.check_as_it_is({"--set": set_, "--seed": seed, "--data": data, "--run": run}, "profiled", "profile")
+        options.check_as_it_is(
+            {"--set": set_, "--seed": seed, "--data": data, "--run": run, "--ranks": ranks}, "profiled", "profile"
+        )
         folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx)
     else:
-        folder = _of_spec(given, options.overrides(set_, seed=seed, data=data), run, window, levels, tell, nvtx=nvtx)
+        changed = options.overrides(set_, seed=seed, data=data)
+        if ranks is not None:
+            return _launch(given, changed, ranks)
+        folder = _of_spec(given, changed, run, window, levels, tell, nvtx=nvtx)
     if nvtx:
         tell(f"the window of {window.active} steps is over; what was recorded is the tool's")
-        return
+        return None
+    if place.here().rank:
+        return None
     words = ["surefoot", "profile", given, *(part for each in set_ or [] for part in ("--set", each))]
     words += [*(["--seed", str(seed)] if seed is not None else []), *(["--data", data] if data is not None else [])]
     _show(given, folder, [*words, "--steps", str(steps), "--nvtx"], json=json)
+    return None
+
+
+def _launch(given: str, changed: Any, ranks: int) -> int:
+    from surefoot.contract import spec_file
+
+    return options.launch_ranks(ranks, spec_file.read(given, changed).spec, None, None, trains=False)
 
 
 def _of_spec(
@@ -153,8 +178,28 @@ def _print(found: Found) -> None:
     print_table(("operator", *NUMBERS), rows, right=NUMBERS, indent=2)
     if len(found.operators) > ROWS:
         print(f"  {len(found.operators) - ROWS} more are left out here; --json has all")
+    if found.collectives is not None:
+        _print_collectives(found)
     print("The window")
     print_pairs(_pairs(found, whole_s))
+
+
+def _print_collectives(found: Found) -> None:
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_percent, format_seconds
+
+    print("What the ranks did together, in a step of this one")
+    headers = ("collective", "calls", "begins", "ends", "overlapped", "exposed", "share", "before backward ends")
+    rows = [
+        [
+            f"{each.name}{f', {each.place}.' if each.place > 1 else ''}", f"{each.num_calls:,}", format_seconds(each.begins_s),
+            format_seconds(each.ends_s), format_seconds(each.overlapped_s), format_seconds(each.exposed_s),
+            format_percent(each.share), f"{each.num_early:,}",
+        ]
+        for each in found.collectives or ()
+    ]  # fmt: skip
+    print_table(headers, rows, right=headers[1:], indent=2)
+    print("  seconds after the step began; overlapped: beside computing, a share of the whole; exposed: waited for")
 
 
 def _pairs(found: Found, operators_s: float) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from torch.profiler import record_function
+
 from surefoot.components.profiler import OTHER
 from surefoot.components.profiler.tracing import Profiler, Window
 from surefoot.contract.events import PHASES
@@ -52,9 +54,15 @@ class Profiling:
             optimizers=[each for update in self._assembly.updates for each in update.guarded.optimizers],
             more_state=() if average is None else average.averages,
         )  # fmt: skip
-        if self._profiler.ranges is not None:
-            self._clock.listener = self._phase_begins
+        self._listen()
         return fitted
+
+    def _listen(self) -> None:
+        """Hear of the phases and of what ranks do together, while the window is open."""
+        is_open = self._profiler is not None and self._profiler.ranges is not None
+        self._clock.listener = self._phase_begins if is_open else None
+        if (ranks := self._assembly.engine.stepper.ranks) is not None:
+            ranks.group.waiting.ranges = record_function if is_open else None
 
     def step_done(self, report: StepReport) -> None:
         """A step of the run ended."""
@@ -67,7 +75,7 @@ class Profiling:
             return
         with self._contained():
             self._profiler.step_done(int(report.epoch))
-            self._clock.listener = self._phase_begins if self._profiler.ranges is not None else None
+            self._listen()
         if self._asked is not None and self._profiler is not None and self._profiler.is_done:
             self._answer("done", f"recorded up to step {report.step:,}")
 
@@ -86,6 +94,7 @@ class Profiling:
             return
         with self._contained():
             has_any = self._profiler.close()
+            self._listen()
             if self._asked is not None:
                 self._answer("done" if has_any else "failed", "the run ended before its window")
 
@@ -125,6 +134,7 @@ class Profiling:
             with contextlib.suppress(Exception):
                 self._profiler.close()
         self._asked = self._profiler = None
+        self._listen()
 
 
 def _checked(text: str) -> Mapping[str, Any]:

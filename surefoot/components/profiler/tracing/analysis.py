@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.components.profiler.tracing import fold, trace
+from surefoot.components.profiler.tracing.collectives import Collective, find_collectives
 from surefoot.components.profiler.tracing.flame import draw as draw_flame
 from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
 from surefoot.components.profiler.tracing.memory_plot import draw_memory
@@ -31,6 +32,7 @@ class Found:
     by_device: fold.Frame | None
     memory: Timeline | None
     facts: Mapping[str, Any]
+    collectives: list[Collective] | None = None
 
     @property
     def slowdown(self) -> float | None:
@@ -41,9 +43,11 @@ class Found:
 
     def as_row(self) -> dict[str, Any]:
         rows = [each.as_row() for each in self.operators]
+        together = None if self.collectives is None else [each.as_row() for each in self.collectives]
         return {
             "version": 1, "num_steps": self.num_steps, "window_s": self.window_s, "first_step": self.facts.get("first_step"),
             "levels": self.facts.get("levels"), "step_s": self.facts.get("step_s"), "slowdown": self.slowdown, "rows": rows,
+            "collectives": together,
         }  # fmt: skip
 
 
@@ -58,6 +62,7 @@ def analyse(path: Path) -> Found:
         num_steps=len(found.steps) or None, window_s=(last_ns - first_ns) / 1e9, operators=find_operators(found),
         by_stack=fold.by_stack(found) if has_stacks else None, by_module=fold.by_module(found), by_device=fold.by_device(found),
         memory=None if memory is None or not found.changes else find_timeline(found, Known.of_row(memory)), facts=facts,
+        collectives=find_collectives(found),
     )  # fmt: skip
 
 

@@ -1,0 +1,157 @@
+"""What ranks did together in a window: when each collective began and ended, and how much of it was waited for. Without torch.
+
+A collective *overlaps* with what its rank computes as long as the host does something else (gloo, on threads of its own), or as long as a
+device runs another kernel beside it (NCCL); the rest of it is *exposed*. It lasts from its begin on this rank until it is over, so that
+waiting for a rank that comes later is a part of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, RANGE, Slice, Trace
+from surefoot.core import flight
+
+ON_HOST, ON_DEVICE, CALL = "gloo:", "nccl", "c10d::"
+BACKWARD = "autograd::engine::evaluate_function"  # torch's mark around each part of a backward pass
+Spans = list[tuple[int, int]]  # in order, none of which touches another; nanoseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """The collectives of a window that stand at one place in its steps: means over `num_calls`.
+
+    `begins_s` and `ends_s` are seconds after the step began; `backward_ends_s` is when the step's last backward pass was over, None where
+    it had none. `num_early` of them began before that.
+    """
+
+    name: str
+    place: int
+    num_calls: int
+    num_early: int
+    begins_s: float
+    ends_s: float
+    backward_ends_s: float | None
+    overlapped_s: float
+    exposed_s: float
+
+    @property
+    def lasts_s(self) -> float:
+        return self.overlapped_s + self.exposed_s
+
+    @property
+    def share(self) -> float | None:
+        """How much of it is overlapped."""
+        return self.overlapped_s / self.lasts_s if self.lasts_s > 0 else None
+
+    def as_row(self) -> dict[str, Any]:
+        return {**vars(self), "overlapped_share": self.share}
+
+
+class _Call(NamedTuple):
+    name: str
+    place: int  # among those of its name in its step
+    begins_ns: int
+    ends_ns: int
+    backward_ends_ns: int | None
+    lasts_ns: int
+    exposed_ns: int
+
+
+def find_collectives(trace: Trace) -> list[Collective] | None:
+    """Of each place in a step its collectives, in the order in which they begin; None where the trace has none, or does not tell what was
+    waited for: of gloo only a trace of a run of ours does."""
+    work = [each for each in trace.slices if each.category in DEVICE_WORK and each.name.startswith(ON_DEVICE)]
+    is_idle: Spans
+    if work:
+        kernels = _joined(each for each in trace.slices if each.category in DEVICE_WORK and not each.name.startswith(ON_DEVICE))
+        is_idle = _gaps(kernels)
+    else:
+        work = [each for each in trace.slices if each.category == RANGE and each.name.startswith(ON_HOST)]
+        is_idle = _joined(each for each in trace.slices if _is_ours(each))
+        if not work or not is_idle:
+            return None
+    calls: dict[tuple[str, int], list[_Call]] = {}
+    for call in _find_calls(trace, _paired(trace, work), is_idle):
+        calls.setdefault((call.name, call.place), []).append(call)
+    return sorted((_summed(each) for each in calls.values()), key=lambda each: each.begins_s) or None
+
+
+def _is_ours(each: Slice) -> bool:
+    return each.category == RANGE and each.name.startswith(flight.RANGE)
+
+
+def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
+    """Each piece of work with its name: who does it takes it in the order in which it was asked for."""
+    asked = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(CALL)]
+    ranges: dict[Any, list[Slice]] = {}
+    for each in filter(_is_ours, trace.slices):
+        ranges.setdefault(each.thread, []).append(each)
+    found, left = [], sorted(work, key=lambda each: each.start_ns)
+    for op in asked:
+        at = next((index for index, each in enumerate(left) if each.start_ns >= op.start_ns), None)
+        if at is None:
+            break
+        del left[:at]
+        done = left.pop(0)
+        around = ranges.get(op.thread, [])
+        before = bisect_right(around, op.start_ns, key=lambda each: each.start_ns) - 1
+        is_inside = before >= 0 and around[before].end_ns >= op.end_ns
+        found.append((done, around[before].name.removeprefix(flight.RANGE) if is_inside else done.name))
+    return found
+
+
+def _find_calls(trace: Trace, paired: Sequence[tuple[Slice, str]], is_idle: Spans) -> Iterable[_Call]:
+    """Those that begin in a step of the window."""
+    starts = [each.start_ns for each in trace.steps]
+    passes = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(BACKWARD)]
+    seen: Counter[tuple[int, str]] = Counter()
+    for work, name in paired:
+        number = bisect_right(starts, work.start_ns) - 1
+        if number < 0 or work.start_ns > trace.steps[number].end_ns:
+            continue
+        step = trace.steps[number]
+        ends = [each.end_ns for each in passes if step.start_ns <= each.start_ns < step.end_ns]
+        seen[number, name] += 1
+        exposed_ns = sum(min(end, work.end_ns) - max(begin, work.start_ns) for begin, end in is_idle if _meets(begin, end, work))
+        begun, over = work.start_ns - step.start_ns, work.end_ns - step.start_ns
+        last = max(ends) - step.start_ns if ends else None
+        yield _Call(name, seen[number, name], begun, over, last, work.end_ns - work.start_ns, exposed_ns)
+
+
+def _meets(begin: int, end: int, work: Slice) -> bool:
+    return begin < work.end_ns and end > work.start_ns
+
+
+def _summed(calls: Sequence[_Call]) -> Collective:
+    def mean_s(values: Iterable[int]) -> float:
+        return sum(values) / len(calls) / 1e9
+
+    known = [each.backward_ends_ns for each in calls if each.backward_ends_ns is not None]
+    return Collective(
+        name=calls[0].name, place=calls[0].place, num_calls=len(calls),
+        num_early=sum(each.backward_ends_ns is not None and each.begins_ns < each.backward_ends_ns for each in calls),
+        begins_s=mean_s(each.begins_ns for each in calls), ends_s=mean_s(each.ends_ns for each in calls),
+        backward_ends_s=mean_s(known) if len(known) == len(calls) else None,
+        overlapped_s=mean_s(each.lasts_ns - each.exposed_ns for each in calls), exposed_s=mean_s(each.exposed_ns for each in calls),
+    )  # fmt: skip
+
+
+def _joined(slices: Iterable[Slice]) -> Spans:
+    found: Spans = []
+    for each in slices:  # in the order of their starts
+        if found and each.start_ns <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], each.end_ns)
+        else:
+            found.append((each.start_ns, each.end_ns))
+    return found
+
+
+def _gaps(spans: Spans) -> Spans:
+    """What is between them, before the first and after the last."""
+    edges = [-(1 << 62), *(edge for span in spans for edge in span), 1 << 62]
+    return list(zip(edges[::2], edges[1::2], strict=True))
