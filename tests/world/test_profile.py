@@ -17,11 +17,13 @@ from surefoot.components.profiler.tracing.collectives import Collective, find_co
 from surefoot.components.profiler.tracing.trace import OPERATOR, RANGE, Slice, Trace
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
+from surefoot.core import place
 from surefoot.train.record.windows import record
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 
 LATE_S = 0.03  # the last part of the backward pass
+BEHIND_S = 0.01  # what rank 1 comes later, so that the first sums of rank 0 take a while
 
 
 class Slow(torch.autograd.Function):
@@ -48,6 +50,7 @@ class Layers:
         return Arrays(rows=torch.ones(32, 64))
 
     def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        time.sleep(BEHIND_S * (place.here().rank == 1))
         made: Tensor = model[2](model[1](Slow.apply(model[0](batch["rows"]))))  # type: ignore[no-untyped-call]
         return made
 
@@ -81,11 +84,11 @@ def test_what_is_sent_beside_the_backward_pass_is_overlapped_and_what_is_sent_af
         assert [each.num_early for each in buckets[:2]] == (
             [0, 0] if at_the_end else [3, 3]
         )  # the last one has no more to run beside
-        if at_the_end:
-            assert sum(each.overlapped_s for each in buckets) < 0.1 * sum(each.lasts_s for each in buckets)
-        else:
+        if not at_the_end:
             assert early.begins_s < late.begins_s - 0.8 * LATE_S
-            assert share(buckets[:2]) > 0.5
+        if home.name == "run":
+            assert early.lasts_s > 0.8 * BEHIND_S
+            assert share(buckets[:2]) < 0.1 if at_the_end else share(buckets[:2]) > 0.8
 
 
 SIZES = [f"a sum of {4 * (numbers + tensors)} bytes" for numbers, tensors in ((64 + 1, 2), (64 * 64 + 64, 2), (64 * 64 + 64, 2))]
