@@ -22,6 +22,7 @@ RECORDED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
     "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
 )  # fmt: skip
+TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # and those that say how ranks talk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,13 @@ def here() -> Place:
 
 def recorded_variables() -> dict[str, str]:
     """The variables that a run writes into its Started event."""
-    return {name: os.environ[name] for name in RECORDED if name in os.environ}
+    talking = sorted(name for name in os.environ if name.startswith(TALKING))
+    return {name: os.environ[name] for name in (*RECORDED, *talking) if name in os.environ}
+
+
+def variables_with(prefix: str) -> dict[str, str]:
+    """The variables whose names begin so."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def set_variable(name: str, value: str) -> Callable[[], None]:

@@ -92,9 +92,11 @@ class Run:
             ) from error
 
     def _begin(self) -> None:
-        self.group = group = self._opened.enter_context(together.joined(self.spec))
+        heard: list[str] = []  # of how they are joined
+        self.group = group = self._opened.enter_context(together.joined(self.spec, heard))
         self._mesh = together.meshed(group, self.spec)
         digest, choice, notes = group.settle(self._prepare)
+        self.assembly.told.extend(heard)
         together.check_alike(group, self.assembly, digest)
         with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
             chosen,

@@ -5,6 +5,7 @@ from surefoot.contract.spec.tables import (
     CheckpointTable,
     CompileTable,
     LaterTable,
+    NcclTable,
     OptimTable,
     PrecisionTable,
     StabilityTable,
@@ -12,6 +13,6 @@ from surefoot.contract.spec.tables import (
 )
 
 __all__ = [
-    "CheckpointTable", "CompileTable", "LaterTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable", "Table", "explain",
-    "find_place", "key_names",
+    "CheckpointTable", "CompileTable", "LaterTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable", "Table",
+    "explain", "find_place", "key_names",
 ]  # fmt: skip

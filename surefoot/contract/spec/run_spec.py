@@ -26,6 +26,7 @@ from surefoot.contract.spec.tables import (
     LayoutTable,
     LoaderTable,
     MemoryTable,
+    NcclTable,
     ObserveTable,
     OptimTable,
     PrecisionTable,
@@ -72,6 +73,7 @@ class RunSpec(Table):
     compile: CompileTable = CompileTable()
     memory: MemoryTable = MemoryTable()
     layout: LayoutTable = LayoutTable()
+    nccl: NcclTable = NcclTable()
     checkpoint: CheckpointTable = CheckpointTable()
     stability: StabilityTable = StabilityTable()
     observe: ObserveTable = ObserveTable()
@@ -116,7 +118,7 @@ class RunSpec(Table):
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
             tables["task"]["use"] = f"{PurePath(file).name}{colon}{name}"
-        for table in ("observe", "checkpoint", "memory", "compile", "loader"):
+        for table in ("observe", "checkpoint", "memory", "compile", "loader", "nccl"):
             tables.pop(table, None)
         tables["layout"] = {
             key: value for key, value in tables.get("layout", {}).items() if key.startswith(("compress", "virtual"))

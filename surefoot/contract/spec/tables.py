@@ -404,5 +404,42 @@ class LayoutTable(Table):
     timeout: float = Field(1800.0, gt=0, description="seconds that a rank waits in a collective before it gives up")
 
 
+class NcclTable(Table):
+    """What NCCL is told, which joins GPUs. What is not stated it chooses by itself."""
+
+    debug: Literal["version", "warn", "info", "trace"] | None = Field(None, description="NCCL_DEBUG: what it tells of itself")
+    interface: str | None = Field(
+        None,
+        min_length=1,
+        description='NCCL_SOCKET_IFNAME: network interfaces by how they begin; "=eth0": that one, "^docker": not these',
+    )
+    infiniband: bool | None = Field(None, description="NCCL_IB_DISABLE, the other way round: whether it uses InfiniBand or RoCE")
+    adapter: str | None = Field(
+        None, min_length=1, description='NCCL_IB_HCA: InfiniBand adapters, as "mlx5_0,mlx5_1" or "=mlx5_0:1"'
+    )
+    infiniband_timeout: Annotated[int, Field(ge=1, le=22)] | None = Field(
+        None, description="NCCL_IB_TIMEOUT: an answer is waited for 4.096 us times 2 to this power"
+    )
+    infiniband_retries: Annotated[int, Field(ge=1, le=7)] | None = Field(
+        None, description="NCCL_IB_RETRY_CNT: so often a message is sent again before the link is given up"
+    )
+    algorithm: tuple[Literal["tree", "ring", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat"], ...] = Field(
+        (), description="NCCL_ALGO: those that it may choose from; none: all"
+    )
+    protocol: tuple[Literal["ll", "ll128", "simple"], ...] = Field(
+        (), description="NCCL_PROTO: those that it may choose from; none: all that are safe here"
+    )
+    peer_access: bool | None = Field(
+        None, description="NCCL_P2P_DISABLE, the other way round: whether GPUs of a host copy to each other directly"
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        idle = [key for key in ("adapter", "infiniband_timeout", "infiniband_retries") if getattr(self, key) is not None]
+        if self.infiniband is False and idle:
+            raise ValueError(f"{idle[0]} is given, and infiniband = false uses none; leave one of them out")
+        return self
+
+
 class LaterTable(Table):
     """A table whose name is taken and whose room is not built yet: it has no keys."""

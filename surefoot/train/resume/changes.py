@@ -39,6 +39,7 @@ RULES = (
         "in place",
         "other ranks share the same batches; what one pass sees stays the same where train.microbatch is stated",
     ),
+    Rule("nccl.*", "in place", "what is sent is the same; another algorithm may add it in another order"),
     Rule("train.device", "in place", "another device computes other bits, the same run"),
     Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
     Rule("memory.*", "in place", "what is held and what is computed again changes no number"),

@@ -21,7 +21,7 @@ from surefoot.core import place
 from surefoot.core.errors import SpecError
 from surefoot.core.ranks import layout
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import Group, Mesh, join, lay_out
+from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl
 from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
@@ -32,17 +32,20 @@ RANKS = "ranks"
 
 
 @contextlib.contextmanager
-def joined(spec: RunSpec) -> Iterator[Group]:
-    """The ranks of this run. Raises InputError for a layout that they do not make up, for what several ranks cannot do, and for a
-    rank that does not come."""
+def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
+    """The ranks of this run; what a person should hear of how they are joined goes to `notes`. Raises InputError for a layout that they
+    do not make up, for what several ranks cannot do, and for a rank that does not come."""
     here = place.here()
     layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
     if here.world_size > 1 or spec.layout.virtual_ranks is not None:
         _check_shared(spec)
     if spec.layout.virtual_ranks is not None:
         _check_exact(spec, spec.layout.virtual_ranks, here.world_size)
-    with join(here, find_device(spec.train.device), wait_s=WAIT_S, timeout_s=spec.layout.timeout) as group:
-        yield group
+    device = find_device(spec.train.device)
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda"))
+        (notes if notes is not None else []).extend(said)
+        yield stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=spec.layout.timeout))
 
 
 def meshed(group: Group, spec: RunSpec) -> Mesh:
