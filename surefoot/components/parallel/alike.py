@@ -33,7 +33,7 @@ def find_apart(group: Group, tensors: Mapping[str, Tensor]) -> list[Apart]:
     """The ranks whose tensors differ from those of most, each with the first tensor; without a majority from rank 0's."""
     if group.is_alone or not tensors:
         return []
-    rows = group.gather(torch.stack([bit_sum(each) for each in tensors.values()]).to(group.device)).tolist()
+    rows = group.gather(torch.stack([bit_sum(each).to(group.device) for each in tensors.values()])).tolist()
     found: dict[int, Apart] = {}
     for place, name in enumerate(tensors):
         held = [row[place] for row in rows]

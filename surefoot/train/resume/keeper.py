@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +22,7 @@ from surefoot.core.units import Duration, format_bytes, parse_bytes
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
+from surefoot.train.resume import same
 from surefoot.train.resume.state import CLOCK, LiveState
 
 
@@ -236,27 +239,32 @@ class Keeper:
         lost, forget = self._fetch() if self._group.is_first else [], self._assembly.spec.fault.forget
         adapt = self._state.forgetting(forget) if forget else None
 
-        def load(commit: Commit) -> None:
+        def restore(commit: Commit) -> None:
             self._check_own(commit)
             found.update(self._state.restore(commit, adapt))
             self.parent = commit.manifest.parent
 
-        if self._group.is_first:
-            told = list[int]()
+        def load(step: int | None) -> None:
+            if step is None:
+                same.check_none(self._group, self._folder)
+                return
+            commit = same.open_same(self._group, self._folder, step)
+            same.load_together(self._group, self._state, step, functools.partial(restore, commit))
 
-            def tell_and_load(commit: Commit) -> None:  # all ranks load at once: they give each other rows
-                told.append(commit.manifest.step)
-                self._group.from_first(str(commit.manifest.step))
-                load(commit)
+        if self._group.is_first:
+
+            def tell_and_load(commit: Commit | None) -> None:  # all ranks load at once: they give each other rows
+                step = None if commit is None else commit.manifest.step
+                self._group.from_first(json.dumps(step))
+                load(step)
 
             step, troubles = checkpoint.newest_loadable(self._folder, tell_and_load)
             self._retain()  # what a kill between a commit and this left over: where the run is at its end, no save follows
-            if not told:
-                self._group.from_first("0")
+            if step is None:
+                tell_and_load(None)
         else:
-            step, troubles = int(self._group.from_first("")) or None, []
-            if step is not None:
-                load(Commit(self._folder, step))
+            step, troubles = json.loads(self._group.from_first("")), []
+            load(step)
         self.saved_step = step or 0
         return (None if step is None else found), step or 0, [*lost, *troubles]
 

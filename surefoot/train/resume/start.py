@@ -21,9 +21,10 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import part_of
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
+from surefoot.runtime.comm import ALONE
 from surefoot.train.assemble import Assembly
 from surefoot.train.folder import Chosen, code_digest
-from surefoot.train.resume import changes
+from surefoot.train.resume import changes, same
 from surefoot.train.resume.changes import Change
 from surefoot.train.resume.state import LiveState
 
@@ -51,7 +52,9 @@ class Begun:
 
 def begin(start: Start, assembly: Assembly) -> Begun:
     """Put the state of the commit into the new run's objects. Raises RunFolderError where it is damaged or does not fit, SpecError."""
-    commit = Commit(start.run, start.step)
+    ranks = assembly.engine.stepper.ranks
+    group = ALONE if ranks is None else ranks.group
+    commit = same.open_same(group, start.run, start.step)
     parent = {"folder": str(start.run.resolve()), "step": start.step, "spec_id": commit.manifest.spec_id}
     if start.weights_only:
         return Begun(0, {**parent, "weights_only": True}, (_load_weights(commit, assembly),))
@@ -70,7 +73,9 @@ def begin(start: Start, assembly: Assembly) -> Begun:
             f"checkpoint.store = {table.store!r} is that of {start.run}", hint="--set checkpoint.store=URL: another one"
         )
     is_other_task = any(change.key.startswith("task.") for change in found)
-    saved = LiveState(assembly).restore(commit, lambda tree: _adapt(tree, found), keep_buffers=is_other_task)
+    state = LiveState(assembly)
+    saved = state.restore(commit, lambda tree: _adapt(tree, found), keep_buffers=is_other_task)
+    same.check_alike(group, state, start.step)
     if total is None:
         _check_time_left(commit, saved, assembly)
     return Begun(start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved)

@@ -23,6 +23,7 @@ from surefoot.components.parallel import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
 from surefoot.contract.state import Part, laid_by, part_of
 from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.runtime.comm import Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.resume import unsent
 
@@ -238,6 +239,21 @@ class LiveState:
         for key, value in skeleton.items():
             words.setdefault(COMPONENTS.get(key, "counters"), {})[key] = value
         return {part: _digest(found.get(part, {}), words.get(part)) for part in dict.fromkeys((*found, *words))}
+
+    def compared(self, group: Group) -> list[tuple[Group, str, dict[str, Tensor]]]:
+        """What ranks hold alike: among which of them, a digest of all that is no tensor, and the tensors by name.
+
+        All ranks of `group` hold the buffers, and the weights where they are whole; replicas also what the optimiser moves and keeps.
+        """
+        skeleton, kept = self._split({})
+        of_all = {f"buffers/{name}": each for name, each in self._model.named_buffers()}
+        if self._sharded is None or not self._sharded.splits_weights:
+            of_all |= {f"weights/{name}": each for name, each in self._model.named_parameters()}
+        of_copies = {f"masters/{name}": master_of(each) for name, each in self._model.named_parameters()} | kept
+        average = self._assembly.engine.average
+        of_copies |= {f"averages/{number}": each for number, each in enumerate([] if average is None else average.averages)}
+        words = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
+        return [(group, "", of_all), (group if self._sharded is None else self._sharded.replicas, words, of_copies)]
 
     # ---- putting back
 

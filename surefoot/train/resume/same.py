@@ -1,0 +1,106 @@
+"""Do all ranks go on from the same commit, and hold the same once it is loaded? Who does not is named with its host, before step 1."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from surefoot.components.checkpoint import Commit
+from surefoot.components.parallel.alike import find_apart
+from surefoot.contract import digest, manifest
+from surefoot.core import place
+from surefoot.core.errors import NumbersError, RunFolderError
+from surefoot.runtime.comm import Group
+from surefoot.train.resume.state import LiveState
+
+HINT = "give all ranks one folder on a disk that they share, or each of them a copy of rank 0's"
+
+
+def open_same(group: Group, run: Path, step: int) -> Commit:
+    """The commit of `step` in this rank's `run`; rank 0 has verified its own. Every rank calls it.
+
+    Raises RunFolderError, on all ranks, where one has none, another one, or a newer one than rank 0.
+    """
+    if group.is_alone:
+        return Commit(run, step)
+    commit, seen = None, ""
+    try:
+        commit = Commit(run, step)
+        seen = digest.of_bytes((commit.folder / manifest.FILE).read_bytes())
+    except (RunFolderError, OSError):
+        seen = ""
+    _compare(group, run, f"goes on after step {step:,}", seen)
+    assert commit is not None, "what rank 0 has all have"
+    return commit
+
+
+def check_none(group: Group, run: Path) -> None:
+    """Raise RunFolderError, on all ranks, where rank 0 begins from the start and another one has commits. Every rank calls it."""
+    if not group.is_alone:
+        _compare(group, run, "begins from the start", "")
+
+
+def _compare(group: Group, run: Path, what: str, seen: str) -> None:
+    mine = [seen, max(manifest.steps(run), default=-1), place.here().host, str(run)]
+    rows = [json.loads(text) for text in group.exchange(json.dumps(mine))]
+    first, newest_of_first, host_of_first, _ = rows[0]
+    for rank, (theirs, newest, host, folder) in enumerate(rows):
+        other = "" if newest < 0 else f": its newest is of step {newest:,}"
+        if newest > newest_of_first:
+            found = f"a newer commit in {folder}, of step {newest:,}"
+        elif theirs == first:
+            continue
+        else:
+            found = f"another commit of that step in {folder}" if theirs else f"no such commit in {folder}{other}"
+        raise RunFolderError(
+            f"rank 0 on {host_of_first} {what}, and rank {rank} of {group.size} on {host} has {found}", hint=HINT
+        )
+
+
+def load_together(group: Group, state: LiveState, step: int, load: Callable[[], None]) -> None:
+    """Load the commit of `step`, and hold side by side what ranks have of it then. Every rank calls it.
+
+    Raises what a rank's own loading raises, LostRank on the others; NumbersError where a rank holds something else than those whose copy it
+    is. Ranks that hold parts give each other rows while they load, so that one which fails there is missed by the others.
+    """
+    if state.is_shared:
+        load()
+    else:
+        group.settle(load)
+    check_alike(group, state, step)
+
+
+def check_alike(group: Group, state: LiveState, step: int) -> None:
+    """Raise NumbersError, on all ranks, with the rank, its host and the tensor, where one holds something else after loading `step`."""
+    if group.is_alone:
+        return
+    found: dict[int, str] = {}
+    for among, words, tensors in state.compared(group):
+        found |= {rank: what for rank, what in _find(group, among, words, tensors).items() if rank not in found}
+    rows = [json.loads(text) for text in group.exchange(json.dumps([place.here().host, found]))]
+    for _, told in rows:  # all of them end, also those whose own copies agree
+        for rank, what in told.items():
+            raise NumbersError(
+                f"after loading step {step:,} rank {rank} of {group.size} on {rows[int(rank)][0]} does not hold what {what}",
+                hint="its memory or its disk changed what was read; the commit is sound: start again without that host",
+            )
+
+
+def _find(group: Group, among: Group, words: str, tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    """The ranks that differ from those that should hold the same, and in what."""
+    if among.is_alone:
+        return {}
+    names = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
+    rows = [json.loads(text) for text in among.exchange(json.dumps([group.rank, words, names]))]
+    ranks = [rank for rank, _, _ in rows]
+    other = {rank: f"rank {ranks[0]} does: counters and names" for rank, *held in rows if held != rows[0][1:]}
+    if other:
+        return other
+    return {
+        ranks[each.rank]: f"{'most others do' if each.is_certain else f'rank {ranks[0]} does'}: {each.name}"
+        for each in find_apart(among, tensors)
+    }
