@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -17,13 +19,16 @@ ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit 
     "SIGHUP": ("ended by SIGHUP", "SIGHUP", EXIT_HUNG_UP),
 }
 
+ECHO_S = 1.0
 
-def listen(number: int, on_signal: Callable[[], None]) -> Callable[[], None]:
-    """Let a signal call `on_signal`; gives what puts back what it did before.
+
+def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False) -> Callable[[], None]:
+    """Let a signal call `on_signal`; gives what puts back what it did before. With `has_echo` those that follow within a second do nothing:
+    a scheduler sends it to every process of a job, their launcher among them, which sends it to its ranks too.
 
     Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one.
     """
-    before = signal.getsignal(number)
+    before, last_s = signal.getsignal(number), -math.inf
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         return lambda: None
 
@@ -31,7 +36,11 @@ def listen(number: int, on_signal: Callable[[], None]) -> Callable[[], None]:
         signal.signal(number, before)
 
     def heard(number: int, frame: FrameType | None) -> None:
-        on_signal()
+        nonlocal last_s
+        now_s = time.monotonic()
+        if not has_echo or now_s - last_s >= ECHO_S:
+            last_s = now_s
+            on_signal()
 
     signal.signal(number, heard)
     return put_back

@@ -231,7 +231,7 @@ class Run:
         for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
                 heard = functools.partial(self._interrupt, *ending)
-                self._opened.callback(signals.listen(getattr(signal, signal_name), heard))
+                self._opened.callback(signals.listen(getattr(signal, signal_name), heard, has_echo=not self.group.is_alone))
         if hasattr(signal, "SIGUSR1"):
             self._opened.callback(signals.listen(signal.SIGUSR1, self._keeper.ask))
 
@@ -289,10 +289,9 @@ class Run:
 
     def _is_to_end(self, total: int | None) -> bool:
         """Whether no step follows, as all ranks agree."""
-        passed_s = self._before_s + time.perf_counter() - self.started_s
-        is_late = total is None and passed_s >= self.assembly.course.length.value
+        is_late = total is None and self._before_s + time.perf_counter() - self.started_s >= self.assembly.course.length.value
         with contextlib.nullcontext() if self.group.is_alone else self._clock.within(COMMUNICATION):
-            stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late)
+            stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late, self._keeper)
         if stop is not None:  # else a signal that came meanwhile would be forgotten
             self._stop, self._stop_code = stop, code
         return stop is not None or is_late or (total is not None and self.step >= total)

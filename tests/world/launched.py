@@ -112,11 +112,15 @@ class Supervised:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process does anything still: one that has ended and that nobody has asked for does not."""
+    """Whether a process does anything still, in any thread: one that has ended and that nobody has asked for does not.
+
+    Its main thread may be gone while another one, which writes, still holds the lock of the run.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return is_alive(pid) if Path(f"/proc/{pid}").exists() else False
+    return any(state not in "ZX" for state in states)
 
 
 def _supervise(job: Job, num_ranks: int, folder: Path, stall_s: float, run: Path | None, max_restarts: int) -> int:

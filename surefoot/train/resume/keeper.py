@@ -47,20 +47,22 @@ class Keeper:
         self._saver = checkpoint.Saver(self._write)
         self._stamp = Stamp()
         self._last_s = time.monotonic()
-        self._asked = False
+        self.is_asked = self.has_saved = False
         self.saved_step = 0
 
     # ---- when
 
     def is_due(self, step: int) -> bool:
         """Whether the spec, or `ask`, wants a save after this step; where all ranks take part in it, whether one of them wants it."""
+        if not self._state.is_shared and not self._group.is_first:
+            return self._rhythm is not None and self._rhythm(step)  # rank 0 saves, and hears of what this one was asked
         if not self._state.is_shared:
             return self._is_due(step)
-        wants = self._is_due(step) and (self._asked or self._every_s is None or self._group.is_first)  # clocks differ
+        wants = self._is_due(step) and (self.is_asked or self._every_s is None or self._group.is_first)  # clocks differ
         return self._group.most([float(wants)])[0] > 0
 
     def _is_due(self, step: int) -> bool:
-        if self._asked:
+        if self.is_asked:
             return True
         if self._rhythm is not None:
             return self._rhythm(step)
@@ -68,7 +70,7 @@ class Keeper:
 
     def ask(self) -> None:
         """Save after this step, whatever the spec says."""
-        self._asked = True
+        self.is_asked = True
 
     def disk_note(self) -> tuple[str, ...]:
         """A warning where the commits that will be kept do not fit on the disk."""
@@ -126,11 +128,11 @@ class Keeper:
         self.settle(tell, wait=True)
         of_ranks = self._state.gather()
         if not (self._group.is_first or self._all_save):
-            self.saved_step, self._asked = step, False
+            self.saved_step, self.is_asked = step, False
             return
         if step == self.saved_step == 0 and not asked:
             return
-        self._asked, self._last_s = False, time.monotonic()
+        self.is_asked, self.has_saved, self._last_s = False, True, time.monotonic()
         self._stamp = Stamp(
             generation=self._lock.generation, spec_id=self._assembly.spec.id, environment=environment.versions(), score=score,
             parent=self.parent, layout=self._layout,

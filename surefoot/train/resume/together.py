@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -186,13 +186,31 @@ def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) ->
     return ledger.Ledger(run, plan_of(assembly.feed), generation) if group.is_first else NoLedger()
 
 
-def is_over(group: Group, stop: tuple[str, str] | None, code: int, is_time: bool) -> tuple[tuple[str, str] | None, int, bool]:
-    """What all ranks do next: why they stop, if one of them wants it, the exit code, and whether the time of the run is over."""
+class Asked(Protocol):
+    """Who saves: whether a signal asked for it, and whether it was done since ranks agreed last."""
+
+    is_asked: bool
+    has_saved: bool
+
+
+def is_over(
+    group: Group, stop: tuple[str, str] | None, code: int, is_time: bool, keeper: Asked
+) -> tuple[tuple[str, str] | None, int, bool]:  # fmt: skip
+    """What all ranks do next: why they stop, if one of them wants it, the exit code, and whether the time of the run is over.
+
+    A save that one of them was asked for is asked of rank 0, which saves, or begins to.
+    """
     if group.is_alone:
         return stop, code, is_time
     kinds = {"stopped": 1.0, "interrupted": 2.0}
     wanted = 0.0 if stop is None else kinds.get(stop[0], 1.0)
-    kind, most, over = group.most([wanted, float(code) if stop is not None else 0.0, float(is_time and group.is_first)])
+    mine = keeper.is_asked
+    kind, most, over, asked, saved = group.most([
+        wanted, float(code) if stop is not None else 0.0, float(is_time and group.is_first), mine, group.is_first and keeper.has_saved,
+    ])  # fmt: skip
+    keeper.has_saved = False
+    if mine or (asked and group.is_first):
+        keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
     if kind and (stop is None or stop[0] != wants):  # one that is interrupted evaluates no more, so none does
         stop = wants, "another rank ended the run"
