@@ -146,6 +146,7 @@ def test_a_spec_arms_process_reports_what_the_steps_after_the_warm_up_cost(tmp_p
     (tmp_path / "spec.toml").write_text(arm.files["spec.toml"])
     filled = {
         "{work}": str(tmp_path),
+        "{shared}": str(tmp_path),
         "{report}": str(tmp_path / "report.json"),
         "{started_s}": repr(time.perf_counter()),
         "{turns}": "alone",
