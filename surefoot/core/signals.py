@@ -19,16 +19,18 @@ ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit 
     "SIGHUP": ("ended by SIGHUP", "SIGHUP", EXIT_HUNG_UP),
 }
 
-ECHO_S = 1.0
+# a person presses Ctrl-C twice; a scheduler's signals meet a busy machine
+ECHO_S = {"SIGINT": 1.0, "SIGTERM": 5.0, "SIGHUP": 5.0}
 
 
 def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False) -> Callable[[], None]:
-    """Let a signal call `on_signal`; gives what puts back what it did before. With `has_echo` those that follow within a second do nothing:
+    """Let a signal call `on_signal`; gives what puts back what it did before. With `has_echo` those that follow soon do nothing:
     a scheduler sends it to every process of a job, their launcher among them, which sends it to its ranks too.
 
     Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one.
     """
     before, last_s = signal.getsignal(number), -math.inf
+    echo_s = ECHO_S[signal.Signals(number).name] if has_echo else 0.0
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         return lambda: None
 
@@ -38,7 +40,7 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
     def heard(number: int, frame: FrameType | None) -> None:
         nonlocal last_s
         now_s = time.monotonic()
-        if not has_echo or now_s - last_s >= ECHO_S:
+        if now_s - last_s >= echo_s:
             last_s = now_s
             on_signal()
 

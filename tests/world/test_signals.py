@@ -23,19 +23,21 @@ from tests.world.test_shard import AVERAGED, Stacked
 
 STEPS, PAUSE_S = 25, 0.01
 LAYOUTS: list[dict[str, Any]] = [{}, {"shard": 2, "stage": 1}, {"shard": 2, "stage": 3}]
+BEGUN = "begun"
 WHOM = ("supervisor", "rank 0", "rank 1", "ranks, then supervisor", "supervisor, then ranks")
 LARGE_SEED = 20_000
 GRACES_S = (0.0, 0.0, 0.05, 0.2, 1.0)
 
 
-def take_steps(run: Path, layout: dict[str, Any]) -> int:
-    """Slowly enough for a signal to find it at work."""
+def take_steps(run: Path, layout: dict[str, Any], every: str = "5 steps") -> int:
+    """Slowly enough for a signal to find it at work; the first step is marked in the folder of the run."""
     given = spec(
         layout=layout, train={"length": f"{STEPS} steps"}, evaluate={"every": "9 epochs"},
-        checkpoint={"every": "5 steps", "keep": 30}, **AVERAGED,
+        checkpoint={"every": every, "keep": 30}, **AVERAGED,
     )  # fmt: skip
     with Run(given, Stacked(), folder=run, quiet=True) as running:
         for _ in running.steps():
+            (run.parent / BEGUN).touch()
             time.sleep(PAUSE_S)
     return running.exit_code
 
@@ -45,9 +47,9 @@ def digests(run: Path) -> dict[str, str]:
     return {each.name: each.sha256 for each in files if each.name.endswith(".safetensors")}
 
 
-def supervised(folder: Path, layout: dict[str, Any], name: str = "ranks") -> Supervised:
+def supervised(folder: Path, layout: dict[str, Any], name: str = "ranks", every: str = "5 steps") -> Supervised:
     return Supervised(
-        lambda rank: take_steps(folder / "run", layout), 2, folder / name, stall_s=20, run=folder / "run", max_restarts=3
+        lambda rank: take_steps(folder / "run", layout, every), 2, folder / name, stall_s=20, run=folder / "run", max_restarts=3
     )
 
 
@@ -105,11 +107,11 @@ def test_sigterm_to_any_of_them_ends_all_after_the_same_step_which_is_saved(
 
 @pytest.mark.parametrize("whom", ["rank 1", "supervisor"])
 def test_sigusr1_to_any_of_them_saves_once_and_goes_on(whom: str, tmp_path: Path) -> None:
-    over, run = supervised(tmp_path, {}), tmp_path / "run"
-    wait_for(lambda: manifest.steps(run), "no commit came")
+    over, run = supervised(tmp_path, {}, every="99 steps"), tmp_path / "run"
+    wait_for((tmp_path / BEGUN).exists, "no step came")
     send(whom, signal.SIGUSR1, over)
     assert over.wait() == 0, over.said
-    saved = [each.step for each in events.read(run) if isinstance(each, events.Committed) and each.step % 5]
+    saved = [each.step for each in events.read(run) if isinstance(each, events.Committed) and each.step != STEPS]
     assert len(saved) == 1, saved
 
 
