@@ -28,6 +28,7 @@ from surefoot.trial import find_conditions, markdown
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "drill.json"
 RANKS, CALM_STEPS, SEED, AIM = 4, 1500, 0, 0.98
+NAMED = "surefoot:"  # and the number of the rank: what its process is called
 OWN = ("state/random/torch", "microbatch")  # each rank draws for its own pieces alone, and several are cut without being told how
 SHARE = 0.8  # of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
 
@@ -75,7 +76,8 @@ def run_stormily(steps: int, run: Path, ranks: int, every_s: float) -> tuple[flo
                 code = supervisor.wait(timeout=max(0.0, begun_s + every_s * (len(killed) + 1) - time.perf_counter()))
                 break
             except subprocess.TimeoutExpired:
-                victims = {int(each.environ()["RANK"]): each for each in psutil.Process(supervisor.pid).children()}
+                below = psutil.Process(supervisor.pid).children(recursive=True)
+                victims = {int(each.name()[len(NAMED) :]): each for each in below if each.name().startswith(NAMED)}
                 rank = draw.choice(sorted(victims)) if victims else 0
                 if victims:
                     os.kill(victims[rank].pid, signal.SIGKILL)

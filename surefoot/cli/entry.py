@@ -6,6 +6,7 @@ import signal
 import sys
 from types import FrameType
 
+from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERRUPTED
 
 
@@ -13,6 +14,10 @@ def main() -> None:
     """Run a verb."""
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _hear)  # it asks for a save, and would end the process until a run listens
+    if (link := place.take_forks()) is not None:
+        from surefoot.cli.forks import serve
+
+        serve(link)  # comes back in each rank
     try:
         from surefoot.cli.main import main as run_a_verb
 

@@ -17,6 +17,7 @@ from surefoot.core.errors import InputError
 # what a run records of its environment: the variables that can change numbers or speed
 FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of what a rank tells its launcher
 LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 meets the others
+FORKS = "SUREFOOT_FORKS"  # the descriptor of the socket over which a process is asked to fork ranks
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 RECORDED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
@@ -117,6 +118,12 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
             os.environ[name] = before
 
     return put_back
+
+
+def take_forks() -> int | None:
+    """The socket over which this process is to be asked for ranks, if it is; what it begins is not told so again."""
+    given = os.environ.pop(FORKS, None)
+    return None if given is None else int(given)
 
 
 def quiet_profiler() -> Callable[[], None]:

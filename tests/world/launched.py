@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from surefoot.cli.main import _tell
 from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch import local
+from surefoot.control.launch.forks import ForkServer, dying_with
 from surefoot.control.launch.looking import Judge, Told
 from surefoot.core import place
 from surefoot.core.errors import SurefootError
@@ -127,7 +128,7 @@ def _supervise(job: Job, num_ranks: int, folder: Path, stall_s: float, run: Path
     said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     speak(said, said)
 
-    def start(words: Sequence[str], rank: int, ranks: int, meeting: socket.socket, told: Told) -> local.Rank:
+    def start(server: ForkServer, rank: int, ranks: int, meeting: socket.socket, told: Told) -> local.Rank:
         return local.Rank(rank, _fork(job, rank, ranks, meeting, told, folder))  # type: ignore[arg-type]
 
     local._start = start
@@ -150,7 +151,7 @@ def _fork(job: Job, rank: int, num_ranks: int, meeting: socket.socket, told: Tol
         for name in local.HEARD:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.setpgid(0, 0)
-        local._dying_with(parent)()
+        dying_with(parent)()
         speak(os.open(os.devnull, os.O_WRONLY) if rank else 1, writes)
         if rank:
             meeting.close()

@@ -188,7 +188,7 @@ def test_a_signal_to_the_supervisor_ends_all_ranks_after_a_step_that_is_saved(na
 @pytest.mark.parametrize(
     ("is_well", "shell"),
     [  # a daemon starts it: the socket at which they meet would be number 0, which the ranks have on nothing
-        ('test "$RANK" = 1 || test -S /proc/self/fd/$SUREFOOT_LISTENS', "exec {} <&-"),
+        ('test "$RANK" = 1 || test -S /proc/self/fd/${SUREFOOT_FORKS-$SUREFOOT_LISTENS}', "exec {} <&-"),
         (
             'test "$1" = -P',
             "exec {}",
@@ -197,7 +197,7 @@ def test_a_signal_to_the_supervisor_ends_all_ranks_after_a_step_that_is_saved(na
 )
 def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, shell: str, tmp_path: Path) -> None:
     rank = tmp_path / "python"
-    rank.write_text(f"#!/bin/sh\n{is_well}\n")
+    rank.write_text(f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n")  # what does not fork them is not asked again
     rank.chmod(0o755)
     script = (
         f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; from surefoot.control.launch import launch; "
@@ -206,6 +206,7 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, 
     words = shell.format(shlex.join([sys.executable, "-c", script]))
     done = subprocess.run(["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=30)
     assert done.returncode == 0
+    assert not (tmp_path / "ill").exists()
 
 
 @pytest.mark.slow  # imports torch in three processes

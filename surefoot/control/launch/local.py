@@ -6,14 +6,12 @@ The ranks die with it, however it dies (Linux: PR_SET_PDEATHSIG); they meet on t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from surefoot.contract import events, manifest
+from surefoot.control.launch.forks import Forked, ForkServer
 from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
 from surefoot.core import place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank
 from surefoot.core.flight import Seen
 from surefoot.core.hardware import count_cores
 
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LOOK_S = 0.05
 MOST_SAID = 200  # lines of a rank that are kept, after its first error
 GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
@@ -43,7 +41,7 @@ class Rank:
     """One process of a run; `said` holds what it wrote of errors, `part` a line that is not whole yet."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     said: list[str] = field(default_factory=list)
     part: bytes = b""
     code: int | None = None
@@ -80,22 +78,23 @@ def launch(
     _fill_standard_streams()
     run = None if run is not None and events.is_finished(run) else run  # the command makes another one then, each time
     newest, in_vain = _newest_commit(run), 0
-    while True:
-        end = _attempt(words, num_ranks, say, judge)
-        if run is None or end.is_asked or not end.is_lost or max_restarts == 0:
-            return end.code
-        if events.is_finished(run):
-            say("the run had come to its end before: nothing is lost")
-            return EXIT_OK
-        before, newest = newest, _newest_commit(run)
-        in_vain = in_vain + 1 if newest == before else 1
-        if in_vain > max_restarts:
-            say(f"error: {in_vain} attempts in a row ended like this without a commit: no use in another")
-            return end.code
-        say(
-            f"all {num_ranks} ranks begin anew, "
-            + (f"after step {newest:,}" if newest else "from the start: there is no commit yet")
-        )
+    with contextlib.closing(ForkServer(words)) as server:
+        while True:
+            end = _attempt(server, num_ranks, say, judge)
+            if run is None or end.is_asked or not end.is_lost or max_restarts == 0:
+                return end.code
+            if events.is_finished(run):
+                say("the run had come to its end before: nothing is lost")
+                return EXIT_OK
+            before, newest = newest, _newest_commit(run)
+            in_vain = in_vain + 1 if newest == before else 1
+            if in_vain > max_restarts:
+                say(f"error: {in_vain} attempts in a row ended like this without a commit: no use in another")
+                return end.code
+            say(
+                f"all {num_ranks} ranks begin anew, "
+                + (f"after step {newest:,}" if newest else "from the start: there is no commit yet")
+            )
 
 
 def _fill_standard_streams() -> None:
@@ -109,7 +108,7 @@ def _newest_commit(run: Path | None) -> int:
     return 0 if run is None else max(manifest.steps(run), default=0)
 
 
-def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge) -> End:
+def _attempt(server: ForkServer, num_ranks: int, say: Callable[[str], None], judge: Judge) -> End:
     """All ranks once, from their beginning to the end of the last one."""
     asked: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -124,7 +123,7 @@ def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], j
         for each in told:
             stack.callback(each.close)
         for rank in range(num_ranks):
-            ranks.append(_start(words, rank, num_ranks, meeting, told[rank]))  # noqa: PERF401 - ended even if one cannot be started
+            ranks.append(_start(server, rank, num_ranks, meeting, told[rank]))  # noqa: PERF401 - ended even if one cannot be started
         meeting.close()
         if asked:  # before all were there to hear it: nothing has begun
             return End(128 + asked[0], is_lost=False, is_asked=True)
@@ -134,37 +133,16 @@ def _attempt(words: Sequence[str], num_ranks: int, say: Callable[[str], None], j
     return _judge(ranks, say, judge, seen)._replace(is_asked=bool(asked))
 
 
-def _start(words: Sequence[str], rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
+def _start(server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.getsockname()[1],
-        place.FLIGHT: told.flight, place.STACKS: told.stacks,
     }  # fmt: skip
-    passed = [*told, *([meeting.fileno()] if rank == 0 else [])]
-    if rank == 0:
-        variables[place.LISTENS] = meeting.fileno()
+    passed = {place.FLIGHT: told.flight, place.STACKS: told.stacks} | ({} if rank else {place.LISTENS: meeting.fileno()})
     threads = None if place.has_threads() else max(1, count_cores() // num_ranks)
-    safe = [] if os.getcwd() in sys.path else ["-P"]  # an installed `surefoot` does not look here for modules, `python -m` does
-    process = subprocess.Popen(
-        [sys.executable, *safe, "-m", "surefoot", *words],
-        stdin=subprocess.DEVNULL, stdout=None if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else subprocess.PIPE,
-        env=place.child_environment(threads=threads) | {name: str(value) for name, value in variables.items()},
-        pass_fds=passed, process_group=0, preexec_fn=_dying_with(os.getpid()),
-    )  # fmt: skip
-    return Rank(rank, process)
-
-
-def _dying_with(parent: int) -> Callable[[], None]:
-    """What a new process calls first: the kernel ends it with this one. A group of its own keeps Ctrl-C from reaching it twice."""
-    prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
-
-    def call() -> None:
-        if prctl is not None:
-            prctl(DIES_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the request
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return call
+    return Rank(
+        rank, server.start({name: str(value) for name, value in variables.items()}, passed, speaks=rank == 0, threads=threads)
+    )
 
 
 def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:

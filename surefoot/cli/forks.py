@@ -1,0 +1,71 @@
+"""The process that forks ranks (`control/launch/forks.py`): it loads what they need, does none of their work, and has one thread."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from surefoot.control.launch.forks import MOST_BYTES, dying_with, name_process
+from surefoot.core import place
+
+MOST_PASSED = 8
+
+
+def serve(descriptor: int) -> None:
+    """Fork a rank for each request, and tell how it ended when asked; the end of the supervisor ends it. Comes back in each rank alone."""
+    with socket.socket(fileno=descriptor) as link:
+        _load()
+        gc.collect()
+        gc.freeze()  # a rank neither looks through what was loaded before it began nor copies its pages
+        link.send(json.dumps({"fit": _is_fit()}).encode())
+        while True:
+            content, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_PASSED)
+            if not content:
+                sys.exit()
+            request: dict[str, Any] = json.loads(content)
+            if "wait" in request:
+                answer = {"status": os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])}
+            else:
+                me, child = os.getpid(), os.fork()
+                if child == 0:
+                    return _become_rank(me, request, given)
+                answer = {"pid": child}
+                for each in given:
+                    os.close(each)
+            link.send(json.dumps(answer).encode())
+
+
+def _load() -> None:
+    import surefoot.cli.main
+    import surefoot.train.run  # noqa: F401
+
+
+def _is_fit() -> bool:
+    """Whether nothing of it would be lost in a fork: a thread, as a monitoring agent starts one, or what holds a GPU."""
+    cuda = sys.modules["torch.cuda"]
+    return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1 and not cuda.is_initialized()
+
+
+def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) -> None:
+    """What a process that is begun by itself is given by its launcher."""
+    os.setpgid(0, 0)
+    dying_with(parent)()
+    if not request["speaks"]:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for source, target in ((nowhere, 1), (given[-1], 2)):
+            os.dup2(source, target)
+            os.close(source)
+    numbers = dict(zip(request["passed"], map(str, given), strict=False))
+    for name, value in (request["variables"] | numbers).items():
+        place.set_variable(name, value)
+    random.seed()  # as in a process that is begun by itself: not what the others draw
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    name_process(f"surefoot:{request['variables']['RANK']}")

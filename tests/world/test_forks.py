@@ -1,0 +1,110 @@
+"""The process that forks ranks: what it gives is what a process that is begun by itself would be, and where it may not fork, each is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from surefoot.contract import events, manifest
+from surefoot.control.launch.forks import LOST, Forked, ForkServer
+from tests.world.launched import is_alive
+from tests.world.test_launch import command, environment
+
+THREADED = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+WORDS = ("spec", "check", "nothing-of-this-name")
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[ForkServer]:
+    with contextlib.closing(ForkServer(WORDS)) as server:
+        yield server
+
+
+def begin(server: ForkServer, rank: int = 1) -> tuple[Forked | subprocess.Popen[bytes], socket.socket]:
+    """A rank, and the other end of a socket that it has been passed."""
+    mine, theirs = socket.socketpair()
+    with theirs:
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        return server.start(variables, {"SUREFOOT_LISTENS": theirs.fileno()}, speaks=False, threads=1), mine
+
+
+def test_a_forked_rank_says_and_ends_as_one_of_its_own() -> None:
+    with opened() as server:
+        rank, mine = begin(server)
+        assert isinstance(rank, Forked)
+        assert rank.poll() is None
+        assert rank.stderr is not None
+        said = rank.stderr.read().decode()
+        assert rank.wait() == rank.poll() == 2
+        rank.send_signal(signal.SIGTERM)  # as to a process that is over: to nobody
+        again, other = begin(server)
+        again.kill()
+        assert again.wait() == LOST
+        with mine, other:
+            assert mine.recv(1) == other.recv(1) == b""  # nobody else has what they were passed
+    assert "nothing-of-this-name" in said
+    assert "Traceback" not in said
+
+
+def test_ranks_begin_again_when_the_process_that_forks_them_was_killed() -> None:
+    with opened() as server:
+        first, _ = begin(server)
+        parent = psutil.Process(first.pid).ppid()
+        os.kill(first.pid, signal.SIGSTOP)
+        os.kill(parent, signal.SIGKILL)
+        assert first.wait() == LOST
+        second, _ = begin(server)
+        assert isinstance(second, Forked)
+        assert second.wait() == 2
+
+
+def test_where_a_thread_would_be_lost_each_rank_is_begun_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(THREADED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with opened() as server:
+        rank, _ = begin(server)
+        assert isinstance(rank, subprocess.Popen)
+        assert rank.wait() == 2
+
+
+def test_ranks_of_a_command_are_forked_and_go_on_when_one_is_killed(tmp_path: Path) -> None:
+    stated = ("--set", 'checkpoint.every="5 steps"', "--set", 'observe.every="1 step"', "--steps", "3000")
+    with subprocess.Popen(command(tmp_path, *stated, "--quiet"), env=environment(), stderr=subprocess.PIPE, text=True) as over:
+        assert over.stderr is not None
+        servers = set()
+        for attempt in range(2):
+            ranks = wait_for_ranks(over.pid, tmp_path / "run", attempt)
+            servers |= {each.ppid() for each in ranks}
+            assert over.pid not in servers
+            assert all("SUREFOOT_FORKS" not in line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+            ranks[attempt].kill()
+        wait_for_ranks(over.pid, tmp_path / "run", 2)
+        over.kill()  # and all of them end with it
+        said = over.stderr.read()
+    assert len(servers) == 1
+    assert said.count("begin anew, after step") == 2, said
+    until_s = time.monotonic() + 10
+    while (left := [each for each in (*servers, *(rank.pid for rank in ranks)) if is_alive(each)]) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert left == []
+
+
+def wait_for_ranks(supervisor: int, run: Path, attempt: int, within_s: float = 60.0) -> list[psutil.Process]:
+    """Both ranks, once that attempt has made a commit of its own."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        begun = [each for each in events.read(run) if isinstance(each, events.Started)] if (run / events.FILE).is_file() else []
+        if len(begun) > attempt and manifest.steps(run) and max(manifest.steps(run)) >= begun[-1].first_step:
+            found = [each for each in psutil.Process(supervisor).children(recursive=True) if each.name().startswith("surefoot:")]
+            return sorted(found, key=psutil.Process.name)
+        time.sleep(0.05)
+    raise AssertionError(f"attempt {attempt} made no commit")
