@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ import typer
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
+    from surefoot.control.launch.looking import Judge
+    from surefoot.core.flight import Seen
 
 
 def complete_spec(incomplete: str) -> list[str]:
@@ -34,6 +37,12 @@ SetOption = Annotated[
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")]
 RanksOption = Annotated[int | None, typer.Option("--ranks", metavar="N", help="so many processes of this host train together")]
+RangeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ranks", metavar="N|MIN:MAX", help="so many processes of this host train together; MIN:MAX: with what is left"
+    ),
+]
 RestartsOption = Annotated[
     int | None,
     typer.Option("--max-restarts", metavar="N", help="with --ranks: how often in a row a lost rank may cost all a commit; 3"),
@@ -116,27 +125,89 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def launch_ranks(ranks: int, spec: RunSpec, run: Path | None, max_restarts: int | None, *, trains: bool = True) -> int:
-    """Run this very command as so many ranks; gives the exit code. It goes on by itself in the folder `run`, where that is one.
+def launch_ranks(
+    ranks: int | str, spec: RunSpec, run: Path | None, max_restarts: int | None, *, trains: bool = True
+) -> int:  # fmt: skip
+    """Run this very command as so many ranks, or MIN:MAX; gives the exit code. It goes on by itself in the folder `run`, where that is one.
 
     What does not train (`trains`) writes no commit to go on after.
     """
-    from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
     from surefoot.control.launch import launch
+    from surefoot.control.launch.decide import find_numbers
     from surefoot.control.launch.local import without_ranks
-    from surefoot.control.launch.looking import Judge
+    from surefoot.core.errors import InputError
     from surefoot.core.ranks import layout
 
-    if ranks > 0:
-        layout.fit(ranks, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
-    judge = Judge(
-        lambda rows: is_stalled(rows, spec.layout.stall), lambda rows: find_hang(rows).words,
-        lambda rows: "" if (found := find_apart(rows)) is None else found.words,
-    )  # fmt: skip
+    least, most = (None, ranks) if isinstance(ranks, int) else read_range(ranks)
+    numbers: tuple[int, ...] = ()
+    if least is not None:
+        if run is None:
+            raise InputError(
+                f"--ranks {ranks} goes on with what is left in the folder of a run, and there is none to go on in",
+                hint="give --run DIR, without --fresh, --weights, --fork and --from",
+            )
+        numbers, passed = find_numbers(least, most, functools.partial(_refuse, spec))
+        if passed:
+            _say(passed)
+    elif most > 0:
+        layout.fit(most, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
+    judge = find_judge(spec.layout.stall)
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
-    return launch(
-        without_ranks(sys.argv[1:]), ranks, _say, judge, run=run, max_restarts=3 if max_restarts is None else max_restarts
-    )
+    restarts = 3 if max_restarts is None else max_restarts
+    return launch(without_ranks(sys.argv[1:]), most, _say, judge, run=run, max_restarts=restarts, numbers=numbers)
+
+
+def read_range(text: str) -> tuple[int | None, int]:
+    """How many ranks `--ranks` allows: (MIN, MAX), or (None, N). Raises InputError.
+
+    >>> read_range("2"), read_range("1:4")
+    ((None, 2), (1, 4))
+    """
+    from surefoot.core.errors import InputError
+
+    words = text.split(":")
+    values = [int(word) if word.isascii() and word.isdecimal() else 0 for word in words]
+    if len(values) > 2 or min(values) < 1 or values != sorted(values):
+        raise InputError(
+            f"--ranks is {text}, and neither a number of ranks nor a range of such",
+            hint="use one rank or more, as --ranks 2, or the fewest and the most, as --ranks 2:4",
+        )
+    return (values[0] if len(values) == 2 else None), values[-1]
+
+
+def _refuse(spec: RunSpec, number: int) -> str:
+    """Why so many ranks cannot train this spec, as far as it says; "" where they can."""
+    from surefoot.core.errors import SpecError
+    from surefoot.core.ranks import layout, pieces
+
+    table, train = spec.layout, spec.train
+    batches = (train.batch, *(batch for _, batch in train.ramp))
+    try:
+        layout.fit(number, table.replicate, table.shard, table.stage)
+        if table.virtual_ranks is not None:
+            pieces.check_virtual(table.virtual_ranks, number)
+        if number > 1:
+            pieces.check_pieces(batches, train.microbatch, number)
+        if number > 1 and train.batchnorm == "sync":
+            pieces.check_equal_passes(batches, train.microbatch, number, has_ramp=bool(train.ramp))
+    except SpecError as error:
+        return error.message
+    return ""
+
+
+def find_judge(stall_s: float) -> Judge:
+    """What is made of ranks that wait for each other for so long."""
+    from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
+    from surefoot.control.launch.looking import Judge
+
+    def blame(rows: Sequence[Seen]) -> tuple[int, ...] | None:
+        found = find_hang(rows)
+        return None if found.is_unlike else found.ranks
+
+    return Judge(
+        lambda rows: is_stalled(rows, stall_s), lambda rows: find_hang(rows).words,
+        lambda rows: "" if (found := find_apart(rows)) is None else found.words, blame,
+    )  # fmt: skip
 
 
 def print_json(row: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ BUSY = -2  # in the place of a microbatch
 ROW = struct.Struct("<6q")  # step, microbatch, collectives begun, kind of the last, its bytes, when it was begun (0: it is over)
 FIELD = struct.Struct("<q")
 STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
+RECALL, RECALLED = 48, 0x7265_6361_6C6C  # where a launcher writes that it ends the ranks to begin them anew, and what
 RECENT = struct.Struct(f"<{KEPT}q")  # of collective n in place n % KEPT: its size times 16 and its kind
 
 
@@ -130,6 +131,21 @@ def make_file(name: str) -> int:
     descriptor = open_nameless(name)
     os.ftruncate(descriptor, NUM_BYTES)
     return descriptor
+
+
+def recall(descriptor: int) -> None:
+    """Tell a rank that it will be ended to begin anew: its end is not that of the run."""
+    os.pwrite(descriptor, FIELD.pack(RECALLED), RECALL)
+
+
+def is_recalled(descriptor: int | None) -> bool:
+    """Whether this rank's launcher told it so; False where nobody looks on."""
+    if descriptor is None:
+        return False
+    try:
+        return os.pread(descriptor, FIELD.size, RECALL) == FIELD.pack(RECALLED)
+    except OSError:  # a process that a rank began has its variables, and not its files
+        return False
 
 
 def open_nameless(name: str) -> int:

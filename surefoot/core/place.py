@@ -95,6 +95,11 @@ def here() -> Place:
     return Place.from_environ(os.environ)
 
 
+def flight_file() -> int | None:
+    """The descriptor of the memory that this process and its launcher have, where there is one."""
+    return _whole(os.environ, FLIGHT, 0) if FLIGHT in os.environ else None
+
+
 def recorded_variables() -> dict[str, str]:
     """The variables that a run writes into its Started event."""
     talking = sorted(name for name in os.environ if name.startswith(TALKING))

@@ -117,7 +117,7 @@ def find_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     here = place.here()
-    if here.world_size == 1:
+    if here.world_size == 1 and not 0 < here.local_rank < torch.cuda.device_count():  # of a run that shrank it may be any of them
         return torch.device("cuda")
     if here.local_rank >= torch.cuda.device_count():
         raise SpecError(

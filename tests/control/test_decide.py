@@ -18,7 +18,7 @@ Case = tuple[How, int | None, int]  # how an attempt ended, whose fault it was, 
 
 def run(rules: Rules, *cases: Case, course: Course | None = None) -> tuple[list[str], Course, str]:
     """The decisions on one fault after another, what has become of the places, and the last reason."""
-    now, found, why = course or Course(), [], ""
+    now, found, why = course or Course(), list[Choice](), ""
     for how, place, num_commits in cases:
         assert not found or found[-1] != Choice.STOP, "it stopped before"
         decision, now = decide(rules, now, Fault(how, place), num_commits)
@@ -39,7 +39,8 @@ def test_what_another_attempt_cannot_mend_stops_at_once(how: How, rules: Rules) 
 @pytest.mark.parametrize("how", [K, C, H, P])
 def test_a_lost_rank_is_retried_unless_restarts_are_none(how: How) -> None:
     assert run(FIXED, (how, 1, 0))[0] == ["retry"]
-    assert run(replace(FIXED, max_restarts=0), (how, 1, 9))[0] == ["stop"]
+    found, _, why = run(replace(FIXED, max_restarts=0), (how, 1, 9))
+    assert (found, why) == (["stop"], "")
 
 
 @pytest.mark.parametrize(

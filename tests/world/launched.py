@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from surefoot.cli import options
 from surefoot.cli.main import _tell
-from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch import local
 from surefoot.control.launch.forks import ForkServer, dying_with
-from surefoot.control.launch.looking import Judge, Told
+from surefoot.control.launch.looking import Told
 from surefoot.core import place
 from surefoot.core.errors import SurefootError
 
@@ -68,6 +68,7 @@ class Supervised:
         stall_s: float = 1.0,
         run: Path | None = None,
         max_restarts: int = 0,
+        numbers: Sequence[int] = (),
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +76,7 @@ class Supervised:
 
         def supervise() -> int:
             prepare()
-            return _supervise(job, num_ranks, folder, stall_s, run, max_restarts)
+            return _supervise(job, num_ranks, folder, stall_s, run, max_restarts, numbers)
 
         self.pid = forked(supervise)
 
@@ -124,26 +125,27 @@ def is_alive(pid: int) -> bool:
     return any(state not in "ZX" for state in states)
 
 
-def _supervise(job: Job, num_ranks: int, folder: Path, stall_s: float, run: Path | None, max_restarts: int) -> int:
+def _supervise(
+    job: Job, num_ranks: int, folder: Path, stall_s: float, run: Path | None, max_restarts: int, numbers: Sequence[int]
+) -> int:  # fmt: skip
     said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     speak(said, said)
 
-    def start(server: ForkServer, rank: int, ranks: int, meeting: socket.socket, told: Told) -> local.Rank:
-        return local.Rank(rank, _fork(job, rank, ranks, meeting, told, folder))  # type: ignore[arg-type]
+    def start(server: ForkServer, rank: int, ranks: int, meeting: socket.socket, told: Told, *, local_rank: int) -> local.Rank:
+        return local.Rank(rank, _fork(job, rank, ranks, meeting, told, folder, local_rank))  # type: ignore[arg-type]
 
     local._start = start
-    judge = Judge(
-        lambda rows: is_stalled(rows, stall_s), lambda rows: find_hang(rows).words,
-        lambda rows: "" if (found := find_apart(rows)) is None else found.words,
+    return local.launch(
+        [], num_ranks, lambda text: print(text, flush=True), options.find_judge(stall_s), run=run, max_restarts=max_restarts,
+        numbers=numbers,
     )  # fmt: skip
-    return local.launch([], num_ranks, lambda text: print(text, flush=True), judge, run=run, max_restarts=max_restarts)
 
 
-def _fork(job: Job, rank: int, num_ranks: int, meeting: socket.socket, told: Told, folder: Path) -> Forked:
+def _fork(job: Job, rank: int, num_ranks: int, meeting: socket.socket, told: Told, folder: Path, local_rank: int) -> Forked:
     reads, writes = os.pipe() if rank else (None, 2)
     parent = os.getpid()
     variables = {
-        "RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1",
+        "RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": meeting.getsockname()[1], place.FLIGHT: told.flight, place.STACKS: told.stacks,
     } | ({} if rank else {place.LISTENS: meeting.fileno()})  # fmt: skip
 

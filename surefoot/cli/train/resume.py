@@ -14,7 +14,7 @@ from surefoot.cli.options import (
     DataOption,
     JsonOption,
     QuietOption,
-    RanksOption,
+    RangeOption,
     RestartsOption,
     RunArgument,
     SetOption,
@@ -35,7 +35,7 @@ def resume(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
     set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
-    ranks: RanksOption = None, max_restarts: RestartsOption = None,
+    ranks: RangeOption = None, max_restarts: RestartsOption = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Go on with a run, or begin another one where it stood.

@@ -11,7 +11,7 @@ from surefoot.cli.options import (
     DataOption,
     JsonOption,
     QuietOption,
-    RanksOption,
+    RangeOption,
     RestartsOption,
     RunOption,
     SeedOption,
@@ -34,7 +34,7 @@ def train(
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="DIR", help="begin with what fits of the weights of a run or an import")
     ] = None,
-    ranks: RanksOption = None, max_restarts: RestartsOption = None,
+    ranks: RangeOption = None, max_restarts: RestartsOption = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Train a task and print how it ended.
@@ -70,11 +70,12 @@ def finish(attempt: Run, *, json: bool) -> int:
     """Take a run to its end and print how it ended; gives the exit code."""
     from surefoot.components.observe import final_table
     from surefoot.components.observe.console import result_rows
+    from surefoot.core import flight, place
     from surefoot.train.run import drive
 
     with attempt:
         drive(attempt)
-    if not attempt.group.is_first:
+    if not attempt.group.is_first or (attempt.outcome == "interrupted" and flight.is_recalled(place.flight_file())):
         return attempt.exit_code
     if json:
         options.print_json(attempt.summary)

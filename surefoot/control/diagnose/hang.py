@@ -15,10 +15,11 @@ STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that hold up the others, and what is known of them, in words."""
+    """The ranks that hold up the others, and what is known of them, in words; `is_unlike` where they do not do what the others do."""
 
     ranks: tuple[int, ...]
     words: str
+    is_unlike: bool = False
 
 
 def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
@@ -80,7 +81,7 @@ def _find_unlike(rows: Sequence[Seen]) -> Hang | None:
             if row.rank in apart
             or (row.rank in called and len(apart) < len(called) and row.rank == min(set(called) - set(apart)))
         )
-        return Hang(apart, f"the ranks did not call collective {number} alike: {told}")
+        return Hang(apart, f"the ranks did not call collective {number} alike: {told}", is_unlike=True)
     return None
 
 

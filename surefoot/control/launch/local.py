@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from surefoot.contract import events, manifest
+from surefoot.contract import events
+from surefoot.control.launch.decide import Fault, How, Rules, read_code
+from surefoot.control.launch.elastic import End, Places
 from surefoot.control.launch.forks import Forked, ForkServer
 from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
-from surefoot.core import place, signals
+from surefoot.core import flight, place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank
 from surefoot.core.flight import Seen
 from surefoot.core.hardware import count_cores
@@ -48,22 +49,16 @@ class Rank:
     ended_s: float = 0.0
 
 
-class End(NamedTuple):
-    """How an attempt ended: its exit code; whether a rank was lost, by a kill or a hang; whether the supervisor was told to end."""
-
-    code: int
-    is_lost: bool
-    is_asked: bool = False
-
-
 def launch(
-    words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge, *, run: Path | None = None, max_restarts: int = 3
+    words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge, *, run: Path | None = None, max_restarts: int = 3,
+    numbers: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host; gives the exit code: 0, or that of the rank which failed first.
 
     `judge` is shown what every rank does, and says who keeps the others waiting for too long; then all are ended.
     Where a rank was killed, or hung, and the command goes on in the folder `run`, all begin anew, until so many times in a row no commit
-    has come; what a rank raised ends it at once.
+    has come; what a rank raised ends it at once. With `numbers`, of ranks that there may be instead, a place that fails twice is left
+    out, and tried again later: `decide` says how.
     Rank 0 has this terminal. What the others write to standard error goes to `say` with their number; they write nothing else. Raises
     InputError for numbers that are none, and inside of ranks.
     """
@@ -77,24 +72,12 @@ def launch(
         )
     _fill_standard_streams()
     run = None if run is not None and events.is_finished(run) else run  # the command makes another one then, each time
-    newest, in_vain = _newest_commit(run), 0
+    rules = Rules(places=num_ranks, numbers=tuple(numbers) or (num_ranks,), max_restarts=max_restarts)
+    places = Places(rules, run, say)
     with contextlib.closing(ForkServer(words)) as server:
-        while True:
-            end = _attempt(server, num_ranks, say, judge)
-            if run is None or end.is_asked or not end.is_lost or max_restarts == 0:
-                return end.code
-            if events.is_finished(run):
-                say("the run had come to its end before: nothing is lost")
-                return EXIT_OK
-            before, newest = newest, _newest_commit(run)
-            in_vain = in_vain + 1 if newest == before else 1
-            if in_vain > max_restarts:
-                say(f"error: {in_vain} attempts in a row ended like this without a commit: no use in another")
-                return end.code
-            say(
-                f"all {num_ranks} ranks begin anew, "
-                + (f"after step {newest:,}" if newest else "from the start: there is no commit yet")
-            )
+        while (code := places.after(_attempt(server, places, say, judge))) is None:
+            pass
+    return code
 
 
 def _fill_standard_streams() -> None:
@@ -104,13 +87,9 @@ def _fill_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _newest_commit(run: Path | None) -> int:
-    return 0 if run is None else max(manifest.steps(run), default=0)
-
-
-def _attempt(server: ForkServer, num_ranks: int, say: Callable[[str], None], judge: Judge) -> End:
+def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge) -> End:
     """All ranks once, from their beginning to the end of the last one."""
-    asked: list[int] = []
+    num_ranks, asked = len(places.now), list[int]()
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
         ranks: list[Rank] = []
@@ -123,19 +102,24 @@ def _attempt(server: ForkServer, num_ranks: int, say: Callable[[str], None], jud
         for each in told:
             stack.callback(each.close)
         for rank in range(num_ranks):
-            ranks.append(_start(server, rank, num_ranks, meeting, told[rank]))  # noqa: PERF401 - ended even if one cannot be started
+            begun = _start(server, rank, num_ranks, meeting, told[rank], local_rank=places.now[rank])
+            ranks.append(begun)  # ended even if the next cannot be started
         meeting.close()
         if asked:  # before all were there to hear it: nothing has begun
-            return End(128 + asked[0], is_lost=False, is_asked=True)
-        if _watch(ranks, say, judge, told):
-            return End(LOST, is_lost=True, is_asked=bool(asked))
+            return End(128 + asked[0], is_asked=True)
+        with places.watched():
+            hung, is_recalled = _watch(ranks, say, judge, told, places)
         seen = as_left(look(dict.fromkeys(range(num_ranks), 0), told), told)
-    return _judge(ranks, say, judge, seen)._replace(is_asked=bool(asked))
+    end = _judge(ranks, say, judge, seen) if hung is None else End(LOST, hung)
+    fault = end.fault
+    if fault is not None and fault.place is not None:
+        fault = fault._replace(place=places.now[fault.place])
+    return end._replace(fault=fault, is_asked=bool(asked), is_recalled=is_recalled)
 
 
-def _start(server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: Told) -> Rank:
+def _start(server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: Told, *, local_rank: int) -> Rank:
     variables = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
+        "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.getsockname()[1],
     }  # fmt: skip
     passed = {place.FLIGHT: told.flight, place.STACKS: told.stacks} | ({} if rank else {place.LISTENS: meeting.fileno()})
@@ -155,12 +139,15 @@ def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:
                 each.process.send_signal(number)
 
 
-def _watch(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> bool:
+def _watch(
+    ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told], places: Places
+) -> tuple[Fault | None, bool]:  # fmt: skip
     """Until all have ended: show what they write; once one has failed the others have a while, then they are ended.
 
-    So are all of them, where one keeps the others waiting: gives whether that was so.
+    So are all of them, where one keeps the others waiting: gives who did, by rank. Once more places may have a rank all are to save and
+    end: gives whether that was so.
     """
-    is_hung, next_s = False, time.monotonic() + STALL_LOOK_S
+    hung, is_recalled, next_s = None, False, time.monotonic() + STALL_LOOK_S
     with selectors.DefaultSelector() as selector:
         for each in ranks:
             if each.process.stderr is not None:
@@ -178,22 +165,35 @@ def _watch(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told
                 _end_all(ranks)
             if time.monotonic() >= next_s and failed_s is None:
                 next_s = time.monotonic() + STALL_LOOK_S
-                is_hung = is_hung or _end_if_stalled(ranks, say, judge, told)
+                hung = hung or _end_if_stalled(ranks, say, judge, told)
+                if hung is None and not is_recalled and places.has_more():
+                    is_recalled = True
+                    places.say_more()
+                    _recall(ranks, told)
         for each in ranks:
             while _read(each, say):
                 pass
-    return is_hung
+    return hung, is_recalled
 
 
-def _end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> bool:
+def _recall(ranks: Sequence[Rank], told: Sequence[Told]) -> None:
+    """Have all ranks save and end after the same step, as by SIGTERM; they know that it is not the end of the run."""
+    for each in told:
+        flight.recall(each.flight)
+    _tell(ranks, signal.SIGTERM, [])
+
+
+def _end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> Fault | None:
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
     rows = look(pids, told)
     if len(rows) < 2 or not judge.is_stalled(rows):
-        return False
-    say(f"error: {judge.tell(with_stacks(rows, pids, told))}")
+        return None
+    rows = with_stacks(rows, pids, told)
+    say(f"error: {judge.tell(rows)}")
     say(f"hint: all ranks are ended, and {judge.hint}; layout.stall says how long one may take")
     _end_all(ranks)
-    return True
+    late = judge.blame(rows)
+    return Fault(How.APART) if late is None else Fault(How.HUNG, late[0] if len(late) == 1 else None)
 
 
 def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:
@@ -242,9 +242,11 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen
         key=lambda each: (each.code == LOST, each.ended_s, (each.code or 0) > 0, each.number),
     )
     if not failed:
-        return End(EXIT_OK, is_lost=False)
+        return End(EXIT_OK)
     first = failed[0]
-    first = next((each for each in failed if each.number == 0 and each.code == first.code), first)  # all failed alike
+    assert first.code is not None
+    if first.code > 0:
+        first = next((each for each in failed if each.number == 0 and each.code == first.code), first)  # all failed alike
     assert first.code is not None
     code = first.code if first.code > 0 else 128 - first.code
     for line in first.said if first.number else ():
@@ -258,11 +260,12 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen
         _tell_apart(ranks, first, say, judge.tell_apart(seen))
     if first.code < 0:
         say(f"hint: {judge.hint}")
-    if first.code == LOST:
-        for each in ranks:
-            if each.code == 0:
-                say(f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over")
-    return End(code, is_lost=first.code == -signal.SIGKILL)
+    how = read_code(first.code)
+    for each in ranks if how is How.PARTED else ():
+        if each.code == 0:
+            say(f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over")
+            how = How.LEFT
+    return End(code, Fault(how, first.number if how in (How.KILLED, How.CRASHED) else None))
 
 
 def _tell_apart(ranks: Sequence[Rank], first: Rank, say: Callable[[str], None], words: str) -> None:

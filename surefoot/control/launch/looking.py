@@ -24,12 +24,15 @@ LOOP = "surefoot/train/"  # in the stack of the thread that takes the steps
 class Judge(NamedTuple):
     """What is made of it: whether ranks have been kept waiting for too long, who does that, in words, and what to do once all are ended.
 
-    `tell_apart` is shown how far each of them had come when one ended in what they do together: who did something else, "" for nobody.
+    `blame` gives who does that, by rank: nobody where it is the network, None where ranks did not call the same, which no other attempt
+    mends. `tell_apart` is shown how far each of them had come when one ended in what they do together: who did something else, "" for
+    nobody.
     """
 
     is_stalled: Callable[[Sequence[Seen]], bool]
     tell: Callable[[Sequence[Seen]], str]
     tell_apart: Callable[[Sequence[Seen]], str] = lambda rows: ""
+    blame: Callable[[Sequence[Seen]], tuple[int, ...] | None] = lambda rows: ()
     hint: str = "the same command goes on after the newest commit"
 
 

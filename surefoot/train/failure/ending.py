@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, SurefootError
+from surefoot.core import flight, place
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, SurefootError
 from surefoot.train.failure import blame
 
 WHOLE = ("finished", "the length of the run was reached")
@@ -29,4 +30,6 @@ def tell_outcome(
     if stop is None and step != total_steps:
         return "stopped", f"the loop was left at step {step}", EXIT_OK
     outcome, cause = stop or WHOLE
+    if stop_code == EXIT_TERMINATED and outcome == "interrupted" and flight.is_recalled(place.flight_file()):
+        cause = "ended by the supervisor, to begin anew with more ranks"
     return outcome, cause, stop_code if outcome == "interrupted" else EXIT_OK

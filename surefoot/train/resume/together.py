@@ -20,6 +20,7 @@ from surefoot.contract.state import master_of
 from surefoot.core import place
 from surefoot.core.errors import SpecError
 from surefoot.core.ranks import layout
+from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
 from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl
 from surefoot.train import folder
@@ -78,11 +79,7 @@ def _check_shared(spec: RunSpec) -> None:
 
 def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
     """Raise SpecError for what would not have the same bits on other numbers of ranks."""
-    if size % world_size:
-        legal = [str(each) for each in range(1, size + 1) if size % each == 0]
-        raise SpecError(
-            f"layout.virtual_ranks is {size}, and there are {world_size} ranks", hint=f"start {' or '.join(legal)} of them"
-        )
+    check_virtual(size, world_size)
     refused = {
         "train.threads": (spec.train.threads is None, "kernels may sum in another order with other numbers of threads: state it"),
         "layout.shard": (spec.layout.shard > 1, "the norm of parts is summed in another order than that of wholes"),

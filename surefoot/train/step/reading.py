@@ -18,6 +18,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch, Resolved, Source
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.hardware import count_cores
+from surefoot.core.ranks.pieces import check_equal_passes, check_pieces
 from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
 
@@ -90,14 +91,7 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
             f"{num_ranks} ranks share the samples of each step, and the source is read in its own order: {source.describe()}",
             hint="give a source whose samples have numbers, or train on one rank",
         )
-    smallest = min((spec.train.batch, *(batch for _, batch in spec.train.ramp)))
-    pieces = smallest if spec.train.microbatch is None else -(-smallest // spec.train.microbatch)
-    if pieces < num_ranks:
-        cut = "" if spec.train.microbatch is None else f" in microbatches of {spec.train.microbatch}"
-        raise SpecError(
-            f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} piece{'s' * (pieces != 1)} to compute",
-            hint=f"use fewer ranks, or train.microbatch = {max(1, smallest // num_ranks)} or less",
-        )
+    check_pieces((spec.train.batch, *(batch for _, batch in spec.train.ramp)), spec.train.microbatch, num_ranks)
 
 
 def _chunk_of(spec: RunSpec, source: Source) -> int:
@@ -144,13 +138,7 @@ def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None
     """Raise SpecError where a step has a rank compute fewer passes than another, which would wait for it in a joint BatchNorm."""
     train = spec.train
     rest = num_samples % train.batch if spec.data.last_batch == "keep" else 0
-    for batch in {train.batch, *([rest] if rest else [])}:
-        size = train.microbatch or -(-batch // num_ranks)
-        if train.ramp or -(-batch // size) % num_ranks:
-            raise SpecError(
-                f'train.batchnorm is "sync", and a batch of {batch} cut into pieces of {size} does not give {num_ranks} ranks equally many',
-                hint='set data.last_batch = "drop", and train.batch to a multiple of train.microbatch times the ranks; no ramp',
-            )
+    check_equal_passes({train.batch, *([rest] if rest else [])}, train.microbatch, num_ranks, has_ramp=bool(train.ramp))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,121 @@
+"""Which places have a rank, and what follows on how an attempt ended; the commits of the run are counted beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from surefoot.contract import events, manifest
+from surefoot.control.launch.decide import Choice, Course, Fault, How, Rules, choose, decide, has_more
+from surefoot.core.errors import EXIT_OK
+
+LOOK_S = 0.2
+JOIN_S = 1.0
+
+
+class End(NamedTuple):
+    """How an attempt ended: its exit code; what failed, if anything did; whether the supervisor was told to end, or ended it to grow."""
+
+    code: int
+    fault: Fault | None = None
+    is_asked: bool = False
+    is_recalled: bool = False
+
+
+class Commits:
+    """The commits of a run, counted since this was made; `newest` is the step of the last one."""
+
+    def __init__(self, run: Path | None) -> None:
+        self._run = run
+        self.count, self.newest = 0, max(self._steps(), default=0)
+
+    def _steps(self) -> list[int]:
+        return [] if self._run is None else manifest.steps(self._run)
+
+    def look(self) -> None:
+        steps = self._steps()
+        self.count += sum(step > self.newest for step in steps)
+        self.newest = max(steps, default=0)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """In a thread: a disk that does not answer must not keep anyone from looking at the ranks."""
+        over = threading.Event()
+
+        def count() -> None:
+            while not over.wait(LOOK_S):
+                with contextlib.suppress(OSError):
+                    self.look()
+
+        thread = threading.Thread(target=count, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(JOIN_S)
+
+
+class Places:
+    """The places of a run that goes on in the folder `run`; `now` are those that have a rank, by their rank."""
+
+    def __init__(self, rules: Rules, run: Path | None, say: Callable[[str], None]) -> None:
+        self._rules, self._run, self._say = rules, run, say
+        self._course, self._commits = Course(), Commits(run)
+        self.now = choose(rules, self._course)
+
+    def has_more(self) -> bool:
+        """Whether more of them may have a rank now."""
+        return self._run is not None and has_more(self._rules, self._course, self.now, self._commits.count)
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """While an attempt goes on: its commits are counted where another place waits for them."""
+        return self._commits.counting() if self._run is not None and self._course.out else contextlib.nullcontext()
+
+    def say_more(self) -> None:
+        """Tell that the ranks are ended to begin anew as more."""
+        found = choose(self._rules, replace(self._course, num_commits=self._commits.count))
+        self._say(
+            f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, to begin anew as {len(found)}"
+        )
+
+    def after(self, end: End) -> int | None:
+        """The exit code of the supervisor; None where all begin anew, at the places that have a rank then."""
+        fault = end.fault
+        if self._run is None or end.is_asked or fault is None:
+            return end.code
+        grows = end.is_recalled and fault.how is How.TOLD
+        if not grows and (not fault.how.is_retried or self._rules.max_restarts == 0):
+            return end.code
+        if events.is_finished(self._run):
+            self._say("the run had come to its end before: nothing is lost")
+            return EXIT_OK
+        self._commits.look()
+        if grows:
+            self._course = replace(self._course, num_commits=self._commits.count, in_vain=0)
+        else:
+            decision, self._course = decide(self._rules, self._course, fault, self._commits.count)
+            if decision.why:
+                self._say(f"error: {decision.why}" if decision.choice is Choice.STOP else decision.why)
+            if decision.choice is Choice.STOP:
+                return end.code
+        self.now = choose(self._rules, self._course)
+        where = "" if self.now == tuple(range(len(self.now))) else f", at {_names(self.now)}"
+        after = f"after step {self._commits.newest:,}" if self._commits.newest else "from the start: there is no commit yet"
+        who = "one rank begins" if len(self.now) == 1 else f"all {len(self.now)} ranks begin"
+        self._say(f"{who} anew, {after}{where}")
+        return None
+
+
+def _names(places: set[int] | tuple[int, ...]) -> str:
+    """Places, in words.
+
+    >>> _names({2}), _names((0, 2, 3))
+    ('place 2', 'places 0, 2 and 3')
+    """
+    *others, last = map(str, sorted(places))
+    return f"places {', '.join(others)} and {last}" if others else f"place {last}"

@@ -1,0 +1,40 @@
+"""Whether the batches of a run can be dealt to so many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from surefoot.core.errors import SpecError
+
+
+def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int) -> None:
+    """Raise SpecError where the smallest batch has not a piece for each rank."""
+    smallest = min(batches)
+    pieces = smallest if microbatch is None else -(-smallest // microbatch)
+    if pieces < num_ranks:
+        cut = "" if microbatch is None else f" in microbatches of {microbatch}"
+        raise SpecError(
+            f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} piece{'s' * (pieces != 1)} to compute",
+            hint=f"use fewer ranks, or train.microbatch = {max(1, smallest // num_ranks)} or less",
+        )
+
+
+def check_equal_passes(batches: Iterable[int], microbatch: int | None, num_ranks: int, *, has_ramp: bool = False) -> None:
+    """Raise SpecError where a step has a rank compute fewer passes than another, which would wait for it in a joint BatchNorm."""
+    for batch in batches:
+        size = microbatch or -(-batch // num_ranks)
+        if has_ramp or -(-batch // size) % num_ranks:
+            raise SpecError(
+                f'train.batchnorm is "sync", and a batch of {batch} cut into pieces of {size} does not give {num_ranks} ranks equally many',
+                hint='set data.last_batch = "drop", and train.batch to a multiple of train.microbatch times the ranks; no ramp',
+            )
+
+
+def check_virtual(virtual_ranks: int, num_ranks: int) -> None:
+    """Raise SpecError where virtual ranks cannot be shared evenly by those that there are."""
+    if virtual_ranks % num_ranks:
+        legal = [str(each) for each in range(1, virtual_ranks + 1) if virtual_ranks % each == 0]
+        raise SpecError(
+            f"layout.virtual_ranks is {virtual_ranks}, and there are {num_ranks} ranks",
+            hint=f"start {' or '.join(legal)} of them",
+        )
