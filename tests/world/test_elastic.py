@@ -1,0 +1,251 @@
+"""Runs that shrink and grow while they train: places that fail are left out and tried again, to the numbers of one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from surefoot.cli.options import find_judge
+from surefoot.components import checkpoint
+from surefoot.components.data import consumed
+from surefoot.contract import events, manifest
+from surefoot.core import flight, place
+from surefoot.core.errors import LostRank
+from surefoot.core.flight import Kind, Record, Seen
+from surefoot.train.environment import find_device
+from surefoot.train.run import Run
+from tests.world.launched import Supervised, forked
+from tests.world.test_launch import command, environment, processes_of
+from tests.world.test_run import spec
+from tests.world.test_shard import AVERAGED, Stacked
+
+STEPS, WAIT_S = 16, 30.0
+Plan = Mapping[int, tuple[str, int, int]]  # attempt -> what happens, at which place, after how many steps of the attempt
+
+
+def take_steps(run: Path, plan: Plan, die: Callable[[int], bool] = lambda step: False) -> int:
+    """A rank: commits every step; `plan` has a place killed, or all wait until they are to grow."""
+    saves = {"every": "1 step", "keep": STEPS}
+    given = spec(train={"length": f"{STEPS} steps"}, evaluate={"every": "9 epochs"}, checkpoint=saves, **AVERAGED)
+    with Run(given, Stacked(), folder=run, quiet=True) as running:
+        kind, where, after = plan.get(running.generation, ("", 0, 0))
+        begun = running.step
+        for report in running.steps():
+            if kind and report.step == begun + after:
+                wait_until(lambda: after == 1 or report.step - 1 in manifest.steps(run))  # noqa: B023 - called here
+                if kind == "grow":
+                    wait_until(lambda: running.is_stopping is not None)
+                    assert flight.is_recalled(place.flight_file())
+                elif place.here().local_rank == where:
+                    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                elif kind == "kill":
+                    os._exit(LostRank.exit_code)  # as they do soon, and before this step is saved
+            if die(report.step):
+                os.kill(os.getpid(), signal.SIGKILL)
+    return running.exit_code
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until_s, "it did not come"
+        time.sleep(0.01)
+
+
+def rows(run: Path) -> dict[int, tuple[int, Mapping[str, float]]]:
+    """Samples and learning rates of each step."""
+    found = events.newest(events.read(run))
+    return {each.step: (each.num_samples, each.learning_rates) for each in found if isinstance(each, events.Step)}
+
+
+def sizes(run: Path) -> list[int]:
+    return [each.place["world_size"] for each in events.read(run) if isinstance(each, events.Started)]
+
+
+def check_as_alone(run: Path, golden: dict[str, torch.Tensor], alone: Path, told: object) -> None:
+    checked = consumed.check(run)
+    assert checked.holds, (told, checked.faults)
+    assert checked.last == STEPS, told
+    held = checkpoint.Commit(run, STEPS).read(checkpoint.MODEL)
+    worst = max(float((held[name].double() - each.double()).abs().max()) for name, each in golden.items())
+    assert worst < 1e-8, (told, worst)
+    assert rows(run) == rows(alone), told
+
+
+def train_alone(folder: Path) -> dict[str, torch.Tensor]:
+    assert Supervised(lambda rank: take_steps(folder / "run", {}), 1, folder / "ranks").wait() == 0
+    return checkpoint.Commit(folder / "run", STEPS).read(checkpoint.MODEL)
+
+
+PLAN: Plan = {  # what each attempt shows
+    1: ("kill", 3, 3), 2: ("kill", 3, 1),  # place 3 fails twice, and is left out
+    3: ("kill", 1, 3), 4: ("kill", 1, 1),  # place 1, with two commits: one is left until place 3 is tried again
+    5: ("grow", 0, 2), 6: ("kill", 3, 1),  # 2 ranks become 3; place 3 is on trial, and left out at once
+    7: ("kill", 2, 1), 8: ("kill", 2, 1),  # 2 become 1
+    9: ("grow", 0, 2),
+}  # fmt: skip
+
+
+def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbers_of_one_process(tmp_path: Path) -> None:
+    golden = train_alone(tmp_path / "alone")
+    run = tmp_path / "run"
+    supervised = Supervised(
+        lambda rank: take_steps(run, PLAN), 4, tmp_path / "ranks", stall_s=60, run=run, max_restarts=3, numbers=range(1, 5)
+    )
+    assert supervised.wait(120) == 0, supervised.said
+    assert sizes(run)[:10] == [4, 4, 3, 3, 2, 3, 2, 2, 1, 2], supervised.said  # and then more, if it lasts
+    assert supervised.left() == []
+    check_as_alone(run, golden, tmp_path / "alone/run", supervised.said)
+    lines = [
+        "place 3 has failed 2 times in a row and is left out until 3 more commits", "anew, after step 2\n",
+        "place 1 has failed 2 times in a row and is left out until 3 more commits", ", at places 0 and 2\n",
+        "place 3 will be tried again: all ranks save and end, to begin anew as 3", ", at places 0, 2 and 3\n",
+        "place 3 has failed again and is left out until 6 more commits", "place 2 has failed 2 times in a row",
+        "one rank begins anew", "place 1 will be tried again", "all 2 ranks begin anew",
+    ]  # fmt: skip
+    said = supervised.said
+    for line in lines:
+        assert line in said, (line, supervised.said)
+        said = said[said.index(line) :]
+    ends = [each.cause for each in events.read(run) if isinstance(each, events.Ended)]
+    assert set(ends[:-1]) == {"ended by the supervisor, to begin anew with more ranks"}
+    assert len(ends) == len(sizes(run)) - 7, "seven were killed"
+    assert ends[-1] == "the length of the run was reached"
+
+
+def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(tmp_path: Path) -> None:
+    def job(rank: int) -> int:
+        is_second = (tmp_path / f"once-{rank}").exists()
+        (tmp_path / f"once-{rank}").touch()
+        faulthandler.disable()  # of pytest: it would tell of it
+        if rank == (0 if is_second else 1):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return LostRank.exit_code
+
+    supervised = Supervised(job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=3, numbers=(1, 2))
+    assert supervised.wait() == 128 + signal.SIGSEGV
+    assert supervised.said.count("begin anew") == 1
+    assert "error: places 0 and 1 crashed, and no commit came between: it is the code, not a place" in supervised.said
+
+
+def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
+    def job(rank: int) -> int:
+        kind = "stop" if place.here().world_size > 1 else ""
+        return take_steps(tmp_path / "run", dict.fromkeys(range(1, 9), (kind, 1, 2)))
+
+    run = tmp_path / "run"
+    supervised = Supervised(job, 2, tmp_path / "ranks", stall_s=1.5, run=run, max_restarts=3, numbers=(1, 2))
+    assert supervised.wait() == 0, supervised.said
+    assert supervised.said.count("rank 1 of 2 has not come") == 2
+    assert "place 1 has failed 2 times in a row and is left out" in supervised.said
+    assert supervised.left() == []
+    assert consumed.check(run).last == STEPS
+
+
+def test_ranks_that_do_not_do_the_same_are_the_code_and_a_late_one_is_its_place() -> None:
+    def row(rank: int, waits_s: float | None, size: int) -> Seen:
+        return Seen(rank, Record(3, 0, 7, Kind.SUM, size, waits_s, {7: (Kind.SUM, size)}), "S")
+
+    blame = find_judge(1.0).blame
+    assert blame([row(0, 2.0, 8), row(1, 2.0, 8), row(2, 2.0, 80)]) is None
+    late = Seen(1, Record(3, 0, 6, Kind.SUM, 8, None), "S")
+    assert blame([row(0, 2.0, 8), late, row(2, 2.0, 8)]) == (1,)
+
+
+@pytest.mark.parametrize(("local_rank", "device"), [(0, "cuda"), (1, "cuda:1"), (7, "cuda")])
+def test_one_rank_that_is_left_keeps_the_gpu_of_its_place(local_rank: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, str(value))
+    assert str(find_device("auto")) == device
+
+
+# ---- at the command line
+
+
+def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "10", "--json", "--set", 'task.fails="dies 1 early"')
+    words[words.index("--ranks") + 1] = "1:2"
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 10
+    assert "place 1 has failed 2 times in a row and is left out until 3 more commits" in done.stderr
+    assert done.stderr.count("all 2 ranks begin anew, from the start") == 1
+    assert done.stderr.count("one rank begins anew, from the start") == 1
+    assert sizes(tmp_path / "run")[-1] == 1
+    assert consumed.check(tmp_path / "run").holds
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.slow  # imports torch in eight processes
+def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
+    words = command(tmp_path, "--steps", "120", "--json", "--set", 'task.fails="dies 1 early"')
+    words[words.index("--ranks") + 1] = "1:2"
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 120
+    assert "place 1 will be tried again: all ranks save and end, to begin anew as 2" in done.stderr
+    assert "place 1 has failed again and is left out until 6 more commits" in done.stderr
+
+
+# ---- a campaign
+
+
+def shaken(seed: int, folder: Path, golden: dict[str, torch.Tensor], alone: Path) -> int:
+    """Of one to four ranks any may be killed in any step, a bad place more often; gives how many kills there were."""
+    draws = random.Random(seed)
+    bad, share = draws.sample(range(4), draws.randrange(0, 4)), draws.uniform(0.0, 0.15)
+    told = f"seed {seed}: places {bad} are bad, {share:.2f}"
+    folder.mkdir(parents=True)
+
+    def job(rank: int) -> int:
+        where = place.here().local_rank
+        own = random.Random(f"{seed} {where} {os.getpid()}")
+        odds = 0.5 if where in bad else share
+
+        def die(step: int) -> bool:
+            time.sleep(0.02)
+            return own.random() < odds and where != min(set(range(4)) - set(bad))
+
+        return take_steps(folder / "run", {}, die)
+
+    supervised = Supervised(job, 4, folder / "ranks", stall_s=60, run=folder / "run", max_restarts=30, numbers=range(1, 5))
+    assert supervised.wait(240) == 0, (told, supervised.said)
+    assert supervised.left() == [], told
+    assert "Traceback" not in supervised.said, (told, supervised.said)
+    check_as_alone(folder / "run", golden, alone, (told, supervised.said))
+    print(told, sizes(folder / "run"), flush=True)
+    return supervised.said.count("was ended by SIGKILL")
+
+
+def shakes(seeds: range, folder: Path) -> int:
+    importlib.import_module("torch._dynamo")
+    golden, num_kills = train_alone(folder / "alone"), 0
+    for seed in seeds:
+        num_kills += shaken(seed, folder / str(seed), golden, folder / "alone/run")
+        shutil.rmtree(folder / str(seed))
+    assert num_kills > len(seeds)
+    return 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seeds", [range(50)], ids=len)
+def test_ranks_that_are_killed_at_random_leave_each_sample_once_and_the_numbers_of_one_process(
+    seeds: range, tmp_path: Path
+) -> None:
+    pid = forked(lambda: shakes(seeds, tmp_path))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
