@@ -128,6 +128,11 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", here.local_rank)
 
 
+def is_launched() -> bool:
+    """Whether there are several ranks, or one that a supervisor of ours passes signals on to."""
+    return place.here().world_size > 1 or place.flight_file() is not None
+
+
 def set_seeds(seed: int) -> None:
     """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
     torch.manual_seed(seed)

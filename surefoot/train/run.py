@@ -231,7 +231,7 @@ class Run:
         for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
                 heard = functools.partial(self._interrupt, *ending)
-                self._opened.callback(signals.listen(getattr(signal, signal_name), heard, has_echo=not self.group.is_alone))
+                self._opened.callback(signals.listen(getattr(signal, signal_name), heard, has_echo=environment.is_launched()))
         if hasattr(signal, "SIGUSR1"):
             self._opened.callback(signals.listen(signal.SIGUSR1, self._keeper.ask))
 

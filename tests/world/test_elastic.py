@@ -45,8 +45,11 @@ def take_steps(run: Path, plan: Plan, die: Callable[[int], bool] = lambda step: 
         for report in running.steps():
             if kind and report.step == begun + after:
                 wait_until(lambda: after == 1 or report.step - 1 in manifest.steps(run))  # noqa: B023 - called here
-                if kind == "grow":
+                if kind in ("grow", "wait"):
                     wait_until(lambda: running.is_stopping is not None)
+                if kind == "wait":
+                    time.sleep(0.3)  # for the second one
+                elif kind == "grow":
                     assert flight.is_recalled(place.flight_file())
                 elif place.here().local_rank == where:
                     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -172,6 +175,19 @@ def test_one_rank_that_is_left_keeps_the_gpu_of_its_place(local_rank: int, devic
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, str(value))
     assert str(find_device("auto")) == device
+
+
+def test_a_signal_to_a_rank_alone_and_its_supervisor_is_one_signal(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    supervised = Supervised(lambda rank: take_steps(run, {1: ("wait", 0, 3)}), 1, tmp_path / "ranks", run=run, max_restarts=3)
+    wait_until(lambda: 2 in manifest.steps(run))
+    os.kill(supervised.pids[0], signal.SIGTERM)
+    time.sleep(0.1)
+    os.kill(supervised.pid, signal.SIGTERM)
+    assert supervised.wait() == 143, supervised.said
+    ended = [each for each in events.read(run) if isinstance(each, events.Ended)]
+    assert [(each.cause, each.step) for each in ended] == [("ended by SIGTERM", 3)]
+    assert manifest.steps(run)[-1] == 3
 
 
 # ---- at the command line
