@@ -21,6 +21,7 @@ from surefoot.cli.options import find_judge
 from surefoot.components import checkpoint
 from surefoot.components.data import consumed
 from surefoot.contract import events, manifest
+from surefoot.control.launch import local
 from surefoot.core import flight, place
 from surefoot.core.errors import LostRank
 from surefoot.core.flight import Kind, Record, Seen
@@ -141,6 +142,19 @@ def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(tm
     assert supervised.wait() == 128 + signal.SIGSEGV
     assert supervised.said.count("begin anew") == 1
     assert "error: places 0 and 1 crashed, and no commit came between: it is the code, not a place" in supervised.said
+
+
+def test_who_was_killed_is_named_and_not_who_was_ended_for_it(tmp_path: Path) -> None:
+    def job(rank: int) -> int:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        return 0
+
+    supervised = Supervised(job, 2, tmp_path / "ranks", prepare=lambda: setattr(local, "GRACE_S", 0.2))
+    assert supervised.wait() == 128 + signal.SIGKILL
+    assert "error: rank 1 of 2 was ended by SIGKILL" in supervised.said
+    assert "rank 0 of 2" not in supervised.said
 
 
 def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
