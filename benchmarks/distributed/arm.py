@@ -1,11 +1,12 @@
 """What each rank of an arm does: a model's steps, shared by surefoot or by torch's DistributedDataParallel, and what rank 0 saw of them.
 
-python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|weak|strong|four --model convnet --report FILE --folder DIR
+python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|pair|weak|strong|four --model convnet --report FILE --folder DIR
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -109,15 +110,21 @@ def by_hand(workload: Workload, meter: Meter, rank: int, ranks: int, batch: int)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", required=True, choices=("surefoot", "hand"))
-    parser.add_argument("--scaling", required=True, choices=("one", "weak", "strong", "four"))
+    parser.add_argument("--scaling", required=True, choices=("one", "pair", "weak", "strong", "four"))
     parser.add_argument("--model", required=True, choices=MODELS)
     parser.add_argument("--report", required=True)
     parser.add_argument("--folder", required=True)
     asked = parser.parse_args()
     here = place.here()
+    first = here.rank == 0
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[here.local_rank % len(cores)]})
+    if asked.scaling == "pair":  # two that know nothing of each other
+        asked.folder += f"-{here.rank}"
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        here = place.here()
     workload = MODELS[asked.model]
     meter = Meter(workload)
     batch = workload.batch * (here.world_size if asked.scaling in ("weak", "four") else 1)
@@ -130,8 +137,9 @@ def main() -> None:
         by_hand(workload, meter, here.rank, here.world_size, batch)
         if here.world_size > 1:
             dist.destroy_process_group()
-    if here.rank == 0:
+    if first:
         write_report(asked.report, meter.measures)
+    gc.collect()  # what torch's process group leaves in circles else ends some processes by SIGABRT as they exit
 
 
 if __name__ == "__main__":

@@ -18,12 +18,8 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "replicate.json"
-NUM_RANKS = {
-    "one": 1,
-    "weak": RANKS,
-    "strong": RANKS,
-    "four": 4,
-}  # of each way to scale; four: weak, on as many cores as two have
+# processes of each way to scale; pair: that many runs of one, at the same time; four: weak, on as many cores as two have
+NUM_RANKS = {"one": 1, "pair": RANKS, "weak": RANKS, "strong": RANKS, "four": 4}
 KINDS = tuple((how, scaling) for scaling in NUM_RANKS for how in ("surefoot", "hand"))
 WALL, WAITED, CPU = "wall_s_per_step", "waited_s_per_step", "cpu_s_per_step"
 MOST, LEAST = 1.05, 0.90
@@ -53,7 +49,7 @@ def render(trial: Trial) -> str:
             if not walls:
                 continue
             waited = list(trial.by_round(arm, WAITED).values())
-            told = "" if scaling == "one" or how == "hand" else format_seconds(median_interval(waited).estimate)
+            told = "" if scaling in ("one", "pair") or how == "hand" else format_seconds(median_interval(waited).estimate)
             rows.append(
                 (
                     model,
@@ -77,6 +73,10 @@ def render(trial: Trial) -> str:
             )
         weak = ratio_of(trial, f"{model} surefoot one", f"{model} surefoot weak", WALL)
         bars.append((f"{model}: weak scaling", render_interval(weak, ".3f"), f">= {LEAST}", standing_of(weak, least=LEAST)))
+        cores = ratio_of(trial, f"{model} surefoot one", f"{model} surefoot pair", WALL)
+        bars.append((f"{model}: what two cores at once leave of one, without ranks", render_interval(cores, ".3f"), "", ""))
+        left = ratio_of(trial, f"{model} surefoot pair", f"{model} surefoot weak", WALL)
+        bars.append((f"{model}: what sharing its work leaves of that", render_interval(left, ".3f"), "", ""))
     heads = ("model", "by", "batch", "a step", "CPU time of a rank", "of the step waiting for others", "efficiency (95 %)")
     return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
 
