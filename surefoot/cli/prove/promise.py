@@ -40,15 +40,13 @@ def prove(
     if (trials is not None and trials < 1) or seed < 0:
         raise InputError(f"--trials is {trials} and --seed {seed}", hint="use 1 trial or more, and a seed of 0 or more")
     if case is not None and case not in promise.cases:
-        raise InputError(f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases) or 'none yet'}")
+        raise InputError(f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases)}")
     cases = promise.cases if case is None else (case,)
-    outcomes = _carry_out(cases, trials, seed, quiet=quiet or json) if cases else []
-    holds = bool(outcomes) and promise.not_yet is None and all(each.holds for each in outcomes)
+    outcomes = _carry_out(cases, trials, seed, quiet=quiet or json)
+    holds = bool(outcomes) and all(each.holds for each in outcomes)
     if json:
         rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
-        options.print_json(
-            {"promise": promise.number, "name": promise.name, "holds": holds, "not_yet": promise.not_yet, "campaigns": rows}
-        )
+        options.print_json({"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows})
     else:
         _print(promise, outcomes, holds=holds)
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
@@ -61,13 +59,9 @@ def _list(json: bool) -> int:
     if json:
         options.print_json({"promises": [asdict(each) for each in PROMISES]})
     else:
-        rows = [(str(each.number), each.name, " ".join(each.cases), _state(each)) for each in PROMISES]
-        print_table(("N", "promise", "campaigns", "state"), rows, right=("N",))
+        rows = [(str(each.number), each.name, " ".join(each.cases)) for each in PROMISES]
+        print_table(("N", "promise", "campaigns"), rows, right=("N",))
     return EXIT_OK
-
-
-def _state(promise: Promise) -> str:
-    return "can be shown" if promise.not_yet is None else f"not yet: {promise.not_yet}"
 
 
 def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool) -> list[Outcome]:
@@ -106,15 +100,15 @@ def _print(promise: Promise, outcomes: list[Outcome], *, holds: bool) -> None:
         for failure in each.failures:
             print(f"{each.case}, seed {failure.seed}: {failure.what}")
             print(f"  again: surefoot prove {promise.number} --case {each.case} --seed {failure.seed} --trials 1")
-    print(f"verdict: {_verdict(promise, outcomes, holds=holds)}")
+    print(f"verdict: {_verdict(outcomes, holds=holds)}")
 
 
 COUNTED = ("trials", "failures", "rate below (95 %)", "time")
 
 
-def _verdict(promise: Promise, outcomes: list[Outcome], *, holds: bool) -> str:
+def _verdict(outcomes: list[Outcome], *, holds: bool) -> str:
     if holds:
         return f"it held in {sum(each.trials for each in outcomes):,} trials, first seed {outcomes[0].seed}"
     if any(each.failures for each in outcomes):
         return "it does not hold"
-    return f"not yet: {promise.not_yet}" if promise.not_yet else "it cannot be shown here"
+    return "it cannot be shown here"

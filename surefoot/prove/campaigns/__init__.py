@@ -1,6 +1,6 @@
 """Fault campaigns: real processes that are killed, real files that are damaged, real disks that are full."""
 
-from surefoot.prove.campaigns import clock, failing, kills, preemption, rivals
+from surefoot.prove.campaigns import clock, failing, kills, preemption, ranks, rivals
 from surefoot.prove.campaigns.files import damage, hostile
 from surefoot.prove.campaigns.power import cut
 from surefoot.prove.outcome import Campaign
@@ -14,4 +14,5 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     *damage.CAMPAIGNS,
     *hostile.CAMPAIGNS,
     *failing.CAMPAIGNS,
+    *ranks.CAMPAIGNS,
 )

@@ -91,7 +91,10 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
         if is_set:
             room, name = key.split(".")
             given = getattr(getattr(spec, room), name)
-            raise SpecError(f"{key} is {given!r}, and layout.virtual_ranks is {size}: {why}", hint=f"set {key}, or leave it out")
+            raise SpecError(
+                f"{key} is {given!r}, and layout.virtual_ranks is {size}: {why}",
+                hint=f"set {key}, or leave layout.virtual_ranks out",
+            )
 
 
 def _is_time(text: str) -> bool:

@@ -1,0 +1,367 @@
+"""Runs of several ranks under surefoot's own supervisor: killed, stopped, given numbers that are none, and gone on with by fewer or more.
+
+Each trial is the command that a user types, with its processes; nothing of it is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.checkpoint import Commit
+from surefoot.contract import events, manifest, spec_file
+from surefoot.contract.events import Fault
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Loss
+from surefoot.core import place
+from surefoot.core.errors import EXIT_OK, TaskError
+from surefoot.prove.campaigns.probe import SAMPLES, Probe
+from surefoot.prove.campaigns.workshop import KILLED, LOOK_S, PATIENCE_S, Workshop, read_consumed, read_losses
+from surefoot.prove.outcome import Campaign, Result
+
+STEPS, EVERY, BATCH = 40, 4, 8
+PIECES = 4  # of each batch, summed in one order: the same bits on 1, 2 and 4 ranks
+SIZES = (1, 2, 4)
+STALL_S, NAMED_S, GONE_S = 1.0, 6.0, 10.0
+LATER_S = 0.1  # after a commit, at most
+RESTARTS = 3
+RANK = "surefoot:"  # and its number: what the process of a rank is called
+OWN = "state/random/"  # each rank draws for its own pieces alone
+KINDS = ("loss", "gradient", "buffer")
+TASK = f"{__name__}:Spoiled"
+NOTHING: Mapping[str, Any] = {}
+
+
+class Spoiled(Probe):
+    """The probe, on rank `guilty` spoiled once, in the forward pass of this number; `sample` of the data holds `value` from the beginning.
+
+    `kind` is what is no number then: a loss, the gradient of the output, a buffer of BatchNorm; or `dead`: the rank kills itself.
+    """
+
+    def __init__(self, kind: str = "", guilty: int = 0, at: int = 0, sample: int = -1, value: str = "nan") -> None:
+        super().__init__(poison=((sample, float(value)),) if sample >= 0 else ())
+        self._kind, self._guilty, self._left = kind, guilty, at
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        is_now = False
+        if torch.is_grad_enabled() and self._kind and place.here().rank == self._guilty:
+            is_now, self._left = self._left == 1, self._left - 1
+        if is_now and self._kind == "dead":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_now and self._kind == "buffer":
+            model.get_buffer("1.running_var")[3] = math.nan
+        output = super().forward(model, batch)
+        if is_now and self._kind == "gradient":
+            output.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+        self._is_loss = is_now and self._kind == "loss"
+        return output
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        found = super().loss(output, batch)
+        if not self._is_loss:
+            return found
+        self._is_loss = False
+        return Loss.sum(found.terms[0].total * math.nan, found.terms[0].count)
+
+
+@dataclass(frozen=True)
+class End:
+    """The run's end, as far as ranks must agree: the digests of its weights and moments, which samples each step took, its losses."""
+
+    tensors: dict[str, str]
+    consumed: list[tuple[int, int]]
+    losses: dict[int, str]
+
+
+class Command:
+    """`surefoot train` on so many ranks, in a session of its own, which ends with the block."""
+
+    def __init__(self, spec: Path, run: Path, ranks: int, *, restarts: int = RESTARTS) -> None:
+        self.ranks, self.run = ranks, run
+        self._said = spec.with_name(f"said-{time.monotonic_ns()}").open("w+b")
+        several = ["--ranks", str(ranks), "--max-restarts", str(restarts)] if ranks > 1 else []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "surefoot", "train", str(spec), "--run", str(run), "--quiet", *several],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._said, env=place.child_environment(threads=1),
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in self.find_ranks().values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        self.kill()
+        self._process.wait()
+        self._said.close()
+
+    @property
+    def said(self) -> str:
+        """What it wrote to standard error."""
+        return Path(str(self._said.name)).read_text(errors="replace")
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self, patience_s: float = PATIENCE_S) -> int:
+        """Its exit code, below 0 for a signal. Raises TaskError where it takes too long."""
+        try:
+            return self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            raise TaskError(f"a run of {self.ranks} ranks hung: {self.said[-500:]}", hint="this is a fault of surefoot") from None
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor alone."""
+        self._process.kill()
+
+    def find_ranks(self) -> dict[int, psutil.Process]:
+        """The processes of its ranks, as far as they have begun; that of a single one is the command itself."""
+        found = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self._process.pid)
+            found = {0: top} if self.ranks == 1 else {}
+            for each in top.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if each.name().startswith(RANK):
+                        found[int(each.name().removeprefix(RANK))] = each
+        return found
+
+    def wait_for(self, what: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
+        """Until it is so; False where the command ended first, or it took too long."""
+        until_s = time.monotonic() + patience_s
+        while not (is_so := what()) and not self.is_over and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+        return is_so
+
+    def comes_to(self, step: int, draws: random.Random) -> bool:
+        """Wait for the commit of a step, with 0 for all ranks to be there, and then a moment more; False where it ended before."""
+        if step == 0:
+            came = self.wait_for(lambda: len(self.find_ranks()) == self.ranks)
+        else:
+            came = self.wait_for(lambda: max(manifest.steps(self.run), default=0) >= step)
+        time.sleep(draws.uniform(0.0, LATER_S))
+        return came and not self.is_over
+
+
+def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bool = True) -> Path:
+    """The spec of a trial, with the arguments of its task; `is_exact`: the same bits on any number of ranks."""
+    spec = RunSpec.model_validate(
+        {
+            "task": {"use": TASK, **given}, "data": {"last_batch": "drop"},
+            "train": {"length": f"{STEPS} steps", "batch": BATCH, "microbatch": BATCH // PIECES, "threads": 1},
+            "layout": {"stall": STALL_S, **({"virtual_ranks": PIECES} if is_exact else {})}, "stability": {"max_skips": STEPS},
+            "evaluate": {"every": "9 epochs"}, "checkpoint": {"every": f"{EVERY} steps", "background": False},
+            "observe": {"every": "1 step", "tensorboard": False},
+        }
+    )  # fmt: skip
+    path = folder / "spec.toml"
+    path.write_text(spec_file.write(spec))
+    return path
+
+
+def look(run: Path) -> End:
+    """How a run ended. Raises RunFolderError where it has no end."""
+    held = Commit(run, STEPS).read("").items()
+    tensors = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in held if not name.startswith(OWN)}
+    return End(tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()})
+
+
+def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> End:
+    """The unbroken run of one process; made once for what its task is given."""
+    key = f"one process {dict(given)}"
+    if key not in workshop.kept:
+        with workshop.scratch("one") as folder, Command(write_spec(folder, given), folder / "run", 1) as one:
+            if code := one.wait():
+                raise TaskError(f"the unbroken run ended with {code}: {one.said[-500:]}", hint="this is a fault of surefoot")
+            workshop.kept[key] = look(folder / "run")
+    golden: End = workshop.kept[key]
+    return golden
+
+
+def judge(command: Command, golden: End) -> str | None:
+    """What is wrong with a run at its end."""
+    if code := command.wait():
+        return f"it ended with {code}: {command.said[-500:]}"
+    if STEPS not in (steps := manifest.steps(command.run)):
+        return f"its last commit is that of step {max(steps, default=0)}"
+    found = look(command.run)
+    if found.consumed != golden.consumed:
+        return "its steps did not take the samples of the unbroken run, each once"
+    if found.losses != golden.losses:
+        return "its losses are not those of the unbroken run"
+    return None if found.tensors == golden.tensors else "its weights or moments are not those of the unbroken run"
+
+
+def _moments(draws: random.Random, number: int) -> Iterator[int]:
+    """Commits after which something happens, the first of them perhaps before step 1."""
+    return iter(sorted(draws.sample(range(0, STEPS - EVERY, EVERY), number)))
+
+
+def change_size(workshop: Workshop, seed: int) -> Result:
+    """Three attempts of 1, 2 or 4 ranks, each broken off by a kill of a rank or of the supervisor, then one that comes to its end."""
+    draws = random.Random(seed)
+    golden, sizes, fell = find_golden(workshop), list[int](), 0
+    with workshop.scratch("sizes") as folder:
+        spec, run = write_spec(folder), folder / "run"
+        for step in _moments(draws, 3):
+            sizes.append(draws.choice([each for each in SIZES if each not in sizes[-1:]]))
+            is_rank = draws.random() < 0.5
+            with Command(spec, run, sizes[-1], restarts=0) as command:
+                if command.comes_to(step, draws):
+                    there = command.find_ranks()
+                    if is_rank and there:
+                        there[draws.choice(sorted(there))].kill()
+                    else:
+                        command.kill()
+                    command.wait()
+                    fell += 1
+        sizes.append(draws.choice([each for each in SIZES if each not in sizes[-1:]]))
+        told = " -> ".join(map(str, sizes))
+        with Command(spec, run, sizes[-1]) as command:
+            wrong = judge(command, golden)
+    return Result(wrong and f"ranks {told}: {wrong}", (f"{fell} kills", f"at last {sizes[-1]}"), fell=fell > 0)
+
+
+def poison_a_sample(workshop: Workshop, seed: int) -> Result:
+    """A number of one sample is none: every step that takes it is skipped by all ranks, as by one process."""
+    draws = random.Random(seed)
+    given: dict[str, Any] = {"sample": draws.randrange(SAMPLES), "value": draws.choice(("nan", "inf", "-inf"))}
+    ranks = draws.choice(SIZES[1:])
+    golden = find_golden(workshop, given)
+    with workshop.scratch("poison") as folder, Command(write_spec(folder, given), folder / "run", ranks) as command:
+        wrong = judge(command, golden) or find_poison(command.run)
+        if wrong is None and not _skipped(command.run):
+            wrong = "no step was skipped"
+    told = f"sample {given['sample']} is {given['value']}, {ranks} ranks"
+    return Result(wrong and f"{told}: {wrong}", (str(given["value"]), f"{ranks} ranks"))
+
+
+def poison_a_step(workshop: Workshop, seed: int) -> Result:
+    """On one rank a loss, a gradient or a buffer is none, once: all skip that step; what stays spoiled ends the run and is named."""
+    draws = random.Random(seed)
+    kind, ranks = KINDS[seed % len(KINDS)], draws.choice(SIZES[1:])
+    given: dict[str, Any] = {"kind": kind, "guilty": draws.randrange(ranks), "at": draws.randint(16, STEPS - 2)}
+    with workshop.scratch("poison") as folder:
+        with Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command:
+            code, said = command.wait(), command.said
+        wrong = find_poison(folder / "run")
+        if wrong is None and kind == "buffer" and (code == EXIT_OK or "not finite" not in said):
+            wrong = f"a buffer is spoiled, and it ended with {code}: {said[-300:]}"
+        if wrong is None and kind != "buffer" and (code != EXIT_OK or len(_skipped(folder / "run")) != 1):
+            wrong = f"it ended with {code} and skipped {len(_skipped(folder / 'run'))} steps: {said[-300:]}"
+    return Result(wrong and f"{kind} of rank {given['guilty']} of {ranks}: {wrong}", (kind, f"{ranks} ranks"))
+
+
+def find_poison(run: Path) -> str | None:
+    """The commit that holds a number that is none."""
+    for step in manifest.steps(run):
+        for name, tensor in Commit(run, step).read("").items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                return f"{name} of the commit of step {step} is not finite"
+    return None
+
+
+def _skipped(run: Path) -> list[int]:
+    """The steps that were skipped, as the log has it."""
+    return [each.step for each in events.newest(events.read(run)) if isinstance(each, Fault) and each.fault == "nonfinite"]
+
+
+def stop_a_rank(workshop: Workshop, seed: int) -> Result:
+    """SIGSTOP to a rank at any time: it is named in time, and all begin anew by themselves, to the end of the unbroken run."""
+    draws = random.Random(seed)
+    golden, ranks, (step,) = find_golden(workshop), draws.choice(SIZES[1:]), _moments(draws, 1)
+    with workshop.scratch("stop") as folder, Command(write_spec(folder), folder / "run", ranks) as command:
+        there = command.find_ranks() if command.comes_to(step, draws) else {}
+        victim = draws.choice(sorted(there)) if there else 0
+        with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+            there[victim].suspend()
+        told = f"rank {victim} of {ranks} stopped after step {step}"
+        is_named = command.wait_for(lambda: f"rank {victim} of {ranks}" in command.said, STALL_S + NAMED_S)
+        if not is_named and manifest.steps(command.run)[-1:] == [STEPS]:
+            return Result(fell=False)  # it was done before
+        wrong = judge(command, golden) if is_named else f"it was not named in {STALL_S + NAMED_S:.0f} s: {command.said[-500:]}"
+    return Result(wrong and f"{told}: {wrong}", (f"{ranks} ranks", "first steps" if step == 0 else "later"))
+
+
+def kill_the_supervisor(workshop: Workshop, seed: int) -> Result:
+    """kill -9 of the supervisor: no rank is left, and the same command, given at once, comes to the end of the unbroken run."""
+    draws = random.Random(seed)
+    golden, ranks, (step,) = find_golden(workshop), draws.choice(SIZES[1:]), _moments(draws, 1)
+    with workshop.scratch("orphans") as folder:
+        spec, run = write_spec(folder), folder / "run"
+        with Command(spec, run, ranks) as command:
+            fell = command.comes_to(step, draws)
+            there = command.find_ranks()
+            command.kill()
+            fell = command.wait() == KILLED and fell
+        with Command(spec, run, ranks) as again:
+            until_s = time.monotonic() + GONE_S
+            while _left(there) and time.monotonic() < until_s:
+                time.sleep(LOOK_S)
+            left = _left(there)
+            for rank in left:
+                there[rank].kill()
+            wrong = f"after {GONE_S:.0f} s ranks {sorted(left)} are left" if left else judge(again, golden)
+    return Result(wrong and f"{ranks} ranks, after step {step}: {wrong}", (f"{ranks} ranks",), fell=fell)
+
+
+def _left(there: dict[int, psutil.Process]) -> list[int]:
+    return [rank for rank, each in there.items() if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def kill_each_attempt(workshop: Workshop, seed: int) -> Result:
+    """A rank that is killed before every commit: after so many attempts in vain the run ends, and says why."""
+    draws = random.Random(seed)
+    ranks = draws.choice((2, 3))
+    given: dict[str, Any] = {"kind": "dead", "guilty": draws.randrange(ranks), "at": draws.randint(1, EVERY)}
+    with (
+        workshop.scratch("again") as folder,
+        Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command,
+    ):
+        code, said = command.wait(), command.said
+        anew = said.count("begin anew")
+        wrong = None
+        if code == EXIT_OK or anew != RESTARTS or "without a commit" not in said:
+            wrong = f"it began anew {anew} times and ended with {code}: {said[-300:]}"
+    return Result(wrong and f"rank {given['guilty']} of {ranks}: {wrong}", (f"{ranks} ranks",))
+
+
+def missing() -> str | None:
+    """Why ranks cannot be found by name here."""
+    return None if sys.platform.startswith("linux") else "it needs Linux, where a process tells its rank by its name"
+
+
+CAMPAIGNS = (
+    Campaign(
+        case="F26", title="runs of 1, 2 and 4 ranks, killed and gone on with by another number of them", trial=change_size,
+        few=3, many=50, missing=missing,
+    ),
+    Campaign(case="F12", title="NaN or infinity in one sample, on 2 and 4 ranks", trial=poison_a_sample, few=4, many=100),
+    Campaign(
+        case="F13", title="NaN or infinity in a loss, a gradient or a BatchNorm buffer of one rank", trial=poison_a_step,
+        few=3, many=100,
+    ),
+    Campaign(case="F20", title="SIGSTOP of one of 2 or 4 ranks at any time", trial=stop_a_rank, few=3, many=100, missing=missing),
+    Campaign(
+        case="F23", title="kill -9 of the supervisor of 2 or 4 ranks", trial=kill_the_supervisor, few=3, many=100, missing=missing
+    ),
+    Campaign(case="F01-loop", title="a rank that is killed before every commit", trial=kill_each_attempt, few=2, many=20),
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""The promises hold on several ranks, and each campaign with ranks is seen to catch what it is there to catch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.prove.campaigns import ranks
+from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.outcome import carry_out
+from tests.faults import planted_ranks
+
+BY_CASE = {campaign.case: campaign for campaign in ranks.CAMPAIGNS}
+LARGE_SEED = 10_000
+QUICK = ("F13", "F20")  # that are tried each time: a trial takes seconds of a core for each rank
+# campaign, what is broken, in which task, and the seed of the trial that must see it
+PLANTS: list[tuple[str, str, dict[str, Any], int]] = [
+    ("F26", "MovedOnResume", {}, 0),
+    ("F12", "NoGuard", {}, 0),
+    ("F13", "NoGuard", {}, 0),
+    ("F20", "", {"STALL_S": 30.0, "NAMED_S": -26.0}, 0),
+    ("F20", "MovedOnResume", {}, 0),
+    ("F23", "Outlives", {"GONE_S": 3.0}, 0),
+    ("F01-loop", "", {"RESTARTS": 5}, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    with tempfile.TemporaryDirectory(prefix="surefoot-faults-") as folder, Workshop(Path(folder)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", [each if each in QUICK else pytest.param(each, marks=pytest.mark.faults) for each in BY_CASE])
+def test_the_promises_hold_on_several_ranks(case: str, workshop: Workshop) -> None:
+    found = carry_out(BY_CASE[case], workshop, trials=1, seed=0)
+    assert (found.failures, found.trials) == ((), 1)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("case", BY_CASE)
+def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None:
+    found = carry_out(BY_CASE[case], workshop, trials=BY_CASE[case].many, seed=LARGE_SEED)
+    assert found.failures == ()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("case", "plant", "names", "seed"), PLANTS, ids=[f"{case}-{plant}" for case, plant, *_ in PLANTS])
+def test_a_campaign_catches_what_is_planted(
+    case: str, plant: str, names: dict[str, Any], seed: int, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case in ("F26", "F20", "F23"):
+        ranks.find_golden(workshop)  # of the sound task
+    if case == "F12":
+        monkeypatch.setattr(ranks, "judge", lambda command, golden: None if command.wait() >= 0 else "it was killed")
+        monkeypatch.setattr(ranks, "find_golden", lambda workshop, given: None)
+    if plant:
+        monkeypatch.setattr(ranks, "TASK", f"{planted_ranks.__name__}:{plant}")
+    for name, value in names.items():
+        monkeypatch.setattr(ranks, name, value)
+    assert carry_out(BY_CASE[case], workshop, trials=1, seed=seed).failures != ()
+
+
+def test_every_campaign_is_shown_to_catch_something() -> None:
+    assert {case for case, *_ in PLANTS} == set(BY_CASE)
