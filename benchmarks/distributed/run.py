@@ -1,12 +1,13 @@
 """Two ranks on two cores, and four: surefoot against torch's DistributedDataParallel by hand, and against one rank.
 
-python -m benchmarks.distributed.run [--rounds 9] [--show]
+python -m benchmarks.distributed.run [--rounds 9] [--only pair] [--show]
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.by_hand.components import MODELS
@@ -17,15 +18,16 @@ from surefoot.core.units import format_seconds
 from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results" / "replicate.json"
+RESULTS, PAIR = FOLDER / "results" / "replicate.json", FOLDER / "results" / "pair.json"
 # processes of each way to scale; pair: that many runs of one, at the same time; four: weak, on as many cores as two have
 NUM_RANKS = {"one": 1, "pair": RANKS, "weak": RANKS, "strong": RANKS, "four": 4}
-KINDS = tuple((how, scaling) for scaling in NUM_RANKS for how in ("surefoot", "hand"))
+SHARED = ("one", "pair", "weak")
+KINDS = tuple((how, scaling) for scaling in NUM_RANKS if scaling != "pair" for how in ("surefoot", "hand"))
 WALL, WAITED, CPU = "wall_s_per_step", "waited_s_per_step", "cpu_s_per_step"
 MOST, LEAST = 1.05, 0.90
 
 
-def make_arms(folder: str) -> list[Arm]:
+def make_arms(folder: str, kinds: Sequence[tuple[str, str]]) -> list[Arm]:
     return [
         Arm(
             name=f"{model} {how} {scaling}", folder=ROOT, ranks=NUM_RANKS[scaling], timeout_s=300.0,
@@ -35,7 +37,7 @@ def make_arms(folder: str) -> list[Arm]:
             ),
         )
         for model in MODELS
-        for how, scaling in KINDS
+        for how, scaling in kinds
     ]  # fmt: skip
 
 
@@ -73,12 +75,20 @@ def render(trial: Trial) -> str:
             )
         weak = ratio_of(trial, f"{model} surefoot one", f"{model} surefoot weak", WALL)
         bars.append((f"{model}: weak scaling", render_interval(weak, ".3f"), f">= {LEAST}", standing_of(weak, least=LEAST)))
-        cores = ratio_of(trial, f"{model} surefoot one", f"{model} surefoot pair", WALL)
-        bars.append((f"{model}: what two cores at once leave of one, without ranks", render_interval(cores, ".3f"), "", ""))
-        left = ratio_of(trial, f"{model} surefoot pair", f"{model} surefoot weak", WALL)
-        bars.append((f"{model}: what sharing its work leaves of that", render_interval(left, ".3f"), "", ""))
     heads = ("model", "by", "batch", "a step", "CPU time of a rank", "of the step waiting for others", "efficiency (95 %)")
     return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
+
+
+def render_pair(trial: Trial) -> str:
+    """What becomes of weak scaling: what two cores at work leave of one, and what ranks that share their work leave of that."""
+    rows = []
+    for model in MODELS:
+        one, pair, weak = (f"{model} surefoot {scaling}" for scaling in SHARED)
+        times = [format_seconds(median_interval(list(trial.by_round(arm, WALL).values())).estimate) for arm in (one, pair, weak)]
+        ratios = [render_interval(ratio_of(trial, *each, WALL), ".3f") for each in ((one, pair), (pair, weak), (one, weak))]
+        rows.append((model, *times, *ratios))
+    heads = ("model", "one", "pair", "weak", "one / pair: the cores", "pair / weak: the sharing", "one / weak: both")
+    return markdown(heads, rows)
 
 
 def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:
@@ -90,15 +100,24 @@ def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:
 
 
 def main() -> None:
-    asked = make_parser(__doc__, RESULTS).parse_args()
-    if not asked.show:
-        with tempfile.TemporaryDirectory(prefix="surefoot-distributed-") as name:
-            measure(
-                "two ranks", make_arms(Path(name).name), rounds=asked.rounds, packages=("torch", "surefoot"), out=asked.out,
-                said={"pinned": "each rank to a core of its own"},
-            )  # fmt: skip
-    trial = read_trial(asked.out)
-    parts = {"results": render(trial), "conditions": render_conditions(trial)}
+    parser = make_parser(__doc__, RESULTS)
+    parser.add_argument("--only", choices=("replicate", "pair"))
+    asked = parser.parse_args()
+    said = {"pinned": "each rank to a core of its own"}
+    parts: dict[str, str] = {}
+    for what, kinds in (("replicate", KINDS), ("pair", tuple(("surefoot", each) for each in SHARED))):
+        if asked.only not in (None, what):
+            continue
+        results = asked.out if what == "replicate" else PAIR if asked.out == RESULTS else asked.out.with_stem("pair")
+        if not asked.show:
+            with tempfile.TemporaryDirectory(prefix="surefoot-distributed-") as name:
+                arms = make_arms(Path(name).name, kinds)
+                measure("two ranks", arms, rounds=asked.rounds, packages=("torch", "surefoot"), out=results, said=said)
+        trial = read_trial(results)
+        if what == "replicate":
+            parts |= {"results": render(trial), "conditions": render_conditions(trial)}
+        else:
+            parts |= {"pair": render_pair(trial), "pair conditions": render_conditions(trial)}
     show(parts, FOLDER / "README.md" if asked.out.resolve() == RESULTS else None)
 
 

@@ -133,6 +133,7 @@ def test_a_fault_that_did_not_fall_is_made_up_for(misses: Sequence[int], fell: i
 
 
 def test_trials_leave_nothing_behind(workshop: Workshop) -> None:
+    workshop.golden()  # is kept
     before = set(os.listdir(workshop.folder))
     tried(BY_CASE["F29"], workshop, 1, 3)
     assert set(os.listdir(workshop.folder)) == before

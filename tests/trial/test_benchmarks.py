@@ -53,6 +53,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
     precision_run.SCORES: (precision_run.render_score, measured.render_conditions),
     lengths.RESULTS: (lengths.render, measured.render_conditions),
     distributed_run.RESULTS: (distributed_run.render, measured.render_conditions),
+    distributed_run.PAIR: (distributed_run.render_pair, measured.render_conditions),
     shard_run.RESULTS: (shard_run.render, measured.render_conditions),
     shard_run.BYTES: (shard_run.render_bytes, measured.render_conditions),
     shard_run.TRADE: (shard_run.render_trade, measured.render_conditions),

@@ -17,9 +17,9 @@ from pathlib import Path
 from surefoot.contract import commits, events, manifest
 from surefoot.contract.events import Committed, Fault
 from surefoot.core.errors import InputError, TaskError
-from surefoot.prove.campaigns import trace
+from surefoot.prove.campaigns.power import trace
+from surefoot.prove.campaigns.power.trace import Call, Tracer
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
-from surefoot.prove.campaigns.trace import Call, Tracer
 from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Workshop, find_damage, find_difference
 from surefoot.prove.outcome import Campaign, Result
 

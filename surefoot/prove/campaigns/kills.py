@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from surefoot.contract import manifest
-from surefoot.prove.campaigns import trace
+from surefoot.prove.campaigns.power import trace
+from surefoot.prove.campaigns.power.trace import Tracer
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
-from surefoot.prove.campaigns.trace import Tracer
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
 from surefoot.prove.outcome import Campaign, Result
 

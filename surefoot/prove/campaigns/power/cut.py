@@ -9,10 +9,9 @@ from pathlib import Path, PurePosixPath
 from surefoot.components import checkpoint
 from surefoot.contract import commits, manifest, spec_file
 from surefoot.core.errors import SurefootError, TaskError
-from surefoot.prove.campaigns import trace
-from surefoot.prove.campaigns.power import disk
+from surefoot.prove.campaigns.power import disk, trace
+from surefoot.prove.campaigns.power.trace import Tracer
 from surefoot.prove.campaigns.probe import Attempt
-from surefoot.prove.campaigns.trace import Tracer
 from surefoot.prove.campaigns.workshop import Golden, Workshop, digests, go_on
 from surefoot.prove.outcome import Campaign, Result
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from surefoot.contract import commits
-from surefoot.prove.campaigns.trace import Call, unquote
+from surefoot.prove.campaigns.power.trace import Call, unquote
 
 SECTOR_BYTES = 512
 BLOCKS = ("none", "all", "random", "size")
