@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -126,9 +127,11 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
 
 
 def take_forks() -> int | None:
-    """The socket over which this process is to be asked for ranks, if it is; what it begins is not told so again."""
-    given = os.environ.pop(FORKS, None)
-    return None if given is None else int(given)
+    """The socket over which this process is to be asked for ranks, if it is one; what it begins is not told so again."""
+    given = os.environ.pop(FORKS, "")
+    with contextlib.suppress(OSError, OverflowError):
+        return int(given) if given.isdecimal() and stat.S_ISSOCK(os.fstat(int(given)).st_mode) else None
+    return None
 
 
 def quiet_profiler() -> Callable[[], None]:

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from surefoot.contract import events, manifest
+from surefoot.control.launch import forks
 from surefoot.control.launch.forks import LOST, Forked, ForkServer
+from surefoot.core import place
 from tests.world.launched import is_alive
 from tests.world.test_launch import command, environment
 
@@ -65,6 +67,29 @@ def test_ranks_begin_again_when_the_process_that_forks_them_was_killed() -> None
         second, _ = begin(server)
         assert isinstance(second, Forked)
         assert second.wait() == 2
+
+
+def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "ANSWER_S", 0.5)
+    with opened() as server:
+        first, _ = begin(server)
+        assert first.wait() == 2
+        second, _ = begin(server)
+        os.kill(psutil.Process(second.pid).ppid(), signal.SIGSTOP)
+        assert second.wait() == LOST
+        third, _ = begin(server)
+        assert isinstance(third, Forked)
+        os.kill(psutil.Process(third.pid).ppid(), signal.SIGSTOP)
+        fourth, _ = begin(server)
+        assert isinstance(fourth, subprocess.Popen)
+        assert fourth.wait() == 2
+
+
+@pytest.mark.parametrize("left", ["", "abc", "0", "99", "-1", "9" * 20])
+def test_a_variable_that_names_no_socket_counts_for_nothing(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(place.FORKS, left)
+    assert place.take_forks() is None
+    assert place.FORKS not in os.environ
 
 
 def test_where_a_thread_would_be_lost_each_rank_is_begun_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from surefoot.core import place
 DIES_WITH_PARENT, NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME of prctl(2)
 LOST = -int(signal.SIGKILL)  # how a rank ended whose server is gone: it was killed with it
 MOST_BYTES = 1 << 16
+ANSWER_S = 20.0  # to fork, or to tell how a rank ended: one that takes longer is stopped, and is ended
 
 
 class Forked:
@@ -107,6 +108,7 @@ class ForkServer:
         self._threads = threads
         try:
             self._can_fork = bool(self._answer()["fit"])
+            self._link.settimeout(ANSWER_S)
         except (OSError, ValueError):
             self._can_fork = False
         if not self._can_fork:
@@ -133,6 +135,7 @@ class ForkServer:
             self._link.send(json.dumps({"wait": pid}).encode())
             return int(self._answer()["status"])
         except (OSError, ValueError):
+            self.close()  # with all ranks: what it says later would answer another question
             return LOST
 
     def _spawn(
