@@ -26,7 +26,7 @@ EDITS = {
     "layout.replicate": (2, "in place"), "layout.shard": (2, "in place"),
     "layout.stage": (1, "in place"), "layout.sync_buffers": (False, "in place"), "layout.timeout": (9.0, "in place"),
     "layout.check_every": ("5 steps", "in place"), "layout.stall": (9.0, "in place"),
-    "layout.bucket": ("5 MiB", "in place"), "layout.first_bucket": ("5 MiB", "in place"),
+    "layout.transport": ("gloo", "in place"), "layout.bucket": ("5 MiB", "in place"), "layout.first_bucket": ("5 MiB", "in place"),
     "layout.virtual_ranks": (4, "fork"), "layout.compress": ("bf16", "fork"), "layout.compress_rank": (2, "fork"),
     "nccl.debug": ("info", "in place"), "nccl.interface": ("eth0", "in place"), "nccl.infiniband": (False, "in place"),
     "nccl.adapter": ("mlx5_0", "in place"), "nccl.infiniband_timeout": (22, "in place"), "nccl.infiniband_retries": (7, "in place"),

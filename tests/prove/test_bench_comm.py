@@ -98,7 +98,7 @@ def test_the_rows_of_the_verb_are_one_object_of_one_rank(tmp_path: Path) -> None
     (out, err), other = run_ranks(2, lambda rank: typed(words), tmp_path / "ranks")
     assert [err, *other] == ["", "", ""]
     row = json.loads(out)
-    assert (row["ranks"], row["backend"], row["device"], row["calls"]) == (2, "gloo", "cpu", 6)
+    assert (row["ranks"], row["backend"], row["transport"], row["device"], row["calls"]) == (2, "gloo", "shared_memory", "cpu", 6)
     assert [(each["collective"], each["bytes"]) for each in row["rows"]] == [
         (name, size) for name in ("all-reduce", "send") for size in (1 << 10, 1 << 12, 1 << 14)
     ]
@@ -196,7 +196,7 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(quick
 def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(ratios: list[float], chosen: Laid) -> None:
     against_own = Duel(laid=Laid(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios)))
     found = Tuned(
-        ranks=2, device="cpu", gradient_bytes=140, own=OWN, own_sizes=(60, 80), alone=median_interval([1e-3]),
+        ranks=2, device="cpu", transport="gloo", gradient_bytes=140, own=OWN, own_sizes=(60, 80), alone=median_interval([1e-3]),
         link=Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0), tried=(), best=against_own, first=None,
     )  # fmt: skip
     assert found.chosen == chosen

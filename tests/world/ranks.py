@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from surefoot.core import place
+from surefoot.core.ranks.layout import Transport
 from surefoot.runtime.comm import Group, join
 
 DEADLINE_S = 60.0
@@ -42,11 +43,13 @@ def run_ranks(num_ranks: int, job: Callable[[int], Any], folder: Path, *, within
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def together(num_ranks: int, job: Callable[[Group], Any], folder: Path, *, timeout_s: float = 20.0) -> list[Any]:
+def together(
+    num_ranks: int, job: Callable[[Group], Any], folder: Path, *, timeout_s: float = 20.0, transport: Transport = "auto"
+) -> list[Any]:
     """The same of `job(group)`, once the ranks have joined. Raises RankFailed with what the first rank that failed raised."""
 
     def joined(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=timeout_s) as group:
+        with join(place.here(), CPU, wait_s=20.0, timeout_s=timeout_s, transport=transport) as group:
             return job(group)
 
     found = run_ranks(num_ranks, joined, folder)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from surefoot.prove.bench.wanted import Buckets, Sizes
 
 RANKS = 2
+WORDS = {"shared_memory": "shared memory (broadcast, all-to-all, send: gloo)"}
 SHARE = 0.9  # of the bandwidth, which a bucket is to have
 VERDICTS = {"lower": "that is quicker", "higher": "that is slower", "no effect": "no effect", "too few": "too few rounds to tell"}
 
@@ -32,6 +33,9 @@ def comm(
     smallest: Annotated[str | None, typer.Option("--smallest", metavar="SIZE", help="of a buffer", show_default="1 KiB")] = None,
     largest: Annotated[str | None, typer.Option("--largest", metavar="SIZE", help="of a buffer", show_default="64 MiB")] = None,
     device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu or cuda", show_default="auto")] = None,
+    transport: Annotated[
+        str | None, typer.Option("--transport", metavar="NAME", help="shared_memory or gloo", show_default="auto")
+    ] = None,
     buckets: Annotated[
         str | None, typer.Option("--buckets", metavar="SIZES", help="of SPEC, to compare", show_default="1 to 100 MiB")
     ] = None,
@@ -46,7 +50,7 @@ def comm(
     With a SPEC: the gradients of its model, and which buckets make its steps short. Two ranks of this host, or as many as --ranks says,
     or those that torchrun and the like started.
     """
-    _refuse_idle(spec, {"--only": only, "--smallest": smallest, "--largest": largest, "--device": device},
+    _refuse_idle(spec, {"--only": only, "--smallest": smallest, "--largest": largest, "--device": device, "--transport": transport},
                  {"--buckets": buckets, "--rounds": rounds, "--set": set_, "--seed": seed, "--data": data})  # fmt: skip
     from surefoot.contract import spec_file
     from surefoot.contract.spec import RunSpec
@@ -61,7 +65,7 @@ def comm(
     if spec is None:
         sizes = wanted.Sizes(**_given({
             "collectives": None if only is None else tuple(only.split(",")), "smallest": _bytes(smallest), "largest": _bytes(largest),
-            "device": device, "calls": calls, "warmup": warmup,
+            "device": device, "transport": transport, "calls": calls, "warmup": warmup,
         }))  # fmt: skip
         sizes.check_memory(ranks or max(RANKS, here.world_size))
         if starts:
@@ -82,7 +86,8 @@ def _refuse_idle(spec: str | None, without: Mapping[str, object], with_spec: Map
     if idle and spec is None:
         raise InputError(f"{idle[0]} is of a SPEC, and none is given", hint=f"surefoot bench comm digits {idle[0]} ...")
     if idle:
-        hint = "train.device says it: --set train.device=cpu" if idle[0] == "--device" else "leave it out, or the SPEC"
+        keys = {"--device": "train.device", "--transport": "layout.transport"}
+        hint = f"{keys[idle[0]]} says it: --set {keys[idle[0]]}=..." if idle[0] in keys else "leave it out, or the SPEC"
         raise InputError(f"{idle[0]} is of collectives alone, and a SPEC is given", hint=hint)
 
 
@@ -101,18 +106,18 @@ def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[st
     """What a rank of a group does; the first one prints."""
     from surefoot.prove.bench.collectives import fit, measure, on_ranks
 
-    with on_ranks(sizes.device) as group:
+    with on_ranks(sizes.device, sizes.transport) as group:
         rows = measure(group, sizes, tell=tell)
-        where = str(group.device)
+        where = str(group.device), group.transport
     links = fit(rows)
     if is_first and json:
         options.print_json({
-            **_where(rows[0].ranks, where), "calls": sizes.calls, "warmup": sizes.warmup, "rows": [_row(each) for each in rows],
+            **_where(rows[0].ranks, *where), "calls": sizes.calls, "warmup": sizes.warmup, "rows": [_row(each) for each in rows],
             "links": {name: _link(link) for name, link in links.items()},
         })  # fmt: skip
     elif is_first:
         _print_collectives(rows, links)
-        _print_where(rows[0].ranks, where)
+        _print_where(rows[0].ranks, *where)
     return EXIT_OK
 
 
@@ -149,7 +154,7 @@ def _buckets(name: str, spec: RunSpec, asked: Buckets, is_first: bool, *, json: 
     found = tune(spec, asked, tell=tell)
     if is_first and json:
         options.print_json({
-            "spec": name, **_where(found.ranks, found.device), "gradient_bytes": found.gradient_bytes,
+            "spec": name, **_where(found.ranks, found.device, found.transport), "gradient_bytes": found.gradient_bytes,
             "buckets": found.own_sizes, "alone": _interval(found.alone), "bytes_per_s": found.bytes_per_s,
             "bus_bytes_per_s": found.bus_bytes_per_s, "link": _link(found.link), "predicted_s": found.predicted_s,
             "advised_bytes": found.advised_bytes, "own": asdict(found.own), "chosen": asdict(found.chosen),
@@ -158,7 +163,7 @@ def _buckets(name: str, spec: RunSpec, asked: Buckets, is_first: bool, *, json: 
         })  # fmt: skip
     elif is_first:
         _print_buckets(found)
-        _print_where(found.ranks, found.device)
+        _print_where(found.ranks, found.device, found.transport)
     return EXIT_OK
 
 
@@ -248,23 +253,26 @@ def _duel(duel: Duel | None) -> dict[str, Any] | None:
     return {**asdict(duel), "ratio": {**asdict(duel.ratio), "verdict": duel.ratio.verdict}}
 
 
-def _where(ranks: int, device: str) -> dict[str, Any]:
+def _where(ranks: int, device: str, transport: str) -> dict[str, Any]:
     """What the ranks are, and what they run on."""
     from surefoot.core import place
     from surefoot.core.hardware import count_cores
     from surefoot.trial import find_conditions
 
     crowded = device == "cpu" and place.here().is_on_loopback and count_cores() < ranks
+    backend = "nccl" if device.startswith("cuda") else "gloo"
     return {
-        "ranks": ranks, "backend": "nccl" if device.startswith("cuda") else "gloo", "device": device, "share_cores": crowded,
+        "ranks": ranks, "backend": backend, "transport": transport, "device": device, "share_cores": crowded,
         "conditions": find_conditions(("torch", "surefoot")),
     }  # fmt: skip
 
 
-def _print_where(ranks: int, device: str) -> None:
+def _print_where(ranks: int, device: str, transport: str) -> None:
     from surefoot.cli.table import print_text
 
-    row = _where(ranks, device)
-    print_text(f"{ranks} ranks, {row['backend']}, {row['conditions']['processor']}, torch {row['conditions']['torch']}")
+    row = _where(ranks, device, transport)
+    print_text(
+        f"{ranks} ranks, {WORDS.get(transport, transport)}, {row['conditions']['processor']}, torch {row['conditions']['torch']}"
+    )
     if row["share_cores"]:
         print_text(f"{ranks} ranks on {row['conditions']['cores']} core(s) wait for each other: this is no link's speed")

@@ -142,7 +142,7 @@ class Replicas:
         return master_of(parameter)
 
     def _make(self, parameters: Sequence[Tensor]) -> Bucket:
-        return _make_bucket(parameters, self._make_wire)
+        return _make_bucket(parameters, self._make_wire, self._group)
 
     def _lay_out(self) -> None:
         self._buckets = list(map(self._make, pack_up(self._parameters, self._bucket_bytes, self._first_bytes)))
@@ -230,12 +230,12 @@ def _num_bytes(parameter: Tensor) -> int:
     return parameter.numel() * torch.empty(0, dtype=wide_of(parameter)).element_size()
 
 
-def _make_bucket(parameters: Sequence[Tensor], make_wire: Callable[[Tensor, Sequence[Tensor]], Wire]) -> Bucket:
+def _make_bucket(parameters: Sequence[Tensor], make_wire: Callable[[Tensor, Sequence[Tensor]], Wire], group: Group) -> Bucket:
     wide = wide_of(parameters[0])
     real = wide.to_real() if wide.is_complex else wide
     width = 2 if wide.is_complex else 1
     sizes = [each.numel() * width for each in parameters]
-    flat = torch.zeros(sum(sizes) + len(parameters), dtype=real, device=parameters[0].device)
+    flat = group.allocate(sum(sizes) + len(parameters), real, parameters[0].device).zero_()
     *parts, presence = torch.split(flat, [*sizes, len(parameters)])
     views = []
     for part, parameter in zip(parts, parameters, strict=True):

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from surefoot.core.errors import SpecError
+from surefoot.core.ranks.layout import Transport
 from surefoot.core.recompute import WORDS, How
 from surefoot.core.units import Duration, parse_bytes
 
@@ -384,6 +385,11 @@ class LayoutTable(Table):
     virtual_ranks: Annotated[int, AfterValidator(_power_of_two)] | None = Field(
         None,
         description="exact mode: sums as so many ranks would have them, a power of two, with the same bits on any that divide it",
+    )
+    transport: Transport = Field(
+        "auto",
+        description="how ranks on CPUs reach each other: through memory that those of one host share, or by gloo's sockets; "
+        "auto: the memory where all are on one host",
     )
     bucket: Size = Field(
         "25 MiB", description="gradients are sent so many bytes at a time; surefoot bench comm SPEC measures which are best"

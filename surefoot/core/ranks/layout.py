@@ -7,12 +7,13 @@ will multiply in the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from surefoot.core.errors import SpecError
 
 AXES = ("replicate", "shard")
 STAGES = (1, 2, 3)
+Transport = Literal["auto", "shared_memory", "gloo"]  # of ranks on CPUs
 
 
 @dataclass(frozen=True)

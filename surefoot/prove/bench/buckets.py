@@ -67,6 +67,7 @@ class Tuned:
 
     ranks: int
     device: str
+    transport: str
     gradient_bytes: int
     own: Laid
     own_sizes: tuple[int, ...]
@@ -143,7 +144,8 @@ def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> Tuned:
         bench.tell("a first bucket of its own against one like the others")
         first = _duel(bench, quickest, alike, wanted.rounds)
     return Tuned(
-        ranks=bench.group.size, device=str(bench.rehearsal.device), gradient_bytes=gradient_bytes, own=own, own_sizes=own_sizes,
+        ranks=bench.group.size, device=str(bench.rehearsal.device), transport=bench.group.transport,
+        gradient_bytes=gradient_bytes, own=own, own_sizes=own_sizes,
         alone=alone, link=link, tried=tried, best=best, first=first,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 from surefoot.control.plan import Link, bus_factor, fit_link
 from surefoot.core import place
 from surefoot.core.errors import InputError, NumbersError, SpecError
+from surefoot.core.ranks.layout import Transport
 from surefoot.core.statistics import Interval, median_interval
 from surefoot.prove.bench.wanted import Sizes
 from surefoot.runtime.comm import Collective, Group, join
@@ -42,13 +43,15 @@ class Timed:
 
 
 @contextlib.contextmanager
-def on_ranks(device: str) -> Iterator[Group]:
+def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
     """The group that this process is one of, on the device that `--device` names. Raises InputError where a rank has none of its own."""
     try:
         chosen = find_device(device)
     except SpecError as error:
         raise InputError(error.message, hint="start as many ranks as there are GPUs, or give --device cpu") from None
-    with join(place.here(), chosen, wait_s=WAIT_S, timeout_s=TIMEOUT_S) as group:
+    if chosen.type == "cuda" and transport != "auto":
+        raise InputError(f"--transport is {transport}, and NCCL joins GPUs", hint="leave it out, or give --device cpu")
+    with join(place.here(), chosen, wait_s=WAIT_S, timeout_s=TIMEOUT_S, transport=transport) as group:
         yield group
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from surefoot.control.plan import COLLECTIVES
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import find_machine
+from surefoot.core.ranks.layout import Transport
 
 STEP = 4  # from one size to the next
 DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = get_args(Transport)
 HELD = 2  # buffers of the largest size that a rank holds at most
 
 
@@ -21,6 +24,7 @@ class Sizes:
     smallest: int = 1 << 10
     largest: int = 64 << 20
     device: str = "auto"
+    transport: Transport = "auto"
     calls: int = 20
     warmup: int = 5
 
@@ -31,6 +35,8 @@ class Sizes:
             raise InputError(said, hint=f"use some of {','.join(COLLECTIVES)}")
         if self.device not in DEVICES:
             raise InputError(f"--device is {self.device!r}", hint=f"use one of {', '.join(DEVICES)}")
+        if self.transport not in TRANSPORTS:
+            raise InputError(f"--transport is {self.transport!r}", hint=f"use one of {', '.join(TRANSPORTS)}")
         if not 1 <= self.smallest <= self.largest:
             raise InputError(
                 f"sizes from {self.smallest:,} to {self.largest:,} bytes are none",

@@ -41,8 +41,8 @@ class Collective:
             )
         self.name, self._group = name, group
         piece = -(-num_bytes // (ITEM * group.size))
-        self._whole = torch.zeros(piece * group.size, device=group.device)
-        self._other = torch.zeros(piece * (group.size if name == ALL_TO_ALL else 1), device=group.device)
+        self._whole = group.allocate(piece * group.size, torch.float32, group.device).zero_()
+        self._other = group.allocate(piece * (group.size if name == ALL_TO_ALL else 1), torch.float32, group.device).zero_()
         self.num_bytes = ITEM * piece * group.size
         self.period = {BROADCAST: group.size, SEND: 2}.get(name, 1)
 
@@ -51,13 +51,13 @@ class Collective:
         self._group.do(lambda: self._call(number), FLIGHT[self.name], self._whole)
 
     def _call(self, number: int) -> None:
-        whole, other = self._whole, self._other
+        whole, other, memory = self._whole, self._other, self._group.memory
         if self.name == ALL_REDUCE:
-            dist.all_reduce(whole)
+            dist.all_reduce(whole) if memory is None else memory.add(whole)
         elif self.name == ALL_GATHER:
-            _gather(whole, other)
+            _gather(whole, other) if memory is None else memory.gather_into(whole, other)
         elif self.name == REDUCE_SCATTER:
-            _scatter(other, whole)
+            _scatter(other, whole) if memory is None else memory.begin_to_scatter(other, whole)()
         elif self.name == BROADCAST:
             dist.broadcast(whole, number % self._group.size)
         elif self.name == ALL_TO_ALL:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from surefoot.core.errors import LostRank, SurefootError
 from surefoot.core.flight import Flight, Kind
+from surefoot.runtime.comm.host_memory import Shared, is_small
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -45,6 +47,7 @@ class Group:
     roll: Callable[[], str] = field(default=lambda: "", compare=False)  # who says nothing, once they are out of reach; in words
     traffic: Counter[Kind] = field(default_factory=Counter, compare=False)  # bytes of what was summed, gathered ..., by kind
     waiting: Waiting = field(default_factory=Waiting, compare=False)
+    memory: Shared | None = field(default=None, compare=False)  # where all ranks are processes of one host
 
     @property
     def is_alone(self) -> bool:
@@ -56,14 +59,22 @@ class Group:
         return self.rank == 0
 
     @property
+    def transport(self) -> str:
+        """What its sums go by: nccl, shared_memory or gloo."""
+        return "nccl" if self.device.type == "cuda" else "gloo" if self.memory is None else "shared_memory"
+
+    @property
     def place(self) -> str:
         """What an error begins with: `rank 1 of 2, `, nothing for one rank."""
         return "" if self.is_alone else f"rank {self.rank} of {self.size}, "
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, in its place: the same bits everywhere."""
-        if not self.is_alone:
-            self.do(lambda: dist.all_reduce(tensor, group=self.channel), Kind.SUM, tensor)
+        if self.is_alone:
+            return tensor
+        memory = self.memory
+        job = partial(dist.all_reduce, tensor, group=self.channel) if memory is None else partial(memory.add, tensor)
+        self.do(job, Kind.SUM, tensor)
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
@@ -71,11 +82,16 @@ class Group:
         if self.is_alone:
             return list(values)
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.memory is not None and is_small(row):
+            rows: Tensor = self.do(partial(self.memory.rows, row, Kind.LARGEST), Kind.LARGEST, row)
+            return rows.amax(0).tolist()
         self.do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.channel), Kind.LARGEST, row)
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The same, while this process goes on; gives what waits for it."""
+        if self.memory is not None and self.memory.links.find(tensor) is not None:
+            return self._waiting(self.do(partial(self.memory.begin_to_add, tensor), Kind.SUM, tensor), tensor)
         return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
 
     def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
@@ -86,27 +102,44 @@ class Group:
         if self.is_alone:
             return lambda: None
         work: Any = self.do(lambda: dist.all_reduce(tensor, op=op, group=self.channel, async_op=True), kind, tensor)
-        return self._waiting(work, tensor)
+        return self._waiting(work.wait, tensor)
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
-        """The sum of `tensor`, of which each rank gets its part in a row: (ranks * n) into (n). Gives what waits for it."""
-        work: Any = self.do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
-        return self._waiting(work, tensor)
+        """The sum of `tensor`, of which each rank gets its part in a row: (ranks * n) into (n). Gives what waits for it.
 
-    def _waiting(self, work: Any, tensor: Tensor) -> Callable[[], None]:
+        What is within reach of the others is lost.
+        """
+        if self.memory is not None and self.memory.links.find(tensor) is not None:
+            return self._waiting(self.do(partial(self.memory.begin_to_scatter, into, tensor), Kind.SCATTER, tensor), tensor)
+        work: Any = self.do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
+        return self._waiting(work.wait, tensor)
+
+    def _waiting(self, job: Callable[[], Any], tensor: Tensor) -> Callable[[], None]:
         def wait() -> None:
-            self.do(work.wait, Kind.WAIT, tensor)
+            self.do(job, Kind.WAIT, tensor)
 
         return wait
 
     def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
         """Every rank's `tensor` in a row: (n) into (ranks * n). With `is_async` gives torch's work, to be waited for."""
+        if self.memory is not None and self.memory.links.find(tensor) is not None:
+            return self.do(partial(self.memory.gather_into, into, tensor), Kind.GATHER, into)
         return self.do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
+
+    def allocate(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for what is sent, its numbers not set: within reach of the other ranks of this host, where there is such."""
+        shape = torch.Size([size] if isinstance(size, int) else size)
+        if self.memory is None or device.type != "cpu" or not shape.numel():
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self.memory.links.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""
         if self.is_alone:
             return tensor[None]
+        if self.memory is not None and is_small(tensor):
+            found: Tensor = self.do(partial(self.memory.rows, tensor, Kind.GATHER), Kind.GATHER, tensor)
+            return found
         made = tensor.new_empty((self.size, *tensor.shape))
         self.do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel), Kind.GATHER, tensor)
         return made
@@ -191,10 +224,12 @@ class Group:
                     return job()
                 is_of_all = self.channel is None or self.channel is dist.group.WORLD
                 return self.flight.during(kind, num_bytes, job, is_of_all=is_of_all)
+        except LostRank as error:  # of the memory of this host, where it is known who
+            told = f"{error.message}, after {_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"
+            raise LostRank(told, hint=error.hint) from error
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
-            waited_s = (time.perf_counter_ns() - begun_ns) / 1e9
             raise LostRank(
-                f"the other ranks are out of reach, after {waited_s:.1f} s in {kind.words} of {num_bytes:,} bytes{self.roll()}",
+                f"the other ranks are out of reach, after {_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes{self.roll()}",
                 hint="the rank that failed first says why",
             ) from error
         finally:
@@ -208,6 +243,11 @@ def lost_while_joining() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostRank(GONE, hint=GONE_HINT) from error
+
+
+def _since(begun_ns: int) -> float:
+    """Seconds since then."""
+    return (time.perf_counter_ns() - begun_ns) / 1e9
 
 
 def _words(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,9 @@ from surefoot.core import place
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Flight
 from surefoot.core.place import Place
+from surefoot.core.ranks.layout import Transport
 from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
+from surefoot.runtime.comm.host_memory import meet
 
 LOOK_S, ROLL_S = 0.05, 1.0
 _rounds = itertools.count()  # how often this process has joined others: one run may follow the other, and all ranks count alike
@@ -34,10 +37,13 @@ LOOPBACK = "lo"
 
 
 @contextlib.contextmanager
-def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) -> Iterator[Group]:
+def join(
+    here: Place, device: torch.device, *, wait_s: float, timeout_s: float, transport: Transport = "auto"
+) -> Iterator[Group]:  # fmt: skip
     """The group of all ranks, for as long as the block lasts. A rank waits `wait_s` for the others, a collective `timeout_s`.
 
-    gloo joins CPUs, NCCL GPUs. Raises InputError for an address that is none, a port that is taken, and ranks that do not come: by number.
+    gloo joins CPUs, and the memory of one host where all are on it (`host_memory`); NCCL joins GPUs.
+    Raises InputError for an address that is none, a port that is taken, and ranks that do not come: by number.
     Raises LostRank where one is gone again before all are joined.
     """
     if here.world_size == 1:
@@ -69,7 +75,10 @@ def join(here: Place, device: torch.device, *, wait_s: float, timeout_s: float) 
             roll = (
                 functools.partial(_call_the_roll, store, here) if flight is None else lambda: ""
             )  # else the launcher knows more
-            yield Group(here.rank, here.world_size, where, flight, roll=roll)
+            group = Group(here.rank, here.world_size, where, flight, roll=roll)
+            memory = meet(group, transport, wait_s=wait_s, timeout_s=timeout_s) if where.type == "cpu" else None
+            with contextlib.nullcontext() if memory is None else contextlib.closing(memory.links):
+                yield replace(group, memory=memory)
         finally:
             dist.destroy_process_group()
     finally:

@@ -33,20 +33,21 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
     if not layout.is_sharded:
         return Mesh(group, group, ALONE)
     if layout.replicate == 1:
-        return Mesh(group, ALONE, _within(group, range(group.size), dist.group.WORLD))
+        return Mesh(group, ALONE, _within(group, range(group.size), dist.group.WORLD, 2))
     across = [range(first, group.size, layout.shard) for first in range(layout.shard)]
     along = [range(first, first + layout.shard) for first in range(0, group.size, layout.shard)]
     found: list[Group] = []
-    for axis in (across, along):
+    for number, axis in enumerate((across, along), start=1):
         for ranks in axis:
             with lost_while_joining():
                 channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))  # all ranks make every one of them
             if group.rank in ranks:
-                found.append(_within(group, ranks, channel))
+                found.append(_within(group, ranks, channel, number))
     return Mesh(group, *found)
 
 
-def _within(group: Group, ranks: range, channel: Any) -> Group:
+def _within(group: Group, ranks: range, channel: Any, axis: int) -> Group:
+    memory = None if group.memory is None else group.memory.among(ranks, axis)
     return Group(
-        ranks.index(group.rank), len(ranks), group.device, group.flight, channel, group.roll, waiting=group.waiting
+        ranks.index(group.rank), len(ranks), group.device, group.flight, channel, group.roll, waiting=group.waiting, memory=memory
     )  # fmt: skip

@@ -43,10 +43,13 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
     if spec.layout.virtual_ranks is not None:
         _check_exact(spec, spec.layout.virtual_ranks, here.world_size)
     device = find_device(spec.train.device)
+    if device.type == "cuda" and spec.layout.transport != "auto":
+        raise SpecError(f"layout.transport is {spec.layout.transport!r}, and NCCL joins GPUs", hint="leave layout.transport out")
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda"))
         (notes if notes is not None else []).extend(said)
-        yield stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=spec.layout.timeout))
+        table = spec.layout
+        yield stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport))
 
 
 def meshed(group: Group, spec: RunSpec) -> Mesh:

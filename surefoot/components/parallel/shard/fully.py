@@ -139,7 +139,7 @@ class _Own:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self._group.allocate(size, dtype, device)
 
 
 class _Gathering(_Own):

@@ -94,7 +94,7 @@ class ShardedState:
         group = self.group
         for pack in self._packs:
             cuts = [self._cuts[id(each)] for each in pack]
-            sent = pack[0].new_zeros(_longest(pack, cuts))
+            sent = group.allocate(_longest(pack, cuts), pack[0].dtype, pack[0].device).zero_()
             into = pack[0].new_empty(group.size * len(sent))
             for parameter, cut, slot in zip(pack, cuts, _slots(sent, pack, cuts, group.rank), strict=True):
                 slot.copy_(parameter[cut[group.rank].start : cut[group.rank].stop])
@@ -120,7 +120,7 @@ class _Scattered(Replicas):
         group, count = self._group, len(parameters)
         cuts = [self._cuts[id(each)] for each in parameters]
         most = _longest(parameters, cuts)
-        flat = torch.zeros(group.size * (most + count), dtype=wide_of(parameters[0]), device=parameters[0].device)
+        flat = group.allocate(group.size * (most + count), wide_of(parameters[0]), parameters[0].device).zero_()
         parts = flat.view(group.size, -1)
         slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
         wire = _InParts(flat, parts[group.rank], self._mesh)

@@ -1,13 +1,13 @@
 """What ranks did together in a window: when each collective began and ended, and how much of it was waited for. Without torch.
 
-A collective *overlaps* with what its rank computes as long as the host does something else (gloo, on threads of its own), or as long as a
-device runs another kernel beside it (NCCL); the rest of it is *exposed*. It lasts from its begin on this rank until it is over, so that
-waiting for a rank that comes later is a part of it.
+A collective *overlaps* with what its rank computes as long as the host does something else (gloo, on threads of its own; memory that ranks
+share, in which the others go on), or as long as a device runs another kernel beside it (NCCL); the rest of it is *exposed*. It lasts from
+its begin on this rank until it is over, of memory until it was waited for, so that waiting for a rank that comes later is a part of it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, RA
 from surefoot.core import flight
 
 ON_HOST, ON_DEVICE, CALL = "gloo:", "nccl", "c10d::"
+WAITED = flight.Kind.WAIT.words
 BACKWARD = "autograd::engine::evaluate_function"  # torch's mark around each part of a backward pass
 Spans = list[tuple[int, int]]  # in order, none of which touches another; nanoseconds
 
@@ -73,10 +74,11 @@ def find_collectives(trace: Trace) -> list[Collective] | None:
     else:
         work = [each for each in trace.slices if each.category == RANGE and each.name.startswith(ON_HOST)]
         is_idle = _joined(each for each in trace.slices if _is_ours(each))
-        if not work or not is_idle:
+        if not is_idle:
             return None
+    paired = [*_paired(trace, work), *_through_memory(trace)]
     calls: dict[tuple[str, int], list[_Call]] = {}
-    for call in _find_calls(trace, _paired(trace, work), is_idle):
+    for call in _find_calls(trace, sorted(paired, key=lambda each: each[0].start_ns), is_idle):
         calls.setdefault((call.name, call.place), []).append(call)
     return sorted((_summed(each) for each in calls.values()), key=lambda each: each.begins_s) or None
 
@@ -102,6 +104,31 @@ def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
         before = bisect_right(around, op.start_ns, key=lambda each: each.start_ns) - 1
         is_inside = before >= 0 and around[before].end_ns >= op.end_ns
         found.append((done, around[before].name.removeprefix(flight.RANGE) if is_inside else done.name))
+    return found
+
+
+def _through_memory(trace: Trace) -> list[tuple[Slice, str]]:
+    """What our ranges hold without a call of torch's: it goes on until what waits for it, of as many bytes in the same step, is over."""
+    calls: dict[Any, list[int]] = {}
+    for each in trace.slices:
+        if each.category == OPERATOR and each.name.startswith(CALL):
+            calls.setdefault(each.thread, []).append(each.start_ns)
+    steps = [each.start_ns for each in trace.steps]
+    found: list[tuple[Slice, str]] = []
+    open_: dict[tuple[Any, int, str], list[int]] = {}  # places in `found` of what was begun
+    for each in filter(_is_ours, trace.slices):
+        name = each.name.removeprefix(flight.RANGE)
+        key = each.thread, bisect_right(steps, each.start_ns), name.rpartition(" of ")[2]
+        if name.startswith(WAITED):
+            if begun := open_.get(key):
+                place = begun.pop(0)
+                found[place] = found[place][0]._replace(end_ns=each.end_ns), found[place][1]
+            continue
+        inside = calls.get(each.thread, [])
+        after = bisect_left(inside, each.start_ns)
+        if after == len(inside) or inside[after] >= each.end_ns:
+            open_.setdefault(key, []).append(len(found))
+            found.append((each, name))
     return found
 
 

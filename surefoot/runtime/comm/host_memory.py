@@ -1,0 +1,409 @@
+"""The ranks of one host, through memory that all of them have: what they sum stays where it is, and each adds up its share of it.
+
+A rank's numbers lie in files of memory without a name (memfd_create(2)), which go to the others by descriptor, so that nothing is left
+of a rank that is killed. Only word that they are there is sent, by sockets between each two ranks (unix(7)): a few bytes, which order
+what follows on any processor, and end when a rank does. What is small goes with the word itself. A sum is added in pairs of neighbours,
+then in pairs of those: in an order of the ranks, and so with the same bits whoever adds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import InputError, LostRank
+from surefoot.core.flight import Kind
+from surefoot.core.ranks.layout import Transport
+
+if TYPE_CHECKING:
+    from surefoot.runtime.comm.group import Group
+
+SMALL_BYTES = 32 << 10  # at most this goes with the word
+PIECE = 1 << 16  # numbers added up at a time: their rows stay in the cache of a core
+HEAD = struct.Struct("<3BxIqqq")  # what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
+ANSWER_S = 0.05
+HINT = "the rank that failed first says why"
+
+
+class What(IntEnum):
+    """What a rank says to another."""
+
+    ROW = 0  # its numbers follow
+    READY = 1  # its numbers are in its memory
+    DONE = 2  # it has added up, or read, what it had to
+    FILE = 3  # a file of memory that it will name, with its descriptor
+
+
+Word = tuple[What, Kind, int, int, int, bytes]  # with file, offset and bytes, and what follows
+Key = tuple[int, int, bool]  # axis, number, whether it says done
+
+
+class Links:
+    """Sockets to the other ranks of this host, by rank, and the memory of each. `timeout_s`: how long a word is waited for."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], *, timeout_s: float) -> None:
+        self._sockets, self._timeout_s = dict(sockets), timeout_s
+        self._inbox: dict[int, dict[Key, Word]] = {rank: {} for rank in sockets}
+        self._theirs: dict[int, dict[int, Tensor]] = {rank: {} for rank in sockets}
+        self._own: dict[int, tuple[int, Tensor]] = {}  # by address: the number of a file of memory
+        self._free: dict[int, list[mmap.mmap]] = {}  # by size
+        self._numbers: dict[int, int] = {}  # of mapped files, by address
+        self._buffer = bytearray(HEAD.size + SMALL_BYTES)
+        whole, rest = divmod(timeout_s, 1)
+        for each in self._sockets.values():
+            each.setblocking(True)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
+
+    def close(self) -> None:
+        for each in self._sockets.values():
+            each.close()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """So many bytes that the others can reach, as uint8. When the tensor is let go they are used again."""
+        size = max(mmap.PAGESIZE, num_bytes)
+        free = self._free.setdefault(size, [])
+        mapped = free.pop() if free else self._make(size)
+        view = memoryview(mapped)
+        made = torch.frombuffer(view, dtype=torch.uint8)
+        weakref.finalize(view, free.append, mapped).atexit = False
+        return made[:num_bytes]
+
+    def _make(self, size: int) -> mmap.mmap:
+        descriptor = os.memfd_create("surefoot-ranks")
+        try:
+            os.ftruncate(descriptor, size)
+            mapped = mmap.mmap(descriptor, size)
+            number = len(self._numbers)
+            self._numbers[torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()] = number
+            for rank in self._sockets:
+                self._send(rank, HEAD.pack(What.FILE, 0, 0, 0, number, 0, size), descriptor)
+        finally:
+            os.close(descriptor)
+        return mapped
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The file of memory that a tensor lies in, and where; None for one that the others cannot reach."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        base = tensor.untyped_storage().data_ptr()
+        number = self._numbers.get(base)
+        return None if number is None else (number, tensor.data_ptr() - base)
+
+    def reach(self, rank: int, word: Word) -> Tensor:
+        """What another rank named, as uint8."""
+        _, _, number, offset, num_bytes, _ = word
+        return self._theirs[rank][number][offset : offset + num_bytes]
+
+    def tell(self, rank: int, head: bytes, row: bytes | memoryview = b"") -> None:
+        self._send(rank, head + row if row else head)
+
+    def _send(self, rank: int, packet: bytes, descriptor: int | None = None) -> None:
+        carried = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+        until_s: float | None = None
+        while True:
+            try:
+                self._sockets[rank].sendmsg([packet], carried, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:  # it does not read: it may be waiting for this rank to read
+                self.drain()
+                until_s = until_s or time.monotonic() + self._timeout_s
+                if time.monotonic() > until_s:
+                    raise LostRank(f"rank {rank} takes no word", hint=HINT) from None
+                select.select([], [self._sockets[rank]], [], ANSWER_S)
+            except (BrokenPipeError, ConnectionResetError):
+                return  # it is gone: who waits for it is told so
+            else:
+                return
+
+    def drain(self) -> None:
+        """Take what has come, without waiting."""
+        for rank in self._sockets:
+            with contextlib.suppress(BlockingIOError, LostRank):
+                while True:
+                    self._receive(rank, socket.MSG_DONTWAIT)
+
+    def take(self, rank: int, key: Key) -> Word:
+        """What a rank says of a collective; waits for it. Raises LostRank where it is gone, or does not say it in time."""
+        inbox = self._inbox[rank]
+        while key not in inbox:
+            try:
+                self._receive(rank)
+            except BlockingIOError:
+                raise LostRank(f"rank {rank} says nothing", hint=HINT) from None
+        return inbox.pop(key)
+
+    def has(self, rank: int, key: Key) -> bool:
+        return key in self._inbox[rank]
+
+    def _receive(self, rank: int, flags: int = 0) -> None:
+        while True:
+            try:
+                size, carried, _, _ = self._sockets[rank].recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
+            except ConnectionResetError:  # it went without reading all, which is said once; what it had sent comes after that
+                continue
+            break
+        if not size:
+            raise LostRank(f"rank {rank} is gone", hint=HINT)
+        what, axis, kind, number, file, offset, num_bytes = HEAD.unpack_from(self._buffer)
+        if what == What.FILE:
+            (descriptor,) = struct.unpack("i", carried[0][2])
+            try:
+                self._theirs[rank][file] = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+            return
+        row = bytes(self._buffer[HEAD.size : size])
+        self._inbox[rank][axis, number, what == What.DONE] = What(what), Kind(kind), file, offset, num_bytes, row
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A sum that goes on: the numbers of this rank, and whether it has added up its share of all."""
+
+    number: int
+    kind: Kind
+    mine: Tensor
+    into: Tensor | None  # what takes this rank's share alone; None: every rank's numbers become the sum
+    num_bytes: int
+    is_added: bool = False
+
+
+@dataclass(eq=False)
+class Shared:
+    """What the ranks of an axis do through memory. `ranks` are all of them, by their place on the axis; this one is at `rank`."""
+
+    links: Links
+    rank: int
+    ranks: Sequence[int]
+    axis: int
+    _count: int = 0
+    _open: deque[_Sum] = field(default_factory=deque)
+
+    def among(self, ranks: Sequence[int], axis: int) -> Shared:
+        """The same of some of these ranks, in their order."""
+        return Shared(self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis)
+
+    @property
+    def _others(self) -> Iterator[tuple[int, int]]:
+        return ((place, rank) for place, rank in enumerate(self.ranks) if place != self.rank)
+
+    def _head(self, what: What, kind: Kind, number: int, at: tuple[int, int] = (0, 0), num_bytes: int = 0) -> bytes:
+        return HEAD.pack(what, self.axis, kind, number, *at, num_bytes)
+
+    def _tell(self, head: bytes, row: bytes = b"") -> None:
+        for _, rank in self._others:
+            self.links.tell(rank, head, row)
+
+    def _hear(self, rank: int, what: What, kind: Kind, number: int, num_bytes: int) -> Word:
+        word = self.links.take(rank, (self.axis, number, False))
+        if word[:2] != (what, kind) or word[4] != num_bytes:
+            raise LostRank(
+                f"the ranks do different things: rank {rank} is in {word[1].words} of {word[4]:,} bytes, this rank in another",
+                hint="every rank calls the same things of a run, in the same order",
+            )
+        return word
+
+    def _await_done(self, number: int) -> None:
+        for _, rank in self._others:
+            self.links.take(rank, (self.axis, number, True))
+
+    def rows(self, tensor: Tensor, kind: Kind) -> Tensor:
+        """Every rank's `tensor`, which is small: (ranks, ...)."""
+        self._count += 1
+        number, mine = self._count, tensor.contiguous()
+        row = mine.view(-1).view(torch.uint8).numpy().tobytes()
+        self._tell(self._head(What.ROW, kind, number, num_bytes=len(row)), row)
+        found = [row if place == self.rank else b"" for place in range(len(self.ranks))]
+        for place, rank in self._others:
+            found[place] = self._hear(rank, What.ROW, kind, number, len(row))[5]
+        rows = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).view(tensor.dtype)
+        return rows.view(len(self.ranks), *tensor.shape)
+
+    def add(self, tensor: Tensor) -> None:
+        """The sum over all ranks, in its place."""
+        if self.links.find(tensor) is not None:
+            self.begin_to_add(tensor)()
+        elif is_small(tensor):
+            tensor.copy_(add_up(self.rows(tensor, Kind.SUM).unbind()))
+        else:
+            copy = self.like(tensor)
+            copy.copy_(tensor)
+            self.begin_to_add(copy)()
+            tensor.copy_(copy)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Room for as much, within reach of the others."""
+        return self.links.allocate(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+
+    def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
+        """The sum over all ranks, in its place, of what lies within reach; gives what waits for it."""
+        return partial(self._end, self._begin(tensor, None, Kind.SUM))
+
+    def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
+        """The sum, of which each rank gets its part in a row: (ranks * n), whose numbers are lost, into (n)."""
+        return partial(self._end, self._begin(tensor, into, Kind.SCATTER))
+
+    def _begin(self, tensor: Tensor, into: Tensor | None, kind: Kind) -> _Sum:
+        at, num_bytes = self.links.find(tensor), tensor.numel() * tensor.element_size()
+        assert at is not None
+        self._count += 1
+        begun = _Sum(self._count, kind, tensor, into, num_bytes)
+        self._tell(self._head(What.READY, kind, self._count, at, num_bytes))
+        self._open.append(begun)
+        self._go_on()
+        return begun
+
+    def _go_on(self) -> None:
+        """Add up what all ranks have, as far as that can be done without waiting."""
+        self.links.drain()
+        for each in self._open:
+            if not all(self.links.has(rank, (self.axis, each.number, False)) for _, rank in self._others):
+                return
+            self._add_share(each)
+
+    def _end(self, asked: _Sum) -> None:
+        while not asked.is_added:
+            self._add_share(next(each for each in self._open if not each.is_added))
+        self._await_done(asked.number)
+        self._open.remove(asked)
+
+    @torch.no_grad()
+    def _add_share(self, begun: _Sum) -> None:
+        if begun.is_added:
+            return
+        count, dtype = len(self.ranks), begun.mine.dtype
+        rows = [begun.mine.view(-1)] * count
+        for place, rank in self._others:
+            word = self._hear(rank, What.READY, begun.kind, begun.number, begun.num_bytes)
+            rows[place] = self.links.reach(rank, word).view(dtype)
+        most = -(-begun.mine.numel() // count)
+        first = min(begun.mine.numel(), most * self.rank)
+        last = min(begun.mine.numel(), first + most)
+        for begin in range(first, last, PIECE):
+            end = min(last, begin + PIECE)
+            pieces = [row[begin:end] for row in rows]
+            total = add_up(pieces)
+            if begun.into is not None:
+                begun.into.view(-1)[begin - first : end - first].copy_(total)
+                continue
+            for piece in pieces:
+                if piece is not total:
+                    piece.copy_(total)
+        begun.is_added = True
+        self._tell(self._head(What.DONE, begun.kind, begun.number))
+
+    @torch.no_grad()
+    def gather_into(self, into: Tensor, tensor: Tensor) -> None:
+        """Every rank's `tensor`, within reach, in a row: (n) into (ranks * n)."""
+        at, num_bytes = self.links.find(tensor), tensor.numel() * tensor.element_size()
+        assert at is not None
+        self._count += 1
+        number = self._count
+        self._tell(self._head(What.READY, Kind.GATHER, number, at, num_bytes))
+        parts = into.view(len(self.ranks), -1)
+        if parts[self.rank].data_ptr() != tensor.data_ptr():
+            parts[self.rank].copy_(tensor.view(-1))
+        for place, rank in self._others:
+            word = self._hear(rank, What.READY, Kind.GATHER, number, num_bytes)
+            parts[place].copy_(self.links.reach(rank, word).view(tensor.dtype))
+        self._tell(self._head(What.DONE, Kind.GATHER, number))
+        self._await_done(number)
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether it goes with a word."""
+    return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+
+
+def add_up(rows: Sequence[Tensor]) -> Tensor:
+    """The sum of all rows, in the place of the first of them: neighbours are added, then pairs of them, and so on.
+
+    >>> add_up([torch.tensor(float(each)) for each in (1, 2, 4)])
+    tensor(7.)
+    """
+    apart = 1
+    while apart < len(rows):
+        for place in range(0, len(rows) - apart, 2 * apart):
+            rows[place].add_(rows[place + apart])
+        apart *= 2
+    return rows[0]
+
+
+def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float) -> Shared | None:
+    """Sockets between all ranks of `group`, which they call together; None where they are on several hosts, or one does not want it.
+
+    Raises InputError where `transport` says that there must be such memory, and there is none.
+    """
+    listener = None if transport == "gloo" else _listen()
+    with listener or contextlib.nullcontext():
+        said = group.exchange("" if listener is None else f"{_host()} {bytes(listener.getsockname()).hex()}")
+        hosts = {text.partition(" ")[0] for text in said}
+        if listener is None or len(hosts) > 1:
+            if transport == "shared_memory":
+                why = "this system has no files of memory" if listener is None else "not all ranks are on one host, of one user"
+                raise InputError(
+                    f"layout.transport is 'shared_memory', and {why}", hint='leave it out, or set layout.transport = "gloo"'
+                )
+            return None
+        try:
+            sockets = _connect(listener, [bytes.fromhex(text.partition(" ")[2]) for text in said], group.rank, wait_s)
+        except OSError as error:
+            raise LostRank(f"another rank of this host is out of reach: {error}", hint=HINT) from error
+    return Shared(Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0)
+
+
+def _host() -> str:
+    """What ranks have in common that can reach each other: a boot of a machine, its names of sockets, and a user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+def _listen() -> socket.socket | None:
+    """At an address without a file, which Linux gives; None elsewhere."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind("")
+        listener.listen(socket.SOMAXCONN)
+        _host()
+    except OSError:
+        return None
+    return listener
+
+
+def _connect(listener: socket.socket, addresses: Sequence[bytes], rank: int, wait_s: float) -> dict[int, socket.socket]:
+    """A socket to each other rank: it calls those before it, and those behind it call."""
+    found: dict[int, socket.socket] = {}
+    for other in range(rank):
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made.settimeout(wait_s)
+        made.connect(addresses[other])
+        made.send(struct.pack("q", rank))
+        found[other] = made
+    listener.settimeout(wait_s)
+    while len(found) < len(addresses) - 1:
+        caller, _ = listener.accept()
+        _, user, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            caller.close()
+            continue
+        caller.settimeout(wait_s)
+        (other,) = struct.unpack("q", caller.recv(8))
+        found[other] = caller
+    return found
