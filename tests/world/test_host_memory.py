@@ -155,6 +155,7 @@ def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(is_inside: bool, 
                 if is_inside:
                     group.begin_to_add(row)
                 os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.2)  # else it may have added up its share of what it is told of
             begun_s = time.monotonic()
             with pytest.raises(LostRank, match="rank 1 is gone, after 0"):
                 group.begin_to_add(row)()
@@ -163,7 +164,8 @@ def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(is_inside: bool, 
     files = set(Path("/dev/shm").iterdir())
     with pytest.raises(FileNotFoundError):  # rank 1 leaves no word
         run_ranks(2, job, tmp_path)
-    assert float((tmp_path / "rank-0.json").read_text()) < 2.0
+    said = (tmp_path / "rank-0.json").read_text()
+    assert said.startswith("0."), said
     assert set(Path("/dev/shm").iterdir()) == files
 
 
