@@ -19,7 +19,7 @@ from surefoot.components.compiler import Compiled, lay_channels_last
 from surefoot.components.data import Feed, Iterated, Keys, Share, to_device
 from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
 from surefoot.components.data.loader import Read, Sound, Told, read_sound
-from surefoot.components.memory import Offloaded, Recomputed, recompute
+from surefoot.components.memory import Offloaded, Recomputed, Spilled, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.parallel import check_unwrapped, join_batchnorm
@@ -33,7 +33,7 @@ from surefoot.core.schedule.plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.runtime.comm import SOLO, Mesh
-from surefoot.train.environment import circumstances, describe_cudnn, find_device, set_seeds
+from surefoot.train.environment import circumstances, describe_cudnn, find_device, give_back_large_blocks, set_seeds
 from surefoot.train.evaluate import Reading, find_direction
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
@@ -157,6 +157,14 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     `better` says whether a higher or a lower score is; without it a few samples are evaluated to know. `mesh` are the ranks that share it.
         Raises InputError of some kind for whatever cannot be run.
     """
+    if not mesh.is_sharded or spec.layout.stage < 3:
+        return _assemble(spec, task, better, mesh)
+    give_back_large_blocks()
+    with Spilled():  # what is built whole, and of which a rank keeps rows
+        return _assemble(spec, task, better, mesh)
+
+
+def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> Assembly:
     device, group = find_device(spec.train.device), mesh.whole
     set_seeds(spec.train.seed)
     resolved, spec = take_task(spec, task)
@@ -313,7 +321,7 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
         with_masters and spec.layout.shard > 1
     ):  # rows that are gathered in bf16 stay in fp32
         optim.store_narrow(model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32")
-    if with_masters and spec.memory.offload == "optimizer":
+    if with_masters and spec.memory.offload == "optimizer" and spec.layout.shard == 1:  # a rank that holds rows keeps those there
         optim.keep_on_host(model)
     notes += [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
     return notes + precision.convert(model, spec.precision, kept.values())

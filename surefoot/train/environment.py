@@ -26,7 +26,8 @@ from surefoot.core.hardware import find_machine
 
 _DETERMINISM: Any = torch.utils.deterministic
 # M_MMAP_THRESHOLD: smaller blocks come from the heap; M_TRIM_THRESHOLD: so much may lie free at its end (malloc.h)
-MALLOC_LIMITS = {-3: 32 << 20, -1: 256 << 20}
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+MALLOC_LIMITS = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 256 << 20}
 FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")  # the kernels beside "math", on every device
 RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
@@ -101,10 +102,23 @@ def keep_freed_memory() -> bool:
     """
     if not sys.platform.startswith("linux") or place.has_chosen_allocator():
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every libc
-    if mallopt is None:
+    return _limit(MALLOC_LIMITS)
+
+
+def give_back_large_blocks() -> bool:
+    """Let glibc give blocks of some MiB back to the system when they are freed; gives whether it will.
+
+    Weights that are gathered for one block of a model at a time want it: glibc before 2.38 finds no room for an aligned block in a hole of
+    just its size, so that the whole model comes to lie in memory, block behind block. The page faults cost a few percent of such a step.
+    """
+    if not sys.platform.startswith("linux") or place.has_chosen_allocator():
         return False
-    return all(mallopt(parameter, size) == 1 for parameter, size in MALLOC_LIMITS.items())
+    return _limit({MMAP_THRESHOLD: 4 << 20})
+
+
+def _limit(limits: Mapping[int, int]) -> bool:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every libc
+    return mallopt is not None and all(mallopt(parameter, size) == 1 for parameter, size in limits.items())
 
 
 def find_device(name: str) -> torch.device:

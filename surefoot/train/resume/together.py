@@ -64,7 +64,10 @@ def _check_shared(spec: RunSpec) -> None:
     refused = {
         "compile.what": (spec.compile.what == "step", "the gradients are summed between backward pass and update"),
         "memory.update_in_backward": (spec.memory.update_in_backward, "a gradient is summed over ranks before it is used"),
-        "memory.offload": (spec.memory.offload == "optimizer", "GPUs sum what is in their own memory"),
+        "memory.offload": (
+            spec.memory.offload == "optimizer" and spec.layout.shard == 1,
+            "GPUs sum what is in their own memory; with layout.shard a rank keeps its rows on the host",
+        ),
         "memory.on_oom": (spec.memory.on_oom == "halve", "one rank would compute another step than the others"),
         "observe.noise": (spec.observe.noise, "it compares a microbatch with its batch on one rank"),
         "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),

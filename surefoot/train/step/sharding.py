@@ -78,10 +78,10 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
 
 
 def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded:
-    stage = spec.layout.stage
+    stage, on_host = spec.layout.stage, spec.memory.offload == "optimizer"
     if stage == 1:
         sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
-        return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1])
+        return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host)
     try:
         units = find_blocks(model, blocks)
     except InputError as error:
@@ -99,7 +99,7 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
             "alone, ranks that hold rows in fp32",
             hint='train it, or set precision.weights = "fp32"',
         )
-    return FullySharded(model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model))
+    return FullySharded(model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model), on_host=on_host)
 
 
 def make_ranks(

@@ -25,7 +25,9 @@ class FullySharded:
     """Splits a model's weights over `mesh.shard`, in `units`; `stage` is 2 or 3.
 
     With `narrow` they are gathered in that dtype, those of the modules `wide` left out, while gradients are summed, and the rows moved, in
-    their own. From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split.
+    their own; with `on_host` they are moved in host memory, where the optimiser's state is then.
+
+    From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split.
     """
 
     is_even = True  # whether every rank must pass as often
@@ -34,7 +36,7 @@ class FullySharded:
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int, narrow: torch.dtype | None = None,
-        wide: Collection[nn.Module] = (),
+        wide: Collection[nn.Module] = (), on_host: bool = False,
     ) -> None:  # fmt: skip
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -56,6 +58,7 @@ class FullySharded:
         for module in (*apart, *units.values(), model):
             _check_one_dtype(module)
             fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=own if module in apart else policy)
+        self._moved = list(model.parameters()) if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         gathering, scattering = _Gathering(mesh.shard), _Scattering(mesh.shard)
         for module in self._modules:
@@ -69,7 +72,7 @@ class FullySharded:
             for parameter in model.parameters():
                 held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
                 most = -(-len(parameter) // mesh.shard.size)  # as torch.chunk cuts
-                serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self)
+                serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self, on_host=on_host)
 
     def _add_replicas(self, rows: Tensor) -> None:
         self.replicas.add(rows)
@@ -95,8 +98,11 @@ class FullySharded:
         for module in self._modules:
             module.set_reshard_after_backward(not keeps, recurse=False)
 
+    @torch.no_grad()
     def publish(self) -> None:
         """The rows have moved: what was gathered of them before is let go."""
+        for parameter in self._moved:
+            parameter.to_local().copy_(master_of(parameter))  # type: ignore[attr-defined]
         for module in self._modules:
             module.reshard()
 
@@ -117,7 +123,8 @@ class _HandedOver:
         """It is over."""
         for leaf in self._leaves:
             found: Any = leaf.grad
-            master_of(leaf).grad = None if found is None else found.to_local()
+            master = master_of(leaf)
+            master.grad = None if found is None else found.to_local().to(master.device)
             leaf.grad = None
 
     asks_factor = False  # gradients are not compressed

@@ -31,9 +31,10 @@ def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[ra
     return found
 
 
-def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner) -> Tensor:
-    """Let the optimiser move `held`, the rows of `parameter` from `start` on, whose memory it shares."""
-    master = nn.Parameter(held.detach(), requires_grad=parameter.requires_grad)
+def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False) -> Tensor:
+    """Let the optimiser move `held`, the rows of `parameter` from `start` on: in their place, or a copy in host memory."""
+    rows = held.detach().to("cpu", copy=True) if on_host else held.detach()
+    master = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     master.part = Part(start, tuple(parameter.shape), owner)  # type: ignore[attr-defined]
     master.served, parameter.master = parameter, master  # type: ignore[attr-defined]
     return master

@@ -56,7 +56,8 @@ class _InParts:
 class ShardedState:
     """Splits the optimiser's state of a model's trained parameters over `mesh.shard`.
 
-    From here on `master_of(parameter)` are the rows that this rank moves. Raises SpecError for a parameter without rows.
+    From here on `master_of(parameter)` are the rows that this rank moves, with `on_host` a copy in host memory.
+    Raises SpecError for a parameter without rows.
     """
 
     is_even = False  # whether every rank must pass as often
@@ -64,10 +65,11 @@ class ShardedState:
     first_weights = ""  # a digest of those that a rank began with
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES
-    ) -> None:
+        self, model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
+        on_host: bool = False,
+    ) -> None:  # fmt: skip
         check_has_rows(model)
-        self._sizes = bucket_bytes, first_bytes
+        self._sizes, self._on_host = (bucket_bytes, first_bytes), on_host
         self._mesh, self.group, self.replicas = mesh, mesh.shard, mesh.replicate
         self._cuts: dict[int, Rows] = {}
         self._packs = pack_up([each for each in model.parameters() if each.requires_grad], *self._sizes)
@@ -76,7 +78,7 @@ class ShardedState:
             for parameter, rows in zip(pack, cut_rows(sizes, mesh.shard.size), strict=True):
                 self._cuts[id(parameter)] = rows
                 mine = rows[mesh.shard.rank]
-                serve_part(parameter, parameter[mine.start : mine.stop], mine.start, self)
+                serve_part(parameter, parameter[mine.start : mine.stop], mine.start, self, on_host=on_host)
 
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
         """What sums the gradients of an update, and gives each rank those of its rows."""
@@ -97,7 +99,10 @@ class ShardedState:
             sent = group.allocate(_longest(pack, cuts), pack[0].dtype, pack[0].device).zero_()
             into = pack[0].new_empty(group.size * len(sent))
             for parameter, cut, slot in zip(pack, cuts, _slots(sent, pack, cuts, group.rank), strict=True):
-                slot.copy_(parameter[cut[group.rank].start : cut[group.rank].stop])
+                mine = parameter[cut[group.rank].start : cut[group.rank].stop]
+                if self._on_host:
+                    mine.copy_(master_of(parameter))
+                slot.copy_(mine)
             group.gather_into(into, sent)
             for rank, part in enumerate(into.view(group.size, -1)):
                 if rank != group.rank:
@@ -150,7 +155,7 @@ class _Scattered(Replicas):
         for index, parameter in enumerate(bucket.parameters):
             master, view = master_of(parameter), bucket.views[index]
             if elsewhere[index]:
-                master.grad = view if master.dtype == view.dtype else view.to(master.dtype)
+                master.grad = view.to(master)
 
 
 def _longest(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
