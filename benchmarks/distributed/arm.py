@@ -1,6 +1,6 @@
 """What each rank of an arm does: a model's steps, shared by surefoot or by torch's DistributedDataParallel, and what rank 0 saw of them.
 
-python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|pair|weak|strong|four --model convnet --report FILE --folder DIR
+python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|pair|weak|gloo|strong|four --model convnet --report FILE --folder DIR
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class Meter:
         return self._workload.warmup + self._workload.steps
 
 
-def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str) -> None:
+def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str, transport: str) -> None:
     spec = RunSpec(
         task={"use": f"{Costed.__module__}:{Costed.__name__}", "workload": workload.name, "batches": 2 * workload.num_batches},
         optim={"lr": LEARNING_RATE, "clip": CLIP}, schedule={"name": "constant"}, observe={"tensorboard": False},
         train={"length": f"{meter.total} steps", "batch": batch, "seed": SEED, "threads": 1}, checkpoint={"every": "never"},
+        layout={"transport": transport},
     )  # fmt: skip
     do = Group.do
 
@@ -110,7 +111,7 @@ def by_hand(workload: Workload, meter: Meter, rank: int, ranks: int, batch: int)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", required=True, choices=("surefoot", "hand"))
-    parser.add_argument("--scaling", required=True, choices=("one", "pair", "weak", "strong", "four"))
+    parser.add_argument("--scaling", required=True, choices=("one", "pair", "weak", "gloo", "strong", "four"))
     parser.add_argument("--model", required=True, choices=MODELS)
     parser.add_argument("--report", required=True)
     parser.add_argument("--folder", required=True)
@@ -127,9 +128,9 @@ def main() -> None:
         here = place.here()
     workload = MODELS[asked.model]
     meter = Meter(workload)
-    batch = workload.batch * (here.world_size if asked.scaling in ("weak", "four") else 1)
+    batch = workload.batch * (here.world_size if asked.scaling in ("weak", "gloo", "four") else 1)
     if asked.how == "surefoot":
-        by_surefoot(workload, meter, batch, asked.folder)
+        by_surefoot(workload, meter, batch, asked.folder, "gloo" if asked.scaling == "gloo" else "auto")
     else:
         if here.world_size > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

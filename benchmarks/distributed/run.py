@@ -19,10 +19,10 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS, PAIR = FOLDER / "results" / "replicate.json", FOLDER / "results" / "pair.json"
-# processes of each way to scale; pair: that many runs of one, at the same time; four: weak, on as many cores as two have
-NUM_RANKS = {"one": 1, "pair": RANKS, "weak": RANKS, "strong": RANKS, "four": 4}
-SHARED = ("one", "pair", "weak")
-KINDS = tuple((how, scaling) for scaling in NUM_RANKS if scaling != "pair" for how in ("surefoot", "hand"))
+# processes of each way to scale; pair: so many runs of one at a time; gloo: weak, by sockets; four: weak, on the cores of two
+NUM_RANKS = {"one": 1, "pair": RANKS, "weak": RANKS, "gloo": RANKS, "strong": RANKS, "four": 4}
+SHARED = ("one", "pair", "weak", "gloo")
+KINDS = tuple((how, scaling) for scaling in NUM_RANKS if scaling not in ("pair", "gloo") for how in ("surefoot", "hand"))
 WALL, WAITED, CPU = "wall_s_per_step", "waited_s_per_step", "cpu_s_per_step"
 MOST, LEAST = 1.05, 0.90
 
@@ -80,15 +80,23 @@ def render(trial: Trial) -> str:
 
 
 def render_pair(trial: Trial) -> str:
-    """What becomes of weak scaling: what two cores at work leave of one, and what ranks that share their work leave of that."""
+    """What becomes of weak scaling: what two cores at work leave of one, what ranks that share their work leave of that, and by gloo."""
     rows = []
     for model in MODELS:
-        one, pair, weak = (f"{model} surefoot {scaling}" for scaling in SHARED)
-        times = [format_seconds(median_interval(list(trial.by_round(arm, WALL).values())).estimate) for arm in (one, pair, weak)]
-        ratios = [render_interval(ratio_of(trial, *each, WALL), ".3f") for each in ((one, pair), (pair, weak), (one, weak))]
-        rows.append((model, *times, *ratios))
-    heads = ("model", "one", "pair", "weak", "one / pair: the cores", "pair / weak: the sharing", "one / weak: both")
+        one, pair, weak, gloo = arms = tuple(f"{model} surefoot {scaling}" for scaling in SHARED)
+        times = [_median(trial, arm, WALL) for arm in arms]
+        pairs = ((one, pair), (pair, weak), (one, weak), (one, gloo))
+        ratios = [render_interval(ratio_of(trial, *each, WALL), ".3f") for each in pairs]
+        rows.append((model, *times, *ratios, *(_median(trial, arm, CPU) for arm in (one, weak, gloo))))
+    heads = (
+        "model", "one", "pair", "weak", "weak by gloo", "one / pair: the cores", "pair / weak: the sharing", "one / weak: both",
+        "one / weak by gloo", "CPU time of a rank: one", "weak", "weak by gloo",
+    )  # fmt: skip
     return markdown(heads, rows)
+
+
+def _median(trial: Trial, arm: str, measure_name: str) -> str:
+    return format_seconds(median_interval(list(trial.by_round(arm, measure_name).values())).estimate)
 
 
 def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:

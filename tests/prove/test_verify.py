@@ -197,7 +197,8 @@ def verify_script(
     return verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", str(kills))
 
 
-@pytest.mark.parametrize("good", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow  # each of its processes loads torch; scripts that do not are verified below
+@pytest.mark.parametrize("good", [True, False])
 def test_any_script_is_told_whether_it_goes_on_exactly(
     good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

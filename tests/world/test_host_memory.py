@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import time
 from functools import reduce
 from pathlib import Path
@@ -243,6 +245,40 @@ def test_ranks_of_several_hosts_go_by_gloo_or_are_refused(tmp_path: Path) -> Non
         return found
 
     assert run_ranks(2, job, tmp_path) == ["gloo", "gloo"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the rights of root, to be somebody else")
+def test_a_caller_of_another_user_is_not_heard() -> None:
+    listener = host_memory._listen()
+    assert listener is not None
+    address = listener.getsockname()
+
+    def call(user: int, rank: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 99
+            try:
+                os.setuid(user)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+                    caller.connect(address)
+                    caller.send(struct.pack("q", rank))
+                    caller.settimeout(5)
+                    code = len(caller.recv(8))
+            except ConnectionResetError:  # it was hung up, and not heard
+                code = 0
+            finally:
+                os._exit(code)
+        return pid
+
+    with listener:
+        stranger = call(65534, 1)
+        time.sleep(0.2)  # it is the first in the row
+        friend = call(0, 1)
+        found = host_memory._connect(listener, [address, b""], 0, 5.0)
+        found[1].send(b"welcome!")
+        assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(friend, 0)[1]) == 8
+        found[1].close()
 
 
 def slowly(rows: Any) -> Tensor:

@@ -231,6 +231,8 @@ class Shared:
         found = [row if place == self.rank else b"" for place in range(len(self.ranks))]
         for place, rank in self._others:
             found[place] = self._hear(rank, What.ROW, kind, number, len(row))[5]
+        if not row:
+            return tensor.new_empty((len(self.ranks), *tensor.shape))
         rows = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).view(tensor.dtype)
         return rows.view(len(self.ranks), *tensor.shape)
 
@@ -374,15 +376,19 @@ def _host() -> str:
 
 
 def _listen() -> socket.socket | None:
-    """At an address without a file, which Linux gives; None elsewhere."""
+    """At an address without a file, which Linux gives; None where there is none, or no memory without a name."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
+        _host()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return None
+    try:
         listener.bind("")
         listener.listen(socket.SOMAXCONN)
-        _host()
     except OSError:
+        listener.close()
         return None
     return listener
 
