@@ -34,6 +34,7 @@ from surefoot.components.optim import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
 from surefoot.core.flight import Kind
+from surefoot.runtime.comm.host_memory import Links
 from surefoot.tasks.transformer import Transformer
 from surefoot.train.run import Run
 from surefoot.train.step import stepper
@@ -126,6 +127,9 @@ def counting() -> Iterator[list[int]]:
             for each in gc.get_objects()
             if type(each) in (Tensor, nn.Parameter)
         }
+        links = [each for each in gc.get_objects() if isinstance(each, Links)]
+        for each in (tensor for link in links for files in link._theirs.values() for tensor in files.values()):
+            storages.pop(each.untyped_storage().data_ptr(), None)  # mapped here, and held by another rank
         seen.append(sum(storages.values()))
 
     def before_update(self: GuardedUpdate, *args: Any) -> Any:
