@@ -1,7 +1,7 @@
 # Each target sets .venv up first; a second time that only looks. PYTHON=... names an interpreter, DATA=... the folder of data sets.
 DATA ?= ../shared/data
 BENCH ?= *
-WORKERS ?= 2
+WORKERS ?= 3
 export DATA PYTHON
 
 # `python -m`, not the scripts beside it: their first line cannot hold a path with spaces
@@ -12,7 +12,7 @@ PY := .venv/bin/python
 
 help:
 	@echo 'make demo         train a model on real data, climb a short ladder with it, write both as a page'
-	@echo 'make test         the tests (TESTS=... to choose, DATA=... for the data sets, WORKERS=2 at a time)'
+	@echo 'make test         the tests (TESTS=... to choose, DATA=... for the data sets, WORKERS=3 at a time)'
 	@echo 'make lint         style and types'
 	@echo 'make test-faults  the large fault counts and the long runs'
 	@echo 'make bench        every benchmark, or BENCH=name for one'

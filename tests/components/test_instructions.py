@@ -40,7 +40,10 @@ def compiler(folder: Path, release: str) -> str:
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize(("release", "probes"), [("12", False), pytest.param("9.4.0", True, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    ("release", "probes"),
+    [pytest.param("12", False, marks=pytest.mark.slow), pytest.param("9.4.0", True, marks=pytest.mark.faults)],
+)
 def test_a_compiler_that_knows_the_instructions_is_not_tried(release: str, probes: bool, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     environment = child_environment() | {

@@ -36,7 +36,12 @@ print("compiler", "torch._dynamo" in sys.modules)
     ("name", "later", "said"),
     [
         ("adamw", False, ["compiler False deterministic False", "compiler True"]),
-        ("sgd", True, ["told True", "after False", "compiler True deterministic False", "compiler True"]),
+        pytest.param(
+            "sgd",
+            True,
+            ["told True", "after False", "compiler True deterministic False", "compiler True"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_that_compiles_nothing_imports_no_compiler_and_one_that_comes_later_is_told(

@@ -30,6 +30,7 @@ class Left(SurefootError):
 
 
 TRACEABLE = ("adamw", "adam", "sgd", "plain sgd", "lars", "lamb")
+COMMON = ("adamw", "sgd", "lamb")  # the others are of a kind with one of these
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def graphs(folder: Path) -> list[Compiled]:
     return [event for event in records(folder) if isinstance(event, Compiled)]
 
 
-@pytest.mark.parametrize("name", TRACEABLE)
+@pytest.mark.parametrize("name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in TRACEABLE])
 def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(name: str, tmp_path: Path) -> None:
     """Dropout, BatchNorm, clipping that bites, an average of the weights and a last batch that is smaller."""
     limit = {"clip": 0.0, "clip_value": 0.01} if name == "adam" else {"clip": 0.05}
@@ -93,7 +94,9 @@ class Spare(Small):
         return output
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "lamb"])
+@pytest.mark.parametrize(
+    "name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow), pytest.param("lars", marks=pytest.mark.slow), "lamb"]
+)
 def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
     told, expected, _ = train(stated("none", optim=OPTIMIZERS[name]), Spare(), tmp_path / "told")
     losses, state, _ = train(stated("step", optim=OPTIMIZERS[name]), Spare(), tmp_path / "whole")
@@ -317,7 +320,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["in the groups", "by a state"])
+@pytest.mark.parametrize("how", ["in the groups", pytest.param("by a state", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", CHANGES)
 def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: str) -> None:
     kind, first, then = CHANGES[what]
@@ -434,7 +437,16 @@ def test_what_a_graph_would_pass_over_is_refused(words: str) -> None:
         whole.compile_step(model, summed, update)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "register_hook",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("register_post_accumulate_grad_hook", "register_full_backward_hook")
+        ),
+    ],
+)
 def test_a_hook_that_comes_later_is_told_and_the_step_goes_on_without_it(kind: str) -> None:
     model = small_model()
     step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model))
