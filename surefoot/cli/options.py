@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -154,7 +155,14 @@ def launch_ranks(
     judge = find_judge(spec.layout.stall)
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     restarts = 3 if max_restarts is None else max_restarts
-    return launch(without_ranks(sys.argv[1:]), most, _say, judge, run=run, max_restarts=restarts, numbers=numbers)
+    try:
+        return launch(without_ranks(sys.argv[1:]), most, _say, judge, run=run, max_restarts=restarts, numbers=numbers)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise InputError(
+            f"--ranks is {ranks}, and this process may not open the files that it holds for each rank", hint="raise it: ulimit -n"
+        ) from error
 
 
 def read_range(text: str) -> tuple[int | None, int]:

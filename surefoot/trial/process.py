@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -207,6 +208,7 @@ def _tail(folder: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8 * TAIL_CHARACTERS))
             lines = file.read().decode(errors="replace").strip().splitlines()
+        lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]  # torch's, before each while ranks are joined
         if lines:
             return "\n".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
     return ""

@@ -66,6 +66,45 @@ def test_a_model_has_the_same_bits_ties_and_layouts_and_trains_alike() -> None:
     assert all(torch.equal(made[0][0][name], made[1][0][name]) for name in made[0][0])
 
 
+class Aliased(nn.Module):
+    """Parameters that something else looks at while the constructor goes on, and copies of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.zeros(16, 16)
+        self.filled = nn.Parameter(whole)
+        whole.copy_(torch.eye(16))
+        fused = torch.empty(32, 16)
+        self.one, self.other = nn.Parameter(fused[:16]), nn.Parameter(fused[16:])
+        nn.init.normal_(fused)
+        layer = nn.TransformerEncoderLayer(16, 2, 32)
+        self.copied = nn.TransformerEncoder(layer, 2)
+        self.half = nn.Sequential(nn.Linear(16, 16)).to(torch.float64)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_something_else_holds_stays_where_it_is_and_copies_of_blocks_move() -> None:
+    made = []
+    for mode in (None, Spilled()):
+        torch.manual_seed(3)
+        if mode is None:
+            made.append(Aliased())
+            continue
+        with mode:
+            made.append(Aliased())
+        there = {name for name, each in made[1].named_parameters() if each.untyped_storage().data_ptr() in mode._maps}
+        assert not there & {"filled", "one", "other"}
+        assert "copied.layers.1.linear1.weight" in there
+        assert "half.0.weight" in there
+        kept = len(mode._maps)
+        del made[1].copied
+        assert len(mode._maps) < kept  # what is let go leaves the file
+        made[1].copied = made[0].copied
+    assert torch.equal(made[1].filled, torch.eye(16))
+    first, second = (each.state_dict() for each in made)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_only_what_is_in_work_is_in_memory() -> None:
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))

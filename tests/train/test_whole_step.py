@@ -94,9 +94,7 @@ class Spare(Small):
         return output
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow), pytest.param("lars", marks=pytest.mark.slow), "lamb"]
-)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "lamb"])
 def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
     told, expected, _ = train(stated("none", optim=OPTIMIZERS[name]), Spare(), tmp_path / "told")
     losses, state, _ = train(stated("step", optim=OPTIMIZERS[name]), Spare(), tmp_path / "whole")
@@ -437,16 +435,7 @@ def test_what_a_graph_would_pass_over_is_refused(words: str) -> None:
         whole.compile_step(model, summed, update)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "register_hook",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("register_post_accumulate_grad_hook", "register_full_backward_hook")
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"])
 def test_a_hook_that_comes_later_is_told_and_the_step_goes_on_without_it(kind: str) -> None:
     model = small_model()
     step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model))

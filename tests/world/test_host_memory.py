@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -217,10 +218,8 @@ def test_a_rank_that_says_nothing_is_waited_for_as_long_as_the_spec_says(tmp_pat
     assert 0.25 < run_ranks(2, job, tmp_path)[0] < 5
 
 
-@pytest.mark.parametrize(
-    ("transports", "is_shared"), [(("auto", "auto"), True), (("gloo", "gloo"), False), (("auto", "gloo"), False)]
-)
-def test_gloo_joins_ranks_of_which_one_wants_it(transports: tuple[Transport, ...], is_shared: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transports", "is_shared"), [(("auto", "auto"), True), (("gloo", "gloo"), False)])
+def test_gloo_joins_ranks_that_want_it(transports: tuple[Transport, ...], is_shared: bool, tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         with join(place.here(), CPU, wait_s=20.0, timeout_s=20.0, transport=transports[rank]) as group:
             row = group.allocate(1000, torch.float32, CPU).fill_(1.0)
@@ -228,6 +227,33 @@ def test_gloo_joins_ranks_of_which_one_wants_it(transports: tuple[Transport, ...
             return [group.transport, row[0].item(), group.gather(torch.ones(2)).sum().item()]
 
     assert run_ranks(2, job, tmp_path) == [["shared_memory" if is_shared else "gloo", 2.0, 4.0]] * 2
+
+
+def test_ranks_that_want_to_be_joined_otherwise_are_all_told_so(tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        with pytest.raises(InputError) as refused, join(
+            place.here(), CPU, wait_s=20.0, timeout_s=20.0, transport="shared_memory" if rank == 1 else "gloo"
+        ):  # fmt: skip
+            pass
+        return refused.value.message
+
+    assert run_ranks(2, job, tmp_path) == ["layout.transport: rank 1 has 'shared_memory', rank 0 has 'gloo'"] * 2
+
+
+def test_more_open_files_than_select_knows_do_not_matter(tmp_path: Path) -> None:
+    def job(group: Group) -> Any:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        held = [os.dup(0) for _ in range(1100)]
+        links = memory_of(group).links
+        for rank, each in links._sockets.items():  # as if they had been made later
+            links._sockets[rank] = socket.socket(fileno=os.dup(each.detach()))
+        rows = [group.allocate(4, torch.float32, CPU).fill_(1.0) for _ in range(1500)]
+        time.sleep(0.5 * group.rank)
+        for wait in [group.begin_to_add(row) for row in rows]:
+            wait()
+        return [len(held), sum(row[0].item() for row in rows)]
+
+    assert together(2, job, tmp_path) == [[1100, 3000.0]] * 2
 
 
 def test_ranks_of_several_hosts_go_by_gloo_or_are_refused(tmp_path: Path) -> None:
@@ -282,7 +308,7 @@ def test_a_caller_of_another_user_is_not_heard() -> None:
 
 
 def slowly(rows: Any) -> Tensor:
-    time.sleep(0.01)
+    time.sleep(0.1)
     return in_pairs(list(rows))
 
 

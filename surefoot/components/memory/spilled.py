@@ -1,23 +1,27 @@
 """Weights that are built lie in a file, of which only those in work are in memory: a rank that keeps some rows of each needs no more.
 
 Whatever a model's constructor does with them is done, with the same draws: what it fills is the memory of the file, mapped, and what it
-has filled is let go (madvise(2)) before there is much of it. The file has no name, stands on disk, and ends with the process.
+has filled is let go (madvise(2)) before there is much of it. The file has no name, stands on disk, and ends with the process. What else
+than its parameter holds a tensor, as the one that it was made of, stays where it is: it would no longer see what becomes of it.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from surefoot.core.ranks.mapping import let_go, map_file
+
 LEAST_BYTES, KEPT_BYTES = 1 << 18, 16 << 20  # a smaller tensor stays in memory; so much may be in work before it is let go
+ALONE = 2  # who uses the memory of a parameter that nothing else looks at: its tensor, and the object that is asked
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
 
@@ -27,18 +31,22 @@ class Spilled(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._maps: dict[int, mmap.mmap] = {}  # by address
+        self._maps: dict[int, int] = {}  # their sizes, by address
         self._touched_bytes, self._is_full = 0, False
-        self._hook: Any = None
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._hook = register_module_parameter_registration_hook(self._move)
+        self._hooks = [
+            register_module_parameter_registration_hook(lambda module, name, parameter: self._move(parameter)),
+            register_module_module_registration_hook(self._move_all),  # copies of blocks register no parameter
+        ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._let_go()
 
     def __torch_function__(
@@ -54,24 +62,31 @@ class Spilled(TorchFunctionMode):
 
     def _let_go(self) -> None:
         """What was written stays in the file, and comes back where it is asked for."""
-        for each in self._maps.values():
-            each.madvise(mmap.MADV_DONTNEED)
+        for address, size in list(self._maps.items()):
+            let_go(address, size)
         self._touched_bytes = 0
 
-    def _move(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
+    def _move_all(self, module: nn.Module, name: str, part: nn.Module | None) -> None:
+        for parameter in () if part is None else part.parameters():
+            self._move(parameter)
+
+    def _move(self, parameter: Tensor | None) -> None:
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or parameter.layout != torch.strided:
             return  # none, or of a kind that knows where it lies
         if self._is_full or parameter.nbytes < LEAST_BYTES or _address(parameter) in self._maps:
             return
-        try:
-            mapped = _map(parameter.nbytes)
-        except OSError:
+        if not _is_alone(parameter):
+            return
+        mapped = _map(parameter.nbytes)
+        if mapped is None:
             self._is_full = True
             return
-        flat = torch.frombuffer(mapped, dtype=parameter.dtype)
+        view = memoryview(mapped)
+        flat = torch.frombuffer(view, dtype=parameter.dtype)
         moved = flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
         moved.copy_(parameter.detach())
-        self._maps[flat.data_ptr()] = mapped
+        self._maps[flat.data_ptr()] = parameter.nbytes
+        weakref.finalize(view, self._maps.pop, flat.data_ptr(), None).atexit = False
         self._touched_bytes += parameter.nbytes
         parameter.data = moved
 
@@ -80,7 +95,18 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _map(num_bytes: int) -> mmap.mmap:
-    with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a disk that fills up later would end the process by SIGBUS
-        return mmap.mmap(file.fileno(), num_bytes)
+def _is_alone(parameter: Tensor) -> bool:
+    """Whether all of its memory is its own, and nothing else looks at it; False where torch does not tell."""
+    storage = parameter.untyped_storage()
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and storage.nbytes() == parameter.nbytes and count(storage._cdata) <= ALONE
+
+
+def _map(num_bytes: int) -> Any:
+    """Memory of a file that has no name; None where there is no room for it."""
+    try:
+        with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a disk that fills up later would end the process by SIGBUS
+            return map_file(file.fileno(), num_bytes)
+    except (OSError, AttributeError):  # a full disk; a system without posix_fallocate
+        return None

@@ -407,7 +407,7 @@ class LayoutTable(Table):
     stall: float = Field(
         60.0, gt=0, description="seconds that a rank may keep the others waiting before it is named and the run ends"
     )
-    timeout: float = Field(1800.0, gt=0, description="seconds that a rank waits in a collective before it gives up")
+    timeout: float = Field(1800.0, ge=0.01, le=3e7, description="seconds that a rank waits in a collective before it gives up")
 
 
 class NcclTable(Table):

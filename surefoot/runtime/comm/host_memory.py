@@ -9,6 +9,8 @@ then in pairs of those: in an order of the ranks, and so with the same bits whoe
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
 import select
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from torch import Tensor
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Kind
 from surefoot.core.ranks.layout import Transport
+from surefoot.core.ranks.mapping import map_file
 
 if TYPE_CHECKING:
     from surefoot.runtime.comm.group import Group
@@ -39,6 +42,8 @@ PIECE = 1 << 16  # numbers added up at a time: their rows stay in the cache of a
 HEAD = struct.Struct("<3BxIqqq")  # what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
 ANSWER_S = 0.05
 HINT = "the rank that failed first says why"
+SILENT = "it hangs or is stopped: the stack of its process says where, as py-spy dump --pid shows it"
+GONE, FULL = (errno.EPIPE, errno.ECONNRESET), (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 
 class What(IntEnum):
@@ -62,7 +67,7 @@ class Links:
         self._inbox: dict[int, dict[Key, Word]] = {rank: {} for rank in sockets}
         self._theirs: dict[int, dict[int, Tensor]] = {rank: {} for rank in sockets}
         self._own: dict[int, tuple[int, Tensor]] = {}  # by address: the number of a file of memory
-        self._free: dict[int, list[mmap.mmap]] = {}  # by size
+        self._free: dict[int, list[Any]] = {}  # by size
         self._numbers: dict[int, int] = {}  # of mapped files, by address
         self._buffer = bytearray(HEAD.size + SMALL_BYTES)
         whole, rest = divmod(timeout_s, 1)
@@ -84,13 +89,17 @@ class Links:
         weakref.finalize(view, free.append, mapped).atexit = False
         return made[:num_bytes]
 
-    def _make(self, size: int) -> mmap.mmap:
-        descriptor = os.memfd_create("surefoot-ranks")
+    def _make(self, size: int) -> Any:
         try:
-            os.ftruncate(descriptor, size)
-            mapped = mmap.mmap(descriptor, size)
+            descriptor = os.memfd_create("surefoot-ranks")
+        except OSError as error:
+            raise _no_memory(size) from error
+        try:
+            mapped = _sized(descriptor, size)
+            if mapped is None:
+                raise _no_memory(size)
             number = len(self._numbers)
-            self._numbers[torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()] = number
+            self._numbers[ctypes.addressof(mapped)] = number
             for rank in self._sockets:
                 self._send(rank, HEAD.pack(What.FILE, 0, 0, 0, number, 0, size), descriptor)
         finally:
@@ -119,14 +128,19 @@ class Links:
         while True:
             try:
                 self._sockets[rank].sendmsg([packet], carried, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:  # it does not read: it may be waiting for this rank to read
+            except OSError as error:
+                if error.errno in GONE:
+                    return  # who waits for it is told so
+                if error.errno not in FULL:
+                    raise
+                # it does not read: it may be waiting for this rank to read
                 self.drain()
                 until_s = until_s or time.monotonic() + self._timeout_s
                 if time.monotonic() > until_s:
-                    raise LostRank(f"rank {rank} takes no word", hint=HINT) from None
-                select.select([], [self._sockets[rank]], [], ANSWER_S)
-            except (BrokenPipeError, ConnectionResetError):
-                return  # it is gone: who waits for it is told so
+                    raise LostRank(f"rank {rank} takes no word", hint=SILENT) from None
+                ready = select.poll()  # select(2) knows the first 1,024 descriptors
+                ready.register(self._sockets[rank], select.POLLOUT)
+                ready.poll(ANSWER_S * 1000)
             else:
                 return
 
@@ -144,7 +158,7 @@ class Links:
             try:
                 self._receive(rank)
             except BlockingIOError:
-                raise LostRank(f"rank {rank} says nothing", hint=HINT) from None
+                raise LostRank(f"rank {rank} says nothing", hint=SILENT) from None
         return inbox.pop(key)
 
     def has(self, rank: int, key: Key) -> bool:
@@ -160,12 +174,15 @@ class Links:
         if not size:
             raise LostRank(f"rank {rank} is gone", hint=HINT)
         what, axis, kind, number, file, offset, num_bytes = HEAD.unpack_from(self._buffer)
+        if what == What.FILE and not carried:  # the system drops a descriptor that a process has no room for
+            raise InputError("a rank may open no more files, and cannot reach the memory of another", hint="raise it: ulimit -n")
         if what == What.FILE:
             (descriptor,) = struct.unpack("i", carried[0][2])
-            try:
-                self._theirs[rank][file] = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
+            mapped = map_file(descriptor, num_bytes)
+            os.close(descriptor)
+            if mapped is None:
+                raise _no_memory(num_bytes)
+            self._theirs[rank][file] = torch.frombuffer(memoryview(mapped), dtype=torch.uint8)
             return
         row = bytes(self._buffer[HEAD.size : size])
         self._inbox[rank][axis, number, what == What.DONE] = What(what), Kind(kind), file, offset, num_bytes, row
@@ -327,6 +344,22 @@ class Shared:
         self._await_done(number)
 
 
+def _sized(descriptor: int, size: int) -> Any:
+    """A file of memory, made so large and mapped; None where that is refused."""
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        return None
+    return map_file(descriptor, size)
+
+
+def _no_memory(size: int) -> InputError:
+    return InputError(
+        f"{size:,} bytes of memory that ranks share are not to be had",
+        hint='raise the limits of this process (ulimit -n, -f, -v), or set layout.transport = "gloo"',
+    )
+
+
 def is_small(tensor: Tensor) -> bool:
     """Whether it goes with a word."""
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
@@ -353,17 +386,24 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
     """
     listener = None if transport == "gloo" else _listen()
     with listener or contextlib.nullcontext():
-        said = group.exchange("" if listener is None else f"{_host()} {bytes(listener.getsockname()).hex()}")
-        hosts = {text.partition(" ")[0] for text in said}
+        address = "" if listener is None else f"{_host()} {bytes(listener.getsockname()).hex()}"
+        said = [text.split(" ") for text in group.exchange(f"{transport} {address}")]
+        for rank, (theirs, *_) in enumerate(said):
+            if theirs != said[0][0]:
+                raise InputError(
+                    f"layout.transport: rank {rank} has {theirs!r}, rank 0 has {said[0][0]!r}",
+                    hint="start every rank with the same spec",
+                )
+        hosts = {host for _, host, *_ in said}
         if listener is None or len(hosts) > 1:
             if transport == "shared_memory":
-                why = "this system has no files of memory" if listener is None else "not all ranks are on one host, of one user"
+                why = "not all ranks are on one host, of one user, with files of memory"
                 raise InputError(
                     f"layout.transport is 'shared_memory', and {why}", hint='leave it out, or set layout.transport = "gloo"'
                 )
             return None
         try:
-            sockets = _connect(listener, [bytes.fromhex(text.partition(" ")[2]) for text in said], group.rank, wait_s)
+            sockets = _connect(listener, [bytes.fromhex(each[2]) for each in said], group.rank, wait_s)
         except OSError as error:
             raise LostRank(f"another rank of this host is out of reach: {error}", hint=HINT) from error
     return Shared(Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0)

@@ -1,0 +1,35 @@
+"""A file as memory, which needs no descriptor once it is mapped: Python's mmap keeps one open for each, of which a process has 1,024."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from functools import cache
+from typing import Any
+
+
+def map_file(descriptor: int, size: int) -> Any:
+    """So many bytes of a file, shared with all that map it: an array of bytes, unmapped when it is let go; None where that is refused."""
+    calls = _calls()
+    address = calls.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        return None
+    made = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(made, calls.munmap, address, size).atexit = False
+    return made
+
+
+def let_go(address: int, size: int) -> None:
+    """What was written there stays in the file, and comes back where it is asked for. See madvise(2)."""
+    _calls().madvise(address, size, mmap.MADV_DONTNEED)
+
+
+@cache
+def _calls() -> Any:
+    calls = ctypes.CDLL(None, use_errno=True)
+    calls.mmap.restype = ctypes.c_void_p
+    calls.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    calls.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    calls.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return calls
