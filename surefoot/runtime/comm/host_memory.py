@@ -66,7 +66,6 @@ class Links:
         self._sockets, self._timeout_s = dict(sockets), timeout_s
         self._inbox: dict[int, dict[Key, Word]] = {rank: {} for rank in sockets}
         self._theirs: dict[int, dict[int, Tensor]] = {rank: {} for rank in sockets}
-        self._own: dict[int, tuple[int, Tensor]] = {}  # by address: the number of a file of memory
         self._free: dict[int, list[Any]] = {}  # by size
         self._numbers: dict[int, int] = {}  # of mapped files, by address
         self._buffer = bytearray(HEAD.size + SMALL_BYTES)
