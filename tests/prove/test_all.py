@@ -13,11 +13,10 @@ from benchmarks.verify.run import CASES, Case
 from tests.conftest import ROOT, find_data
 
 KILLS = 2
-FAST: tuple[str, ...] = ()  # tests/prove/test_verify.py holds the verb to tasks of each kind in seconds
-MARKED: Any = [case if case.name in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("case", MARKED, ids=[case.name for case in CASES])
+@pytest.mark.slow  # test_verify.py holds the verb to tasks of each kind in seconds
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_task_repeats_and_goes_on_exactly(case: Case) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: the extra demo")
     pytest.importorskip("transformers", reason="needs transformers: the extra hf")

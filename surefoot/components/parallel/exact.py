@@ -90,8 +90,7 @@ class InOrder:
         self._flat, self._group = flat, group
 
     def begin(self) -> Wait:
-        memory = self._group.memory
-        if memory is not None and memory.links.find(self._flat) is not None:
+        if self._group.memory_of(self._flat) is not None:
             return self._group.begin_to_add(self._flat)  # which adds in that order
         return self._exchange
 

@@ -90,8 +90,8 @@ class Group:
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The same, while this process goes on; gives what waits for it."""
-        if self.memory is not None and self.memory.links.find(tensor) is not None:
-            return self._waiting(self.do(partial(self.memory.begin_to_add, tensor), Kind.SUM, tensor), tensor)
+        if (memory := self.memory_of(tensor)) is not None:
+            return self._waiting(self.do(partial(memory.begin_to_add, tensor), Kind.SUM, tensor), tensor)
         return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
 
     def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
@@ -109,8 +109,8 @@ class Group:
 
         What is within reach of the others is lost.
         """
-        if self.memory is not None and self.memory.links.find(tensor) is not None:
-            return self._waiting(self.do(partial(self.memory.begin_to_scatter, into, tensor), Kind.SCATTER, tensor), tensor)
+        if (memory := self.memory_of(tensor)) is not None:
+            return self._waiting(self.do(partial(memory.begin_to_scatter, into, tensor), Kind.SCATTER, tensor), tensor)
         work: Any = self.do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
         return self._waiting(work.wait, tensor)
 
@@ -122,16 +122,20 @@ class Group:
 
     def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
         """Every rank's `tensor` in a row: (n) into (ranks * n). With `is_async` gives torch's work, to be waited for."""
-        if self.memory is not None and self.memory.links.find(tensor) is not None:
-            return self.do(partial(self.memory.gather_into, into, tensor), Kind.GATHER, into)
+        if (memory := self.memory_of(tensor)) is not None:
+            return self.do(partial(memory.gather_into, into, tensor), Kind.GATHER, into)
         return self.do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
+
+    def memory_of(self, tensor: Tensor) -> Shared | None:
+        """The memory that a tensor lies in, within reach of the other ranks of this host; None for any other tensor."""
+        return None if self.memory is None or self.memory.links.find(tensor) is None else self.memory
 
     def allocate(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for what is sent, its numbers not set: within reach of the other ranks of this host, where there is such."""
         shape = torch.Size([size] if isinstance(size, int) else size)
         if self.memory is None or device.type != "cpu" or not shape.numel():
             return torch.empty(shape, dtype=dtype, device=device)
-        return self.memory.links.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+        return self.memory.allocate(shape, dtype)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""

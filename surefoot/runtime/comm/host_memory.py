@@ -100,7 +100,7 @@ class Links:
             number = len(self._numbers)
             self._numbers[ctypes.addressof(mapped)] = number
             for rank in self._sockets:
-                self._send(rank, HEAD.pack(What.FILE, 0, 0, 0, number, 0, size), descriptor)
+                self.send(rank, HEAD.pack(What.FILE, 0, 0, 0, number, 0, size), descriptor)
         finally:
             os.close(descriptor)
         return mapped
@@ -118,10 +118,7 @@ class Links:
         _, _, number, offset, num_bytes, _ = word
         return self._theirs[rank][number][offset : offset + num_bytes]
 
-    def tell(self, rank: int, head: bytes, row: bytes | memoryview = b"") -> None:
-        self._send(rank, head + row if row else head)
-
-    def _send(self, rank: int, packet: bytes, descriptor: int | None = None) -> None:
+    def send(self, rank: int, packet: bytes, descriptor: int | None = None) -> None:
         carried = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
         until_s: float | None = None
         while True:
@@ -173,9 +170,11 @@ class Links:
         if not size:
             raise LostRank(f"rank {rank} is gone", hint=HINT)
         what, axis, kind, number, file, offset, num_bytes = HEAD.unpack_from(self._buffer)
-        if what == What.FILE and not carried:  # the system drops a descriptor that a process has no room for
-            raise InputError("a rank may open no more files, and cannot reach the memory of another", hint="raise it: ulimit -n")
         if what == What.FILE:
+            if not carried:  # the system drops a descriptor that a process has no room for
+                raise InputError(
+                    "a rank may open no more files, and cannot reach the memory of another", hint="raise it: ulimit -n"
+                )
             (descriptor,) = struct.unpack("i", carried[0][2])
             mapped = map_file(descriptor, num_bytes)
             os.close(descriptor)
@@ -221,9 +220,9 @@ class Shared:
     def _head(self, what: What, kind: Kind, number: int, at: tuple[int, int] = (0, 0), num_bytes: int = 0) -> bytes:
         return HEAD.pack(what, self.axis, kind, number, *at, num_bytes)
 
-    def _tell(self, head: bytes, row: bytes = b"") -> None:
+    def _tell(self, packet: bytes) -> None:
         for _, rank in self._others:
-            self.links.tell(rank, head, row)
+            self.links.send(rank, packet)
 
     def _hear(self, rank: int, what: What, kind: Kind, number: int, num_bytes: int) -> Word:
         word = self.links.take(rank, (self.axis, number, False))
@@ -243,7 +242,7 @@ class Shared:
         self._count += 1
         number, mine = self._count, tensor.contiguous()
         row = mine.view(-1).view(torch.uint8).numpy().tobytes()
-        self._tell(self._head(What.ROW, kind, number, num_bytes=len(row)), row)
+        self._tell(self._head(What.ROW, kind, number, num_bytes=len(row)) + row)
         found = [row if place == self.rank else b"" for place in range(len(self.ranks))]
         for place, rank in self._others:
             found[place] = self._hear(rank, What.ROW, kind, number, len(row))[5]
@@ -259,14 +258,13 @@ class Shared:
         elif is_small(tensor):
             tensor.copy_(add_up(self.rows(tensor, Kind.SUM).unbind()))
         else:
-            copy = self.like(tensor)
-            copy.copy_(tensor)
+            copy = self.allocate(tensor.shape, tensor.dtype).copy_(tensor)
             self.begin_to_add(copy)()
             tensor.copy_(copy)
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Room for as much, within reach of the others."""
-        return self.links.allocate(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+    def allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Room within reach of the others, its numbers not set."""
+        return self.links.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """The sum over all ranks, in its place, of what lies within reach; gives what waits for it."""
@@ -289,7 +287,7 @@ class Shared:
     def _go_on(self) -> None:
         """Add up what all ranks have, as far as that can be done without waiting."""
         self.links.drain()
-        for each in self._open:
+        for each in (begun for begun in self._open if not begun.is_added):
             if not all(self.links.has(rank, (self.axis, each.number, False)) for _, rank in self._others):
                 return
             self._add_share(each)
@@ -302,8 +300,6 @@ class Shared:
 
     @torch.no_grad()
     def _add_share(self, begun: _Sum) -> None:
-        if begun.is_added:
-            return
         count, dtype = len(self.ranks), begun.mine.dtype
         rows = [begun.mine.view(-1)] * count
         for place, rank in self._others:
