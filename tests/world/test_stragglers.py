@@ -23,7 +23,7 @@ from surefoot.train.run import Run
 from surefoot.train.step.pace import Paces
 from tests.world.ranks import run_ranks
 
-PASS_S = 0.02  # on every rank
+PASS_S = 0.1  # on every rank: what 3 in 10 of it is, no busy machine adds to one rank in nearly every step
 NUM_STEPS, SLOW_FROM = 32, 8
 
 
@@ -123,13 +123,13 @@ def test_a_rank_that_is_slowed_is_named_within_20_steps_with_its_reason(
         assert fault.detail.startswith("rank 1 is waited for in ")
         assert words in fault.detail
     waits_s = [communicating_s(home) for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1")]
-    assert words is None or waits_s[0] - waits_s[1] > 0.003  # told apart from the backward pass, which it follows
+    assert words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S  # told apart from the backward pass, which it follows
     rows = [each.ranks for each in records if isinstance(each, events.Step)]
     assert sum(sum(row["last"]) for row in rows if row) == NUM_STEPS - 1  # of the last step nobody hears
     assert not any(each.ranks for each in events.read(tmp_path / "run" / "ranks" / "1") if isinstance(each, events.Step))
     assert set(rows[-1]) == {"last", "waited_s", *Pace._fields}
     late = rows[-1]["waited_s"][1] / sum(rows[-1]["last"])
-    assert late < 0.002 if words is None else 0.003 < late < 0.02
+    assert late < 0.1 * PASS_S if words is None else 0.15 * PASS_S < late < PASS_S
 
 
 class Timer:
