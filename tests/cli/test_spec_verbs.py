@@ -60,7 +60,10 @@ WRONG = {
     "a negative rate": ("[optim]\nlr = -0.1", "mine.toml:4: optim.lr is -0.1", "greater than or equal to 0"),
     "negative steps": ("[train]\nlength = '-5 steps'", "mine.toml:4: ", "a duration is a number with its unit"),
     "no steps": ("[train]\nlength = '0 steps'", "mine.toml:4: train.length: 0 steps is nothing", "use at least 1 step"),
-    "a bare number": ("[train]\nlength = 500", "mine.toml:4: train.length", "hint:"),
+    "a bare number": ("[train]\nlength = 500", "mine.toml:4: train.length: 500 is no duration", "a number with its unit"),
+    "a bare number for a size": ("[layout]\nbucket = 0", "mine.toml:4: layout.bucket: 0 is no size in bytes", "has its unit"),
+    "none of several kinds": ("[loader]\nworkers = -1", "mine.toml:4: loader.workers is -1", "equal to 0 or 'auto'"),
+    "a pair that lacks one": ("[optim]\nbetas = [0.5]", "mine.toml:4: optim.betas.1 is not given", "optim.betas takes more"),
     "a duration in time with a prefix": ("[train]\nlength = '3 M min'", "mine.toml:4: ", "hint:"),
     "two kinds of clipping": ("[optim]\nclip = 1.0\nclip_value = 0.5", "contradict each other", ""),
     "a microbatch that does not divide": (

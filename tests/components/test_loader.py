@@ -278,7 +278,7 @@ def test_what_goes_together_in_a_spec() -> None:
 
 
 def test_workers_are_threads_where_two_of_them_are_faster(expected: list[list[Any]]) -> None:
-    made = {each: loader(each, Settings(workers=1)).kind for each in (Numbers(0.01), Counting(), Unsafe(0.01))}
+    made = {each: loader(each, Settings(workers=1)).kind for each in (Numbers(0.1), Counting(), Unsafe(0.1))}
     assert list(made.values()) == ["thread", "process", "process"]
     assert loader(Unsafe(), Settings(workers=1, kind="thread")).kind == "thread"
 

@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ModelWrapValidatorHandler, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from surefoot.contract.spec.tables import (
     CheckpointTable,
@@ -175,26 +176,40 @@ def key_names(table: str | None) -> list[str]:
 
 def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     """One SpecError out of pydantic's: the first fault in words, with the nearest right name; `key` says where it stands."""
-    fault = error.errors()[0]
-    path = (*prefix, *(str(part) for part in fault["loc"] if not str(part).startswith("function-")))
+    faults = error.errors()
+    fault = faults[0]
+    path = _find_key(fault, prefix)
     given, kind = fault.get("input"), fault["type"]
     dotted = ".".join(path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(path)
     if kind == "missing":
-        return SpecError(f"{dotted} is not given", hint='a spec needs at least [task] use = "digits"', key=path)
+        hint = (
+            'a spec needs at least [task] use = "digits"'
+            if len(path) < 3
+            else f"{'.'.join(path[:2])} takes more values than that"
+        )
+        return SpecError(f"{dotted} is not given", hint=hint, key=path)
     if kind == "value_error":
         text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")
         if len(path) == 1:
             named = next((word for word in text.split() if word in key_names(dotted)), None)
             return SpecError(f"[{dotted}] {text}", hint=hint or None, key=path if named is None else (dotted, named))
         return SpecError(f"{dotted}: {text}", hint=hint or None, key=path)
-    allowed = str(fault["msg"]).removeprefix("Input should be ")
+    # of a key that may be of several kinds, each has its fault
+    kinds = (str(each["msg"]) for each in faults if _find_key(each, prefix) == path)
+    allowed = " or ".join(dict.fromkeys(each.removeprefix("Input should be ") for each in kinds))
     options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
     near = difflib.get_close_matches(str(given), options, n=1)
     return SpecError(
         f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path
     )
+
+
+def _find_key(fault: ErrorDetails, prefix: tuple[str, ...]) -> tuple[str, ...]:
+    """Table, key and place in a list of what is at fault, without pydantic's names of the kinds that a key may be of."""
+    path = (*prefix, *map(str, fault["loc"]))
+    return (*path[:2], *(part for part in path[2:] if part.isdigit()))
 
 
 def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:

@@ -26,17 +26,17 @@ Count = Annotated[int, Field(ge=0, le=2**40)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _checked_by(parse: Callable[[str], object]) -> AfterValidator:
-    """A text that `parse` takes; what it refuses, it refuses in its own words."""
+def _checked_by(parse: Callable[[str], object]) -> BeforeValidator:
+    """A text that `parse` takes; what it refuses, a number without its unit too, it refuses in its own words."""
 
-    def check(text: str) -> str:
+    def check(given: Any) -> Any:
         try:
-            parse(text)
+            parse(given)
         except SpecError as error:
             raise ValueError(f"{error.message}; {error.hint}") from None  # so that pydantic adds the key
-        return text
+        return given
 
-    return AfterValidator(check)
+    return BeforeValidator(check)
 
 
 def _canonical_duration(text: str) -> str:
