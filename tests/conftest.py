@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # no deadline: a busy machine is no failure; derandomised: the same examples each time, nothing kept on disk
 settings.register_profile("surefoot", deadline=None, derandomize=True, database=None)
 settings.load_profile("surefoot")
+
+# what a shell starts in the background, or nohup does, ignores these, and so does all that it starts: tests send them
+for _number, _how in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _how)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from surefoot.train.run import Run, drive
 from tests.train.small import Small, end_of, records, spec, write_task
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
-
-
-@pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """SIGHUP as a process has it that was not started under nohup, whoever starts the tests."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", CODES)

@@ -15,7 +15,6 @@ from pathlib import PurePath
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ModelWrapValidatorHandler, TypeAdapter, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from surefoot.contract.spec.tables import (
     CheckpointTable,
@@ -206,7 +205,7 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     )
 
 
-def _find_key(fault: ErrorDetails, prefix: tuple[str, ...]) -> tuple[str, ...]:
+def _find_key(fault: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[str, ...]:
     """Table, key and place in a list of what is at fault, without pydantic's names of the kinds that a key may be of."""
     path = (*prefix, *map(str, fault["loc"]))
     return (*path[:2], *(part for part in path[2:] if part.isdigit()))
