@@ -12,8 +12,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surefoot.control.launch.forks import MOST_BYTES, dying_with, name_process
+from surefoot.control.launch.forks import MOST_BYTES, name_process
 from surefoot.core import place
+from surefoot.core.signals import dying_with
 
 MOST_PASSED = 8
 

@@ -150,6 +150,8 @@ def launch_ranks(
         numbers, passed = find_numbers(least, most, functools.partial(_refuse, spec))
         if passed:
             _say(passed)
+    elif most > 0 and trains:
+        _check_ranks(spec, most)
     elif most > 0:
         layout.fit(most, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
     judge = find_judge(spec.layout.stall)
@@ -186,21 +188,27 @@ def read_range(text: str) -> tuple[int | None, int]:
 def _refuse(spec: RunSpec, number: int) -> str:
     """Why so many ranks cannot train this spec, as far as it says; "" where they can."""
     from surefoot.core.errors import SpecError
+
+    try:
+        _check_ranks(spec, number)
+    except SpecError as error:
+        return error.message
+    return ""
+
+
+def _check_ranks(spec: RunSpec, number: int) -> None:
+    """Raise SpecError where so many ranks cannot train this spec, as far as it says: before any of them begins."""
     from surefoot.core.ranks import layout, pieces
 
     table, train = spec.layout, spec.train
     batches = (train.batch, *(batch for _, batch in train.ramp))
-    try:
-        layout.fit(number, table.replicate, table.shard, table.stage)
-        if table.virtual_ranks is not None:
-            pieces.check_virtual(table.virtual_ranks, number)
-        if number > 1:
-            pieces.check_pieces(batches, train.microbatch, number)
-        if number > 1 and train.batchnorm == "sync":
-            pieces.check_equal_passes(batches, train.microbatch, number, has_ramp=bool(train.ramp))
-    except SpecError as error:
-        return error.message
-    return ""
+    layout.fit(number, table.replicate, table.shard, table.stage)
+    if table.virtual_ranks is not None:
+        pieces.check_virtual(table.virtual_ranks, number)
+    if number > 1:
+        pieces.check_pieces(batches, train.microbatch, number)
+    if number > 1 and train.batchnorm == "sync":
+        pieces.check_equal_passes(batches, train.microbatch, number, has_ramp=bool(train.ramp))
 
 
 def find_judge(stall_s: float) -> Judge:

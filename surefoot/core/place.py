@@ -24,6 +24,10 @@ RECORDED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
     "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
 )  # fmt: skip
+MEANT = {
+    "RANK": "ranks count from 0: set RANK to a number below WORLD_SIZE", "WORLD_SIZE": "set WORLD_SIZE to the number of ranks, or unset it",
+    "LOCAL_RANK": "set LOCAL_RANK to the number of this rank on its host, from 0", "MASTER_PORT": "a port is a number from 1 to 65535",
+}  # fmt: skip
 TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # and those that say how ranks talk
 
 
@@ -60,7 +64,14 @@ class Place:
         """
         values = {name: _whole(environ, name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))}
         if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
-            raise InputError(f"RANK is {values['RANK']} in a world of {values['WORLD_SIZE']}", hint="ranks count from 0")
+            raise InputError(
+                f"RANK is {values['RANK']} in a world of {values['WORLD_SIZE']}",
+                hint="ranks count from 0, and WORLD_SIZE is the number of them",
+            )
+        if "RANK" in environ and "WORLD_SIZE" not in environ:
+            raise InputError(
+                f"RANK is {values['RANK']}, and WORLD_SIZE is not set", hint="set it to the number of ranks, or unset RANK"
+            )
         here = cls(
             rank=values["RANK"], world_size=values["WORLD_SIZE"], local_rank=values["LOCAL_RANK"], host=socket.gethostname()
         )
@@ -88,7 +99,7 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InputError(f"the variable {name} is {text!r}, not a whole number", hint=f"unset it, or set {name}=0") from None
+        raise InputError(f"the variable {name} is {text!r}, not a whole number", hint=MEANT.get(name, "unset it")) from None
 
 
 def here() -> Place:

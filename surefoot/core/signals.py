@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from surefoot.core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED
 
@@ -18,6 +22,7 @@ ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit 
     "SIGTERM": ("ended by SIGTERM", "SIGTERM", EXIT_TERMINATED),
     "SIGHUP": ("ended by SIGHUP", "SIGHUP", EXIT_HUNG_UP),
 }
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 # a person presses Ctrl-C twice; a scheduler's signals meet a busy machine
 ECHO_S = {"SIGINT": 1.0, "SIGTERM": 5.0, "SIGHUP": 5.0}
@@ -60,3 +65,21 @@ def ending_by_signal() -> Iterator[None]:
             if hasattr(signal, name):
                 stack.callback(listen(getattr(signal, name), functools.partial(end, ENDINGS[name][2])))
         yield
+
+
+def process_control() -> Any:
+    """The system's prctl(2), on Linux; None elsewhere."""
+    return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
+
+
+def dying_with(parent: int) -> Callable[[], None]:
+    """What a new process calls first: the kernel ends it with its parent, if that has not ended already."""
+    control = process_control()
+
+    def call() -> None:
+        if control is not None:
+            control(DIES_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the request
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return call

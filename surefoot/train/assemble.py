@@ -34,7 +34,7 @@ from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
 from surefoot.runtime.comm import SOLO, Mesh
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, give_back_large_blocks, set_seeds
-from surefoot.train.evaluate import Reading, find_direction
+from surefoot.train.evaluate import Evaluation, Reading, try_out
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
@@ -85,6 +85,7 @@ class Assembly:
     engine: Engine
     notes: list[str]
     told: list[str]  # notes that are said at the start, too
+    tried: Evaluation | None = None  # of a few samples
 
     @property
     def feed(self) -> Feed:
@@ -155,7 +156,7 @@ def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, m
     """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
 
     `better` says whether a higher or a lower score is; without it a few samples are evaluated to know. `mesh` are the ranks that share it.
-        Raises InputError of some kind for whatever cannot be run.
+    Raises InputError of some kind for whatever cannot be run.
     """
     if not mesh.is_sharded or spec.layout.stage < 3:
         return _assemble(spec, task, better, mesh)
@@ -191,17 +192,13 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     length = Duration.parse(spec.train.length)
     tokens = find_tokens_per_sample(source)
     total_steps = to_steps(length, feed, tokens)
-    split = spec.evaluate.split
-
-    @functools.cache
-    def read(split: str) -> Source:
-        return read_split(resolved, split)
-
+    split, read = spec.evaluate.split, functools.cache(functools.partial(read_split, resolved))
     skips = spec.data.on_bad == "skip"
-    better = better or find_direction(
+    tried = None if better else try_out(
         model, resolved, Sound(read(split)) if skips else read(split), split=split, score=spec.evaluate.score, device=device,
         precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
     )  # fmt: skip
+    better = better or (tried.better if tried else "lower")
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -237,7 +234,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes += [] if compiled is None else [compiled.words]
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)
-    return Assembly(spec, resolved, model, read, updates, course, engine, notes, told)
+    return Assembly(spec, resolved, model, read, updates, course, engine, notes, told, tried)
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:

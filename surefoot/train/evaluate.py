@@ -133,17 +133,17 @@ def _batch_size(source: Source, batch: int) -> int:
     return batch if source.guarantee == "proven" else 1  # what is read forwards gives whole batches
 
 
-def find_direction(
+def try_out(
     model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device,
     precision: Compute = "fp32",
-) -> Better:  # fmt: skip
-    """Whether the score is better when "higher" or "lower", from the metrics of a few samples.
+) -> Evaluation:  # fmt: skip
+    """An evaluation of a few samples: which metrics there are, and whether the score is better when "higher" or "lower".
 
     Raises SpecError when `score` names no metric, TaskError when a metric fails.
     """
     try:
         few = _Few(source, min(NUM_TRIED, len(source)))
-        return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision).better
+        return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision)
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:

@@ -97,7 +97,7 @@ class Run:
         self._mesh = together.meshed(group, self.spec)
         digest, choice, notes = group.settle(self._prepare)
         self.assembly.told.extend(heard)
-        together.check_alike(group, self.assembly, digest)
+        together.check_alike(group, self.assembly, digest, self._wanted)
         with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
             chosen,
             self._lock,

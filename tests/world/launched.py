@@ -17,10 +17,11 @@ import torch
 from surefoot.cli import options
 from surefoot.cli.main import _tell
 from surefoot.control.launch import local
-from surefoot.control.launch.forks import ForkServer, dying_with
+from surefoot.control.launch.forks import ForkServer
 from surefoot.control.launch.looking import Told
 from surefoot.core import place
 from surefoot.core.errors import SurefootError
+from surefoot.core.signals import dying_with
 
 Job = Callable[[int], int]
 GONE_S = 10.0  # within which no process may be left

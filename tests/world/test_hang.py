@@ -112,7 +112,10 @@ NAMED = {  # what the verdict says of each kind
         "the ranks did not call collective ", "rank 0 called a maximum of 40 bytes and is in step 5",
         "rank 1 called a maximum of 8 bytes and is in step 5", "evaluation after step 5: the ranks do different things",
     ),
-    "branch": ("rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:"),
+    "branch": (
+        "rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:",
+        "hint: all ranks are ended: every rank has to call the same collectives, in one order",
+    ),
     "barrier": ("rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:"),
     "shape": ("ended by SIGABRT", "in a collective that the task calls itself, at ", "in plant_shape"),
     "dead": ("rank 1 of 2 was ended by SIGKILL",),
@@ -276,7 +279,12 @@ def seen(
 
 
 def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_on_the_network() -> None:
-    assert find_hang([seen(0, 7, 9.0), seen(1, 6, None)]).ranks == (1,)
+    behind = find_hang([seen(0, 7, 9.0), seen(1, 6, None)])
+    assert (behind.ranks, behind.is_unlike) == ((1,), False)
+    own = seen(1, 6, None)._replace(stack=("/lib/torch/distributed/c10d.py:9 in all_reduce", "/me/task.py:3 in loss"))
+    assert find_hang([seen(0, 7, 9.0), own]).is_unlike  # rank 0 has come past it, and never called it
+    assert not find_hang([seen(0, 7, 9.0), own._replace(state="T")]).is_unlike
+    assert not find_hang([seen(0, 7, 9.0), own, seen(2, 6, None)]).is_unlike  # it may wait for the third, which hangs
     other = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, Kind.GATHER), seen(2, 7, 9.0)])
     assert other.ranks == (1,)
     assert "did not call collective 7 alike" in other.words

@@ -231,14 +231,16 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
     [
         (("--ranks", "0"), {}, "error: --ranks is 0"),
         (("--ranks", "2", "--set", "layout.replicate=3"), {}, "error: layout.replicate is 3, and there are 2 ranks"),
+        (("--ranks", "1000"), {}, "error: a batch of 64 gives 1000 ranks 64 pieces to compute\nhint: use fewer ranks, or batches of 1000"),
+        ((), {"RANK": "0"}, "error: RANK is 0, and WORLD_SIZE is not set"),
         (
             ("--ranks", "2"), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
             "error: --ranks is given to a process that is a rank already",
         ),
         ((), {"RANK": "0", "WORLD_SIZE": "2"}, "error: MASTER_ADDR is not set in a world of 2"),
         pytest.param(
-            (), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "error: the variable MASTER_PORT is 'x'",
-            marks=pytest.mark.slow,
+            (), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "error: the variable MASTER_PORT is 'x', not a whole number\nhint: a port is a number from 1 to 65535", marks=pytest.mark.slow,
         ),
         (
             (), {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"},

@@ -134,7 +134,7 @@ def _print_phases(past: Past) -> None:
     rows = [[each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)] for each in found.phases]
     rows.append(["a step", "", "", *_spread(found.step)])
     print_table(("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2)
-    print_text("mean and further: of one step; of the phases, of the records' means. communication: n/a on one process", indent=2)
+    print_text("mean and further: of one step; of the phases, of the records' means", indent=2)
     told = "" if found.coverage is None else f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} of another clock"
     print_text(f"the phases add up to {format_seconds(found.total_s)}{told}", indent=2)
     for row in found.outliers[:MAX_OUTLIERS]:

@@ -149,7 +149,7 @@ def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: i
     from surefoot.core.units import format_number, format_seconds
     from surefoot.prove.layouts import verify_layouts
 
-    layouts = [Layout.parse(each) for each in text.split(";")]
+    layouts = list(dict.fromkeys(Layout.parse(each) for each in text.split(";")))  # each once, however it is written
     if all(each.world_size == 1 for each in layouts):
         raise InputError(f"--layouts {text!r} names no layout of several ranks", hint='--layouts "replicate=2; replicate=4"')
     if steps < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from surefoot.core.flight import Kind, Seen
 
@@ -15,7 +15,8 @@ STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that hold up the others, and what is known of them, in words; `is_unlike` where they do not do what the others do."""
+    """The ranks that hold up the others, and what is known of them, in words; `is_unlike` where they do not do what the others do, which
+    is the code, and no other attempt mends it."""
 
     ranks: tuple[int, ...]
     words: str
@@ -40,7 +41,7 @@ def find_apart(rows: Sequence[Seen]) -> Hang | None:
     if len(rows) < 2:
         return None
     if not any(row.record.waits_s is not None for row in rows):
-        own = [row for row in rows if any(TOGETHER in frame for frame in row.stack)]
+        own = [row for row in rows if _is_in_own_collective(row)]
         return Hang(tuple(row.rank for row in own), _places(own)) if own else None
     found = find_hang([row._replace(state="S") for row in rows])
     return found if found.ranks else None
@@ -55,7 +56,9 @@ def find_hang(rows: Sequence[Seen]) -> Hang:
     furthest = max((row.record.count for row in waiting), default=0)
     behind = [row for row in rows if row.record.waits_s is None]
     if behind:
-        return _blame(behind, rows, "has not come")
+        # the others have come past this, so that they never called it
+        is_own = all(row.state not in STATES and _is_in_own_collective(row) for row in behind)
+        return replace(_blame(behind, rows, "has not come"), is_unlike=is_own)
     stopped = [row for row in rows if row.state in STATES]
     if stopped:
         return _blame(stopped, rows, "is there, and does not answer")
@@ -106,11 +109,15 @@ def _place(row: Seen) -> str:
         parts.append(f"it waits for a disk or a file ({row.file})")
     elif row.state in STATES:
         parts.append(STATES[row.state])
-    if row.record.waits_s is None and any(TOGETHER in frame for frame in row.stack):
+    if _is_in_own_collective(row):
         parts.append("in a collective that the task calls itself")
     if row.stack:
         parts.append(f"at {find_frame(row.stack)}")
     return ", ".join(parts)
+
+
+def _is_in_own_collective(row: Seen) -> bool:
+    return row.record.waits_s is None and any(TOGETHER in frame for frame in row.stack)
 
 
 def _called(kind: Kind, num_bytes: int) -> str:

@@ -7,7 +7,6 @@ it. What a rank was ended by it keeps until it is asked, so that no other proces
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -19,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from surefoot.core import place
+from surefoot.core.signals import dying_with, process_control
 
-DIES_WITH_PARENT, NAME = 1, 15  # PR_SET_PDEATHSIG and PR_SET_NAME of prctl(2)
 LOST = -int(signal.SIGKILL)  # how a rank ended whose server is gone: it was killed with it
+NAME = 15  # PR_SET_NAME of prctl(2)
 MOST_BYTES = 1 << 16
 ANSWER_S = 20.0  # to fork, or to tell how a rank ended: one that takes longer is stopped, and is ended
 
@@ -150,24 +150,7 @@ class ForkServer:
         )  # fmt: skip
 
 
-def dying_with(parent: int) -> Callable[[], None]:
-    """What a new process calls first: the kernel ends it with its parent, if that has not ended already."""
-    control = _control()
-
-    def call() -> None:
-        if control is not None:
-            control(DIES_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the request
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return call
-
-
 def name_process(name: str) -> None:
     """What `ps` and `top` call this process; 15 characters of it."""
-    if (control := _control()) is not None:
+    if (control := process_control()) is not None:
         control(NAME, name.encode(), 0, 0, 0)
-
-
-def _control() -> Any:
-    return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None

@@ -189,10 +189,14 @@ def _end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Ju
     if len(rows) < 2 or not judge.is_stalled(rows):
         return None
     rows = with_stacks(rows, pids, told)
-    say(f"error: {judge.tell(rows)}")
-    say(f"hint: all ranks are ended, and {judge.hint}; layout.stall says how long one may take")
-    _end_all(ranks)
     late = judge.blame(rows)
+    say(f"error: {judge.tell(rows)}")
+    say(
+        "hint: all ranks are ended: every rank has to call the same collectives, in one order"
+        if late is None
+        else f"hint: all ranks are ended, and {judge.hint}; layout.stall says how long one may take"
+    )
+    _end_all(ranks)
     return Fault(How.APART) if late is None else Fault(How.HUNG, late[0] if len(late) == 1 else None)
 
 

@@ -15,7 +15,9 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
         cut = "" if microbatch is None else f" in microbatches of {microbatch}"
         raise SpecError(
             f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} piece{'s' * (pieces != 1)} to compute",
-            hint=f"use fewer ranks, or train.microbatch = {max(1, smallest // num_ranks)} or less",
+            hint=f"use fewer ranks, or train.microbatch = {smallest // num_ranks} or less"
+            if smallest >= num_ranks
+            else f"use fewer ranks, or batches of {num_ranks} and more",
         )
 
 

@@ -8,6 +8,7 @@ import faulthandler
 import functools
 import gc
 import itertools
+import os
 import signal
 import socket
 import threading
@@ -28,6 +29,7 @@ from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Flight
 from surefoot.core.place import Place
 from surefoot.core.ranks.layout import Transport
+from surefoot.core.signals import dying_with
 from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
 from surefoot.runtime.comm.host_memory import meet
 
@@ -50,19 +52,26 @@ def join(
         yield ALONE
         return
     _collect_at_exit()
+    if here.has_agent:
+        dying_with(os.getppid())()  # torchrun that is killed ends nobody: its ranks would train on, and hold the run
     interface = None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
     put_back = place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
     try:
         store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
         with lost_while_joining():
             _await_all(store, here, wait_s)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend, begun_s = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
         try:
             dist.init_process_group(
                 backend, store=PrefixStore("torch", store), rank=here.rank, world_size=here.world_size,
                 timeout=timedelta(seconds=timeout_s),
             )  # fmt: skip
         except RuntimeError as error:
+            if time.monotonic() - begun_s >= timeout_s:
+                raise LostRank(
+                    f"{GONE}, or does not answer within {timeout_s:g} s",
+                    hint=f"{GONE_HINT}; layout.timeout says how long it is waited for",
+                ) from error
             if here.is_on_loopback:
                 raise LostRank(GONE, hint=GONE_HINT) from error
             by = f" by {interface}" if interface is not None else ""
@@ -197,11 +206,12 @@ def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
 
 
 def _await_all(store: Store, here: Place, wait_s: float) -> None:
-    """Come together. Raises InputError, with the ranks that are missing, for those that do not come in time."""
+    """Come together. Raises InputError, with the ranks that are missing, for those that do not come in time, and for one that was told
+    another number of ranks."""
     until_s = time.monotonic() + wait_s
-    store.set(f"rank/{here.rank}", here.host)
+    store.set(f"rank/{here.rank}", str(here.world_size))
     missing = list(range(here.world_size))
-    while missing := [rank for rank in missing if not store.check([f"rank/{rank}"])]:
+    while missing := [rank for rank in missing if not _has_come(store, rank, here)]:
         if time.monotonic() >= until_s:
             told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
             raise InputError(
@@ -209,3 +219,15 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
                 hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
             )
         time.sleep(LOOK_S)
+
+
+def _has_come(store: Store, rank: int, here: Place) -> bool:
+    if not store.check([f"rank/{rank}"]):
+        return False
+    theirs = store.get(f"rank/{rank}").decode()
+    if theirs != str(here.world_size):
+        raise InputError(
+            f"rank {here.rank} is one of {here.world_size}, rank {rank} is one of {theirs}",
+            hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
+        )
+    return True

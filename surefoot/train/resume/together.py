@@ -107,12 +107,18 @@ def _is_time(text: str) -> bool:
     return text != "never" and Duration.parse(text).unit == "s"
 
 
-def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
-    """Raise SpecError, with field and rank, where a rank would compute something else; then every rank starts with rank 0's weights."""
+def check_alike(group: Group, assembly: Assembly, code_digest: str, run: object = None) -> None:
+    """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
+    rank starts with rank 0's weights."""
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
+    tried = assembly.tried
+    judged = None if tried is None else assembly.evaluation(tried.split)
     facts = {
         "spec": assembly.spec.id, "code of the task": code_digest[:16], "data": source.digest[:16],
-        "number of samples": str(len(source)), "steps of an epoch": str(feed.steps_per_epoch), "steps": str(assembly.course.total_steps),
+        "number of samples": str(len(source)), "data of the evaluation": "" if judged is None else judged.digest[:16],
+        "samples of the evaluation": "" if judged is None else str(len(judged)),
+        "metrics": "" if tried is None else ", ".join(sorted(tried.metrics)), "run folder": "" if run is None else str(run),
+        "steps of an epoch": str(feed.steps_per_epoch), "steps": str(assembly.course.total_steps),
         "parameters": str([list(each.shape) for each in assembly.model.parameters()]), "precision": assembly.engine.policy.compute,
         "device": assembly.engine.device.type, "version of torch": torch.__version__,
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
@@ -123,7 +129,7 @@ def check_alike(group: Group, assembly: Assembly, code_digest: str) -> None:
         name, rank, theirs, first = apart[0]
         raise SpecError(
             f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
-            hint="start every rank with the same spec, code, data and packages",
+            hint="start every rank with the same spec, code, data, packages and --run",
         )
     if ranks is not None and ranks.sharded is not None:
         group.copy_from_first(list(assembly.model.buffers()))
