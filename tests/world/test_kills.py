@@ -71,7 +71,9 @@ def killed(seed: int, victim: str, folder: Path, layouts: Sequence[dict[str, Any
         assert supervised.wait() == 0, (told, supervised.said)
     elif victim == "supervisor":
         os.kill(supervised.pid, signal.SIGKILL)
-        assert supervised.wait() == -signal.SIGKILL
+        code = supervised.wait()
+        is_late = code == 0  # it ended before the signal came
+        assert is_late or code == -signal.SIGKILL
         assert supervised.left(GONE_S) == [], told
         again = Supervised(job, 2, folder / "again", stall_s=20, run=folder / "run", max_restarts=3)
         assert again.wait() == 0, (told, again.said)

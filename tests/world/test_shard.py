@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from surefoot.cli.operate import difference
 from surefoot.cli.options import launch_ranks
 from surefoot.components import checkpoint
 from surefoot.components.data import consumed
@@ -185,6 +186,12 @@ def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Pa
         mine, theirs = checkpoint.Commit(folder, 13).read(file), checkpoint.Commit(whole, 13).read(file)
         assert worst(mine, theirs) < 1e-10
     assert consumed.check(folder).holds
+    pair = [checkpoint.Commit(each, 13).folder for each in (folder, whole)]
+    assert (pair[0] / "optimizer.rank-00002.safetensors").exists()
+    found, _ = difference.compare(*pair)  # as one tensor each, though the rows of one commit are in three files
+    unlike = [each for each in found if each.file.endswith(".safetensors") and "random" not in each.name]
+    assert 0 < len(unlike) < 99
+    assert all(each.max_abs is not None and each.max_abs < 1e-10 for each in unlike), unlike
 
 
 def _left(folder: Path, given: RunSpec, most: int | None) -> Any:

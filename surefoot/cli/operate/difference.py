@@ -70,15 +70,19 @@ Place = tuple[Entry, Piece]
 Pair = tuple[Path, Path]
 
 
-def _places(made: Manifest) -> dict[str, Place]:
-    """Tensors by kind of file and name: a weight that was frozen later stands in another file, and is the same weight."""
-    return {
-        f"{_kind(entry.name)}\n{name}": (entry, piece) for entry in made.files for name, piece in (entry.tensors or {}).items()
-    }
+def _places(made: Manifest) -> dict[str, list[Place]]:
+    """The parts of each tensor in the order of their rows, by kind of file and name: a weight that was frozen later stands in another
+    file, and is the same weight; so is one of which each rank wrote its rows."""
+    found: dict[str, list[Place]] = {}
+    for entry in made.files:
+        for name, piece in (entry.tensors or {}).items():
+            found.setdefault(f"{_kind(entry.name)}\n{name}", []).append((entry, piece))
+    return {key: sorted(parts, key=lambda part: part[1].offset) for key, parts in found.items()}
 
 
 def _kind(file: str) -> str:
-    return "model.safetensors" if file.startswith("model-") else file
+    whole = manifest.file_of(file)
+    return "model.safetensors" if whole.startswith("model-") else whole
 
 
 def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: Executor) -> tuple[list[Difference], int]:
@@ -91,20 +95,32 @@ def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: 
             found.append(Difference(file, name, f"only in {folders[0] if key in ours else folders[1]}"))
             continue
         mine, other = ours[key], theirs[key]
-        if (mine[1].dtype, mine[1].shape, mine[1].sha256) == (other[1].dtype, other[1].shape, other[1].sha256):
+        one, two = mine[0][1], other[0][1]
+        if [_content(piece) for _, piece in mine] == [_content(piece) for _, piece in other]:
             same += 1
-        elif mine[1].shape != other[1].shape:
-            found.append(Difference(file, name, f"shape {list(mine[1].shape)} and {list(other[1].shape)}"))
-        elif mine[1].dtype != other[1].dtype:
-            found.append(Difference(file, name, f"dtype {mine[1].dtype} and {other[1].dtype}"))
+        elif one.whole != two.whole:
+            found.append(Difference(file, name, f"shape {list(one.whole)} and {list(two.whole)}"))
+        elif one.dtype != two.dtype:
+            found.append(Difference(file, name, f"dtype {one.dtype} and {two.dtype}"))
         else:
-            values = [read_tensor(folder, *place, name, pool) for folder, place in zip(folders, (mine, other), strict=True)]
-            found.append(_numbers(file, name, values[0], values[1], mine[1].dtype))
+            values = [
+                np.concatenate([read_tensor(folder, *part, name, pool) for part in parts])
+                for folder, parts in zip(folders, (mine, other), strict=True)
+            ]
+            apart = _numbers(file, name, values[0], values[1], one.dtype)
+            if apart.num_different:
+                found.append(apart)
+            else:  # cut in other ways
+                same += 1
     return found, same
 
 
+def _content(piece: Piece) -> tuple[object, ...]:
+    return piece.dtype, piece.shape, piece.whole, piece.sha256
+
+
 def read_tensor(folder: Path, entry: Entry, piece: Piece, name: str, pool: Executor) -> npt.NDArray[Any]:
-    """One tensor as it is stored, flat, hashed in the memory that receives it. Raises RunFolderError for a damaged one."""
+    """One tensor, or a part of one, as it is stored, flat, hashed in the memory that receives it. Raises RunFolderError for damage."""
     held = bytearray(piece.num_bytes)
     with commits.opened(folder, entry) as file:
         spans = commits.spans(len(commits.read_header(file, folder / entry.name, entry)), {name: piece})
