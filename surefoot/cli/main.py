@@ -112,6 +112,8 @@ def _left(leave: SystemExit) -> int:
     """The code of an exit that is ours; one of a task's code is told as an error of it, whatever code it gave."""
     if isinstance(leave.__context__, BrokenPipeError):
         return EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
+    if "torch" not in sys.modules:
+        raise leave  # no code of a task has run, as where a shell asks what fits: it is not kept waiting for torch
     from surefoot.train.failure import blame
 
     if blame.is_ours(leave) or blame.find_user_frame(leave) is None:

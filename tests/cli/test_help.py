@@ -146,11 +146,12 @@ def environment(**more: str) -> dict[str, str]:
     ("typed", "offered"),
     [("surefoot tr", ["train"]), ("surefoot spec s", ["show", "schema"]), ("surefoot train dig", ["digits"])],
 )
-def test_a_shell_is_offered_what_fits(typed: str, offered: list[str]) -> None:
+def test_a_shell_is_offered_what_fits_without_waiting_for_torch(typed: str, offered: list[str]) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_SUREFOOT_COMPLETE": "complete_bash"}
-    command = [sys.executable, "-m", "surefoot"]
+    command = [sys.executable, "-X", "importtime", "-m", "surefoot"]
     done = subprocess.run(command, env=environment(**words), capture_output=True, text=True, check=True)
     assert done.stdout.split() == offered
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 
 
 def test_a_reader_who_leaves_early_is_no_failure(tmp_path: Path) -> None:

@@ -198,6 +198,7 @@ def test_a_run_that_goes_on_is_asked_and_goes_on(surefoot: Command, live: Path) 
     assert runlock.is_held(live)
 
 
+@pytest.mark.slow  # two of what the test before it asks
 def test_two_who_ask_one_run_are_told_apart(surefoot: Command, live: Path) -> None:
     words = [sys.executable, "-m", "surefoot", "profile", "live", "--steps", "100", "--with", "", "--json"]
     with subprocess.Popen(words, cwd=live.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:

@@ -253,6 +253,7 @@ def test_without_torchao_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     assert "pip install 'surefoot[lowbit]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # imports torchao in a process of its own
 def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
     program = (
         "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: sys.stderr.write(f\"{'torchao' in sys.modules}\")"

@@ -13,7 +13,8 @@ from tests.docs.runner import ROOT, Forge, Reader
 
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 LINKED = sorted((*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")))
-LONG = {f"docs/guides/{name}.md" for name in ("compile", "ladder", "large-batches", "memory", "precision", "several-ranks")}
+GUIDES = ("compile", "exact-resume", "ladder", "large-batches", "memory", "precision", "several-ranks")
+LONG = {"docs/concepts/roofline.md", *(f"docs/guides/{name}.md" for name in GUIDES)}
 
 
 def _name(path: Path) -> str:

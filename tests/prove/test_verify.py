@@ -85,9 +85,10 @@ PLANTED = {  # what is planted, where the difference is said to be, in which com
     "state that state() does not name": ("model[0].bias.data += 1e-4 * STEP", "resume", "parameters", "state()"),
     "a generator of its own": (NOISE, "resume", "", "state()"),
 }
+LONGER = ("a draw that no seed decides", "a generator of its own")
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in PLANTED])
 def test_what_does_not_repeat_or_does_not_go_on_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,7 +311,7 @@ def test_the_script_does_not_outlive_verify(number: signal.Signals, code: int, t
         os.kill(int((tmp_path / "pid.txt").read_text()), 0)
 
 
-@pytest.mark.parametrize("way", [(), ("--precision",)])
+@pytest.mark.parametrize("way", [pytest.param((), marks=pytest.mark.slow), ("--precision",)])
 def test_a_verify_that_is_told_to_end_leaves_no_run_and_no_folder(way: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     words = (sys.executable, "-m", "surefoot", "verify", "digits", *way, "--steps", "100000", "--quiet")

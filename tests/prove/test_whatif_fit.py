@@ -68,7 +68,10 @@ def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(spec: Path, s
 
 @pytest.mark.parametrize(
     ("change", "code", "words"),
-    [("task.width=-1", 3, "a microbatch of 1 could not be measured"), ("train.batch=25", 2, "there are 24 samples, fewer than")],
+    [
+        pytest.param("task.width=-1", 3, "a microbatch of 1 could not be measured", marks=pytest.mark.slow),
+        ("train.batch=25", 2, "there are 24 samples, fewer than"),
+    ],
 )
 def test_what_fails_for_another_reason_than_memory_is_an_error(
     change: str, code: int, words: str, spec: Path, surefoot: Command
@@ -79,6 +82,7 @@ def test_what_fails_for_another_reason_than_memory_is_an_error(
     assert "hint:" in answer.err
 
 
+@pytest.mark.slow
 def test_a_microbatch_that_the_model_refuses_is_passed_over(tmp_path: Path, surefoot: Command) -> None:
     """Planted: BatchNorm, which takes no single sample; where the search begins with one, the answer is a larger one, or that none fits."""
     norm = ("nn.ReLU()", "nn.BatchNorm1d(self.width), nn.ReLU()")

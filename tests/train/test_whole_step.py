@@ -319,7 +319,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("how", ["in the groups", pytest.param("by a state", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow) if "decay" in what else what for what in CHANGES])
 def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: str) -> None:
     kind, first, then = CHANGES[what]
     pairs = [(model, guarded_of(kind, model, **first)) for model in (small_model(), small_model())]
