@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 
 from surefoot.core import place
-from surefoot.core.errors import EXIT_INTERRUPTED
+from surefoot.core.errors import EXIT_INTERRUPTED, LostRank
 
 
 def main() -> None:
@@ -24,6 +24,12 @@ def main() -> None:
         run_a_verb()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except SystemExit as ended:
+        if link is not None and ended.code == LostRank.exit_code:
+            from surefoot.cli.forks import leave
+
+            leave(LostRank.exit_code)
+        raise
 
 
 def _hear(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import ctypes
 import gc
+import io
 import json
 import os
 import random
@@ -44,8 +48,26 @@ def serve(descriptor: int) -> None:
 
 
 def _load() -> None:
+    """What every rank needs; of NumPy and the built-in tasks too what comes late."""
+
     import surefoot.cli.main
+    import surefoot.tasks
     import surefoot.train.run  # noqa: F401
+
+
+def leave(code: int) -> None:
+    """End this rank as Python ends a process, but for taking apart all that was loaded: a third of a second, for which the others wait.
+
+    Threads are waited for, and what was to be done at the end is done; files that are still open are written to the disk.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():  # what was loaded before the fork is frozen, and is not among them
+        if isinstance(each, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):
+                each.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code)
 
 
 def _is_fit() -> bool:

@@ -117,10 +117,10 @@ class Run:
             folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept,
             is_fork=self._start is not None,
         )  # fmt: skip
-        check_as_stated(choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
+        check_as_stated(chosen := choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
-        return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly)]
+        return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
 
     def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
         """Open what is written to and write the first record."""

@@ -17,6 +17,7 @@ from surefoot.contract import ledger
 from surefoot.contract.events import Evaluated, Started, Step
 from surefoot.core.errors import SpecError
 from surefoot.prove.whatif.noise import gradient_of
+from surefoot.train.preflight import norms
 from surefoot.train.run import Run, drive
 from tests.train.small import SAMPLES, Small, records, spec
 from tests.train.test_resume import Left
@@ -139,6 +140,18 @@ def test_batchnorm_under_accumulation_is_told_with_what_it_does_to_the_gradient(
         one, other = _gradient(run, [whole]), _gradient(run, batches)
     assert float(found[1]) == pytest.approx(100 * float((one - other).norm() / one.norm()), rel=1e-2)
     assert float(found[1]) > 1
+
+
+def test_what_batchnorm_does_is_measured_by_the_first_attempt_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"train": {"batch": 12, "microbatch": 3}}
+    with pytest.raises(KeyboardInterrupt), Run(spec(**tables), Convolved(), folder=tmp_path / "run", quiet=True) as run:
+        for report in run.steps():
+            if report.step == 2:
+                run.save()
+                raise KeyboardInterrupt
+    assert sum(note.startswith("BatchNorm sees") for note in notes(tmp_path / "run")) == 1
+    monkeypatch.setattr(norms, "_apart", lambda *given: pytest.fail("it was measured again"))
+    finish(tmp_path / "run", Convolved(), **tables)
 
 
 def _first(run: Run) -> list[tuple[Any, Any]]:

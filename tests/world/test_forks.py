@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,3 +134,22 @@ def wait_for_ranks(supervisor: int, run: Path, attempt: int, within_s: float = 6
             return sorted(found, key=psutil.Process.name)
         time.sleep(0.05)
     raise AssertionError(f"attempt {attempt} made no commit")
+
+
+LEAVING = """
+import atexit, sys, threading, time
+from surefoot.cli.forks import leave
+held = open(sys.argv[1], "w")
+held.write("of a file that is still open\\n")
+atexit.register(lambda: print("at the end", flush=True))
+threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
+leave(8)
+"""
+
+
+def test_a_rank_that_leaves_at_once_loses_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LEAVING, str(tmp_path / "held")]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (8, "")
+    assert done.stdout.split("\n") == ["of a thread", "at the end", ""]
+    assert (tmp_path / "held").read_text() == "of a file that is still open\n"

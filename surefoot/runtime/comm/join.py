@@ -210,7 +210,7 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
     another number of ranks."""
     until_s = time.monotonic() + wait_s
     store.set(f"rank/{here.rank}", str(here.world_size))
-    missing = list(range(here.world_size))
+    missing, look_s = list(range(here.world_size)), 0.001
     while missing := [rank for rank in missing if not _has_come(store, rank, here)]:
         if time.monotonic() >= until_s:
             told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
@@ -218,7 +218,8 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
                 f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not come within {wait_s:g} s",
                 hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
             )
-        time.sleep(LOOK_S)
+        time.sleep(look_s)
+        look_s = min(2 * look_s, LOOK_S)
 
 
 def _has_come(store: Store, rank: int, here: Place) -> bool:

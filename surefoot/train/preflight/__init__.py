@@ -9,8 +9,11 @@ from surefoot.train.record.compiling import eager
 from surefoot.train.resume.state import LiveState
 
 
-def check(assembly: Assembly) -> list[str]:
-    """Try what the run is made of; gives notes, and adds to those that are said. Raises TaskError for what cannot be trained."""
+def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
+    """Try what the run is made of; gives notes, and adds to those that are said. Raises TaskError for what cannot be trained.
+
+    What is only measured, to be told, the first attempt at a run has told: one that goes on (`is_again`) does not measure it anew.
+    """
     offload = assembly.spec.memory.offload
     if offload != "none" and assembly.engine.device.type == "cpu":
         raise SpecError(
@@ -20,5 +23,6 @@ def check(assembly: Assembly) -> list[str]:
     LiveState(assembly).check()
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
-        assembly.told.extend([*norms.check(assembly), *draws.check(assembly)])
+        measured = [] if is_again else norms.check(assembly)
+        assembly.told.extend([*measured, *draws.check(assembly)])
     return notes
