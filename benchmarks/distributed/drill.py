@@ -34,9 +34,9 @@ SHARE = 0.8  # of the time that is asked for, an unbroken run takes: the rest go
 
 
 def make_command(steps: int, run: Path, ranks: int) -> list[str]:
-    """`digits` with the same bits on any number of ranks; a commit every two seconds."""
+    """`digits` with the same bits on any number of ranks; a commit every second."""
     stated = (
-        f"layout.virtual_ranks={RANKS}", "train.threads=1", 'checkpoint.every="2 s"',
+        f"layout.virtual_ranks={RANKS}", "train.threads=1", 'checkpoint.every="1 s"',
         'evaluate.every="5000 steps"', 'observe.every="20 steps"',
         "observe.tensorboard=false",
     )  # fmt: skip
