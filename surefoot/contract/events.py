@@ -187,6 +187,7 @@ class Ended(Event):
 KINDS: dict[str, type[Event]] = {
     kind.kind: kind for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
 }
+HEAD = f'{{"v": {VERSION}, "kind": "'  # of every line
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: a record is written every few steps
 _NO_COUNTS = ("seed",)  # torch draws one of 64 bits for a process that sets none
@@ -204,16 +205,20 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def read(folder: Path) -> Iterator[Event]:
+def read(folder: Path, *only: type[Event]) -> Iterator[Event]:
     """The events of a run in the order written; a torn last line, holes of zeros and kinds of a later version are left out.
 
+    With `only` those of some kinds: the others, which may be millions, are passed over without a look into them.
     Raises RunFolderError when the folder holds no events, a line in the middle is damaged, or the format is newer.
     """
     path = folder / FILE
     if not path.is_file():
         raise RunFolderError(f"{folder} is no run: it holds no {FILE}", hint="surefoot runs lists the runs below a folder")
+    passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
+            if only and _kind_of(line) in passed:
+                continue
             row = _row(line)
             if row is None:
                 if "\0" in line:
@@ -223,8 +228,13 @@ def read(folder: Path) -> Iterator[Event]:
                 raise RunFolderError(f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand")
             if row.get("v", 0) > VERSION:
                 raise RunFolderError(f"{path} is of format {row['v']}, newer than {VERSION}", hint="use a newer surefoot")
-            if row["kind"] in KINDS:
+            if row["kind"] in KINDS and row["kind"] not in passed:
                 yield _made(row, f"{path}:{number}")
+
+
+def _kind_of(line: str) -> str:
+    """The kind of a whole line as it is written here; "" of any other."""
+    return line[len(HEAD) : line.find('"', len(HEAD))] if line.startswith(HEAD) and line.endswith("}\n") else ""
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -276,7 +286,7 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
 
 def is_finished(folder: Path) -> bool:
     """Whether the newest attempt of a run came to its end."""
-    past = list(read(folder)) if (folder / FILE).is_file() else []
+    past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
     return bool(past) and isinstance(past[-1], Ended) and past[-1].outcome == "finished"
 
 

@@ -106,7 +106,7 @@ def _chosen(
         return Chosen(wanted, False)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
-    past = list(events.read(wanted))
+    past = list(events.read(wanted, Started, Ended))
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         raise RunFolderError(

@@ -111,7 +111,7 @@ def _own_precision(run: Path, spec: RunSpec) -> Compute:
     """What the run computed in, as far as a CPU has it: "auto" as its newest attempt chose, tf32 as the fp32 that it stands for."""
     compute: Any = spec.precision.compute
     if compute == "auto":
-        compute = [each.precision.get("compute", "fp32") for each in events.read(run) if isinstance(each, Started)][-1]
+        compute = [each.precision.get("compute", "fp32") for each in events.read(run, Started) if isinstance(each, Started)][-1]
     return "fp32" if compute == "tf32" else cast("Compute", compute)
 
 

@@ -172,6 +172,25 @@ def test_a_later_version_adds_kinds_and_fields_and_a_later_format_is_refused(tmp
         list(events.read(tmp_path))
 
 
+def test_records_of_other_kinds_are_passed_over_without_a_look_into_them(tmp_path: Path) -> None:
+    """A run that goes on asks for its beginnings and its end: it may have a million steps."""
+    journal(tmp_path, started(), step(1), evaluated(1), step(2), started(2, first_step=3), step(3))
+    rows = list(events.read(tmp_path))
+    assert list(events.read(tmp_path, Started, Ended)) == [rows[0], rows[4]]
+    assert list(events.read(tmp_path, Step)) == [rows[1], rows[3], rows[5]]
+    text = (tmp_path / events.FILE).read_text()
+    write(tmp_path, text.replace('"loss": ', '"loss": nothing '))
+    assert list(events.read(tmp_path, Started)) == [rows[0], rows[4]]
+    with pytest.raises(RunFolderError, match="is no event"):
+        list(events.read(tmp_path))
+    spaced = "".join(json.dumps(json.loads(line), separators=(",", ":")) + "\n" for line in text.splitlines())
+    write(tmp_path, spaced + '{"v": 1, "kind": "st\n{"v": 1, "kind": "later}\n')  # whoever wrote it so
+    with pytest.raises(RunFolderError, match="is no event"):
+        list(events.read(tmp_path, Started))
+    write(tmp_path, spaced)
+    assert list(events.read(tmp_path, Started)) == [rows[0], rows[4]]
+
+
 def test_a_folder_without_a_log_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run"):
         list(events.read(tmp_path))

@@ -90,7 +90,7 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
     }  # its store is the run's
     tables["observe"] = {"tensorboard": False}
     beside = RunSpec(**tables)
-    started = [each for each in events.read(run) if isinstance(each, Started)]
+    started = [each for each in events.read(run, Started) if isinstance(each, Started)]
     total = started[-1].total_steps if started else None
     if Duration.parse(spec.train.length).unit == "s" or (total is not None and total - step >= window.num_steps):
         return beside

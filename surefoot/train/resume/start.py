@@ -124,7 +124,7 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
 
 def _others(run: Path, assembly: Assembly) -> list[str]:
     """What is not in a spec and is another than in the run that is forked: its data, the task's code."""
-    starts = [event for event in events.read(run) if isinstance(event, Started)] if (run / events.FILE).is_file() else []
+    starts = [event for event in events.read(run, Started) if isinstance(event, Started)] if (run / events.FILE).is_file() else []
     if not starts:
         return []
     notes = []
