@@ -68,6 +68,13 @@ def test_nothing_is_advised_where_nothing_can_be_weighed(save_s: float, between_
     assert advise_interval(save_s, between_s) is None
 
 
+def test_no_save_is_advised_before_the_one_before_it_is_written() -> None:
+    advice = advise_interval(40e-6, 30.0, write_s=0.08)
+    assert advice is not None
+    assert advice.interval_s == 0.08  # the root of both is 49 ms
+    assert advice.lost_share == pytest.approx(40e-6 / 0.08 + 0.04 / 30)
+
+
 def test_why_tells_the_kill_and_the_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

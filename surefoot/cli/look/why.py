@@ -51,7 +51,7 @@ def why(
     memory = find_memory_use(records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere)
     waits, advice = find_waits(records), None
     if found.median_save_s is not None and found.between_failures_s is not None:
-        advice = advise_interval(found.median_save_s, found.between_failures_s)
+        advice = advise_interval(found.median_save_s, found.between_failures_s, found.median_write_s or 0.0)
     if json:
         more = {"ranks": None if waits is None else waits.as_row(), "memory": None if memory is None else memory.as_row()}
         options.print_json({**_as_row(str(run), found, advice), **more})
@@ -105,9 +105,17 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
         reason = "no attempt failed" if not found.num_failures else "no save was recorded"
         return [("advice", f"n/a: {reason}, so there is nothing to weigh a save against")]
     return [
-        ("a save costs", f"{format_seconds(advice.save_s)} of waiting (median)"),
+        (
+            "a save costs",
+            f"{format_seconds(advice.save_s)} of waiting (median), and is written in {format_seconds(advice.write_s)}",
+        ),
         ("a failure comes every", format_seconds(advice.between_s)),
-        ("save every", f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"),
+        (
+            "save every",
+            f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"
+            if advice.interval_s > advice.write_s
+            else f"{format_seconds(advice.interval_s)}, as fast as one is written: it is hardly waited for",
+        ),
         ("then is lost", format_percent(advice.lost_share)),
     ]
 

@@ -43,6 +43,7 @@ class Goodput:
     down_s: float
     other_s: float
     median_save_s: float | None
+    median_write_s: float | None
 
     @property
     def parts(self) -> dict[str, float]:
@@ -93,11 +94,12 @@ def find_goodput(events: Iterable[Event]) -> Goodput:
             elif isinstance(event, Committed):
                 save_s += event.waited_s
     productive_s = max(0.0, productive_s - save_s)  # a save that is waited for falls into the steps around it
-    waits = [event.waited_s for group in groups for event in group if isinstance(event, Committed)]
+    saves = [event for group in groups for event in group if isinstance(event, Committed)]
     known_s = productive_s + evaluate_s + save_s + rework_s + down_s
     return Goodput(
         attempts=attempts, total_s=total_s, productive_s=productive_s, evaluate_s=evaluate_s, save_s=save_s, rework_s=rework_s,
-        down_s=down_s, other_s=total_s - known_s, median_save_s=median(waits) if waits else None,
+        down_s=down_s, other_s=total_s - known_s, median_save_s=median([each.waited_s for each in saves]) if saves else None,
+        median_write_s=median([each.elapsed_s for each in saves]) if saves else None,
     )  # fmt: skip
 
 
