@@ -7,7 +7,6 @@ E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Mach
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +94,6 @@ def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
     return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
 
 
-@functools.cache
 def _read() -> tuple[np.ndarray, np.ndarray]:
     """Pixels (N, 64), 0 to 16, and labels (N,), 0 to 9, as scikit-learn's `load_digits` gives them.
 

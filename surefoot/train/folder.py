@@ -58,10 +58,11 @@ def code_digest(use: str | None, task: object) -> str:
 
 def choose(
     wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool,
-    closed_by: Collection[str] = FINISHED, is_fork: bool = False,
+    closed_by: Collection[str] = FINISHED, is_fork: bool = False, checks_log: bool = True,
 ) -> Chosen:  # fmt: skip
     """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` is not gone on with, and what a fork left that
-    was killed before its first commit is for a fork alone.
+    was killed before its first commit is for a fork alone. Without `checks_log` most of the log, which grows with the run, is not
+    looked at.
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
@@ -75,6 +76,7 @@ def choose(
             accept_code_change=accept_code_change,
             closed_by=closed_by,
             is_fork=is_fork,
+            checks_log=checks_log,
         )
     except OSError as error:
         raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
@@ -84,7 +86,7 @@ def choose(
 
 def _chosen(
     wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
-    is_fork: bool,
+    is_fork: bool, checks_log: bool,
 ) -> Chosen:  # fmt: skip
     if wanted is None:
         return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
@@ -106,7 +108,9 @@ def _chosen(
         return Chosen(wanted, False)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
-    past = list(events.read(wanted, Started, Ended))
+    past = [
+        event for event in events.read(wanted, *(() if checks_log else (Started, Ended))) if isinstance(event, Started | Ended)
+    ]
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         raise RunFolderError(

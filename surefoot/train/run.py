@@ -115,9 +115,9 @@ class Run:
         digest = folder.code_digest(task.importable, task.task)
         choice = functools.partial(
             folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept,
-            is_fork=self._start is not None,
+            is_fork=self._start is not None, checks_log=False,
         )  # fmt: skip
-        check_as_stated(chosen := choice(), self.spec, task)  # a folder that cannot be used is told before the data are read
+        check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
         return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
