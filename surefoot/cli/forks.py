@@ -60,14 +60,19 @@ def leave(code: int) -> None:
 
     Threads are waited for, and what was to be done at the end is done; files that are still open are written to the disk.
     """
+    _write_open_files()  # before anything is collected: of a cycle Python may close a file before the text for it has come
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    _write_open_files()
+    os._exit(code)
+
+
+def _write_open_files() -> None:
     for each in gc.get_objects():  # what was loaded before the fork is frozen, and is not among them
-        if isinstance(each, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+        if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             with contextlib.suppress(OSError, ValueError):
                 each.flush()
     ctypes.CDLL(None).fflush(None)
-    os._exit(code)
 
 
 def _is_fit() -> bool:

@@ -137,10 +137,15 @@ def wait_for_ranks(supervisor: int, run: Path, attempt: int, within_s: float = 6
 
 
 LEAVING = """
-import atexit, sys, threading, time
+import atexit, gc, sys, threading, time
+gc.disable()
 from surefoot.cli.forks import leave
-held = open(sys.argv[1], "w")
-held.write("of a file that is still open\\n")
+class Held:
+    def __init__(self):
+        self.own, self.file = self, open(sys.argv[1], "w")
+        self.file.write("of a file that is still open, and held by a cycle\\n")
+Held()
+atexit.register(gc.collect)
 atexit.register(lambda: print("at the end", flush=True))
 threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
 leave(8)
@@ -152,4 +157,4 @@ def test_a_rank_that_leaves_at_once_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (8, "")
     assert done.stdout.split("\n") == ["of a thread", "at the end", ""]
-    assert (tmp_path / "held").read_text() == "of a file that is still open\n"
+    assert (tmp_path / "held").read_text() == "of a file that is still open, and held by a cycle\n"
