@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import threading
@@ -21,10 +22,14 @@ from surefoot.core import place
 from surefoot.core.signals import dying_with
 
 MOST_PASSED = 8
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve(descriptor: int) -> None:
     """Fork a rank for each request, and tell how it ended when asked; the end of the supervisor ends it. Comes back in each rank alone."""
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS
+    }  # a scheduler sends them to all: ranks hear them
     with socket.socket(fileno=descriptor) as link:
         _load()
         gc.collect()
@@ -40,6 +45,8 @@ def serve(descriptor: int) -> None:
             else:
                 me, child = os.getpid(), os.fork()
                 if child == 0:
+                    for number, how in before.items():
+                        signal.signal(number, how)
                     return _become_rank(me, request, given)
                 answer = {"pid": child}
                 for each in given:

@@ -170,12 +170,17 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_signal_to_the_supervisor_ends_all_ranks_after_a_step_that_is_saved(name: str, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(name: str, tmp_path: Path) -> None:
+    """As a scheduler sends it, and to the one that forks the ranks too: they would be killed with it."""
     number = getattr(signal, name)
     supervisor = subprocess.Popen(
         command(tmp_path, "--steps", "2000"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     wait_for_step(tmp_path, supervisor)
+    others = [each for each in processes_of(tmp_path) if each.pid != supervisor.pid]
+    assert len(others) == 3  # two ranks
+    for each in sorted(others, key=lambda each: each.name().startswith("surefoot:")):
+        each.send_signal(number)
     supervisor.send_signal(number)
     out, err = supervisor.communicate(timeout=60)
     assert supervisor.returncode == 128 + number, err.decode()
