@@ -118,7 +118,8 @@ def measure(ranks: int, every_s: float, seconds: float) -> dict[str, Any]:
     start_s = calm_s - CALM_STEPS * step_s
     unbroken_s = start_s + steps * stormy_s  # at the rate of these minutes: that of others is a few per cent off
     return {
-        "ranks": ranks, "every_s": every_s, "steps": steps, "step_s": step_s, "stormy_s": stormy_s, "start_s": start_s, "unbroken_s": unbroken_s, "wall_s": wall_s,
+        "ranks": ranks, "every_s": every_s, "steps": steps, "step_s": step_s, "stormy_s": stormy_s, "start_s": start_s,
+        "unbroken_s": unbroken_s, "wall_s": wall_s,
         "killed": killed, "kept": unbroken_s / wall_s, "apart": apart, "ledger": checked.returncode == 0, "conditions": conditions,
     }  # fmt: skip
 
