@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +27,15 @@ MOST_IDS = 1 << 32
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What a pass over the data is: `samples` in the set (None: unknown), each `once`, and `all` of them where no batch is left out."""
+    """What a pass over the data is: `samples` in the set (None: unknown), each `once`, and `all` of them where no batch is left out.
+
+    With `digests` the samples of a batch are not known, and four numbers of 32 bits stand for them: a digest of the batch.
+    """
 
     samples: int | None = None
     once: bool = False
     all: bool = False
+    digests: bool = False
 
 
 class Batch(NamedTuple):
@@ -63,6 +67,7 @@ class LoopConsumed:
     num_overruled: int
     num_samples: int
     num_passes: int
+    num_compared: int  # of the overruled ones, with what was read in their place
     faults: tuple[Fault, ...]
 
     @property
@@ -77,10 +82,13 @@ class LoopLedger:
         path, self._generation = folder / FILE, generation
         header = json.dumps({"surefoot ledger": FORMAT, **asdict(promise)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
         self._file = Appended(path, header, lambda size: HEADER_BYTES + sum(_num_bytes(row) for row in read(folder)))
-        if (found := read_promise(folder)) != promise:
+        found = read_promise(folder)
+        if replace(found, digests=promise.digests) != promise:
             raise RunFolderError(f"{path} is of other data: {found}, now {promise}", hint="give another folder")
+        self._leaves_out = promise.digests and not found.digests  # a ledger that was begun without digests stays so
 
     def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
+        ids = () if self._leaves_out else ids
         head = HEAD.pack(step, self._generation, number_of_pass, place, len(ids))
         self._file.add(head + struct.pack(f"<{len(ids)}I", *ids))
 
@@ -145,11 +153,23 @@ def check(run: Path) -> LoopConsumed:
     promise = read_promise(run)
     rows = list(read(run))
     kept, overruled = consumed(iter(rows))
+    num_compared, others = _read_again(rows, kept)
     return LoopConsumed(
-        promise=promise, last=kept[-1].step if kept else 0, attempts=tuple(sorted({row.generation for row in rows})), num_batches=len(kept),
-        num_overruled=overruled, num_samples=sum(len(batch.ids) for batch in kept),
-        num_passes=len({batch.number_of_pass for batch in kept}), faults=(*_places(kept), *_samples(kept, promise)),
+        promise=promise, last=kept[-1].step if kept else 0, attempts=tuple(sorted({row.generation for row in rows} - {0})),
+        num_batches=len(kept), num_overruled=overruled, num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
+        num_passes=len({batch.number_of_pass for batch in kept}), num_compared=num_compared,
+        faults=(*_places(kept), *_samples(kept, promise), *others),
     )  # fmt: skip
+
+
+def begin_fork(parent: Path, folder: Path, step: int) -> None:
+    """Write the ledger that a fork after `step` begins with: what its history consumed, as attempt 0. Raises StorageError."""
+    rows = [batch for batch in consumed(read(parent))[0] if batch.step <= step]
+    file = LoopLedger(folder, read_promise(parent), 0)
+    for row in rows:
+        file.add(row.step, row.number_of_pass, row.place, row.ids)
+    file.sync()
+    file.close()
 
 
 def find_sample(run: Path, sample: int) -> list[Batch]:
@@ -161,6 +181,23 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
         )
         raise RunFolderError(f"there is no sample {sample}", hint=told)
     return [batch for batch in consumed(read(run))[0] if sample in batch.ids]
+
+
+def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[Fault]]:
+    """Compare the batches that were overruled with those read in their place: how many, and those that are others."""
+    final = {(batch.number_of_pass, batch.place): batch for batch in kept}
+    again = [(batch, final.get((batch.number_of_pass, batch.place))) for batch in rows]
+    pairs = [(batch, now) for batch, now in again if now is not None and now is not batch and batch.ids and now.ids]
+    others = {now: batch for batch, now in pairs if batch.ids != now.ids}
+    return len(pairs), [
+        Fault(
+            "other samples",
+            now.step,
+            f"batch {now.place + 1:,} of pass {now.number_of_pass + 1:,} held other samples in attempt {batch.generation} "
+            f"than in attempt {now.generation}",
+        )
+        for now, batch in others.items()
+    ]
 
 
 def _places(kept: list[Batch]) -> Iterator[Fault]:

@@ -5,6 +5,7 @@
     |   |-- SpecError               a run specification: file, line, nearest right name
     |   |-- TaskError               a task that cannot be found, lacks a method or breaks the contract
     |   |-- DataError               data that is missing, truncated or of another format
+    |   |   `-- OtherDataError      data that are read again to resume, and are not those that were trained on
     |   |-- RunFolderError          a folder that is no run, or the run of another spec
     |   `-- MissingExtra            an optional package that is not installed
     `-- RunError                    the run began and could not go on; an Ended event holds the cause
@@ -70,6 +71,10 @@ class TaskError(InputError):
 
 class DataError(InputError):
     """Data that is missing, truncated, or of another format."""
+
+
+class OtherDataError(DataError):
+    """Data that are read again to resume, and are not those that were trained on."""
 
 
 class RunFolderError(InputError):

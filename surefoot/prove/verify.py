@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract import commits, ledger, manifest, spec_file
+from surefoot.contract import commits, ledger, loop_ledger, manifest, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import Duration
@@ -156,8 +156,15 @@ def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Differ
     tensor = _differing_tensor(whole, other)
     if tensor is not None:
         return Difference(None, tensor, cause(tensor))
-    one, two = ([(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]] for run in (whole, other))
+    one, two = map(_rows, (whole, other))
     return None if one == two else Difference(None, "the ledger of samples", cause("ledger"))
+
+
+def _rows(run: Path) -> list[tuple[int, object]]:
+    """Return what each step of a run consumed, as its ledger has it."""
+    if loop_ledger.is_of_a_loop(run):
+        return [(row.step, row.ids) for row in loop_ledger.consumed(loop_ledger.read(run))[0]]
+    return [(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]]
 
 
 def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from surefoot.components import optim, precision
 from surefoot.components.compiler import Compiled, lay_channels_last
 from surefoot.components.data import Feed, Iterated, Keys, Share, to_device
 from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
-from surefoot.components.data.loader import Read, Sound, Told, read_sound
+from surefoot.components.data.loader import Read, Sound, Told, look, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, Spilled, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
@@ -93,8 +93,9 @@ class Assembly:
 
     def read(self, epoch: int, ids: np.ndarray) -> Batch:
         """Some samples as a step reads them: on the device, augmented. Raises what reading them raises."""
-        source, augment = self.feed.source, self.task.augment
-        found = read_sound(source, ids) if self.spec.data.on_bad == "skip" else Read(source.read(ids.copy()))
+        source, augment, seed = self.feed.source, self.task.augment, self.spec.train.seed
+        skips = self.spec.data.on_bad == "skip"
+        found = read_sound(source, ids) if skips else Read(look(source, epoch, ids.copy(), seed))
         batch = to_device(found.whole, self.engine.device)
         return batch if augment is None else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
 

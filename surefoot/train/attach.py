@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 
 from surefoot.components import optim
 from surefoot.components.data import size_of
+from surefoot.components.data.sources import Watched
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
-from surefoot.contract import events, loop_ledger
+from surefoot.components.stability import GuardFault
+from surefoot.contract import events
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
@@ -36,7 +38,6 @@ from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.loop import LoopKeeper, name_objects
-from surefoot.train.resume.watched import Watched
 
 SPEC_ID = "attached"  # such a run has no spec
 
@@ -185,7 +186,7 @@ class _Record:
         )
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
-            self._keeper = LoopKeeper(self.folder, self._lock, objects, self._watched.data, save)
+            self._keeper = LoopKeeper(self.folder, self._lock, objects, self._watched, save)
             notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
             self._ledger = LoopLedger(self.folder, self._watched.promise, self.generation)
             self._journal = Journal(self.folder)
@@ -224,21 +225,14 @@ class _Record:
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
         self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
-        self._watched.begin_pass()
         self.clock.begin_steps()
         with self.clock.within(DATA):
             batches = self._keeper.begin_pass()
-        self._compare_with_before([self._watched.take() for _ in range(self._keeper.position)])
+        if (found := self._keeper.difference) is not None:
+            self._console.warn(f"{found.what}; {found.hint}")
+            fault = GuardFault(self.step, "other-data", "the loop resumes all the same", found.what)
+            self._write(environment.fault(self.generation, fault))
         return batches
-
-    def _compare_with_before(self, again: list[tuple[int, ...]]) -> None:
-        """Tell of a pass whose batches, read once more to find the place, are not those that were consumed before the stop."""
-        rows = loop_ledger.consumed(loop_ledger.read(self.folder))[0] if any(again) else []
-        before = [row.ids for row in rows if row.number_of_pass == self._keeper.pass_number and row.step <= self.step]
-        if before != again[: len(before)]:
-            self._console.warn(
-                "the data come in another order than before the stop, so samples are read twice or never: seed the loader"
-            )
 
     def between_steps(self) -> None:
         """The loop asks for its next batch: all that belongs to the step before is done, schedulers too."""
@@ -272,8 +266,8 @@ class _Record:
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
         self._num_batches += 1
-        self._unstepped.append((self._keeper.pass_number, self._keeper.position, self._watched.take()))
-        self._keeper.position += 1
+        position = self._keeper.position
+        self._unstepped.append((self._keeper.pass_number, position, self._keeper.take(batch)))
         self._unreported += size_of(batch)
 
     def end_pass(self) -> None:

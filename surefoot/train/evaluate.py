@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from surefoot.components.data import WHOLE, Iterated, Share, size_of, to_device
+from surefoot.components.data.loader import look
 from surefoot.components.metrics import Better
 from surefoot.components.precision import Compute, compute_context
 from surefoot.contract.events import Evaluated
@@ -77,7 +80,7 @@ def evaluate(
     share = Share(group.rank, group.size) if shares else WHOLE
     merged, mine = Merged(), list[Part]()
     compute = compute_context(precision, device)
-    with untouched(model, task.state):
+    with untouched(model, task.state), _generators_kept(source):
         for inputs, count in (read or _counted)(source, size, device, share):
             with compute():
                 output, loss = _outcome(model, task, inputs)
@@ -113,19 +116,26 @@ def evaluate(
     return Evaluation(split, merged.num_samples, total, values, units, chosen, better, time.perf_counter() - started_s, precision)
 
 
+def _generators_kept(source: Source) -> AbstractContextManager[None]:
+    """A loader's own generator may be that of the training, which goes on as if nothing was evaluated."""
+    keep = getattr(source, "keep_generators", None)
+    kept: AbstractContextManager[None] = nullcontext() if keep is None else keep()
+    return kept
+
+
 def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:
     """Every sample of `source` once, in order; the last batch may be short."""
     size = _batch_size(source, batch)
     for start in range(0, len(source), size):
         ids = np.arange(start, min(start + size, len(source)), dtype=np.int64)
-        yield to_device(source.read(ids), device)
+        yield to_device(look(source, 0, ids, 0), device)
 
 
 def _counted(source: Source, batch: int, device: torch.device, share: Share) -> Iterator[tuple[Batch, int]]:
     for number, start in enumerate(range(0, len(source), batch)):
         if number % share.size == share.rank:
             ids = np.arange(start, min(start + batch, len(source)), dtype=np.int64)
-            inputs = to_device(source.read(ids), device)
+            inputs = to_device(look(source, 0, ids, 0), device)
             yield inputs, size_of(inputs) if isinstance(source, Iterated) else len(ids)
 
 
@@ -142,7 +152,7 @@ def try_out(
     Raises SpecError when `score` names no metric, TaskError when a metric fails.
     """
     try:
-        few = _Few(source, min(NUM_TRIED, len(source)))
+        few = _Few(source, min(1 if isinstance(source, Iterated) else NUM_TRIED, len(source)))
         return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision)
     except SurefootError:
         raise
@@ -166,6 +176,10 @@ class _Few:
 
     def describe(self) -> str:
         return self._source.describe()
+
+    def __getattr__(self, name: str) -> Any:
+        """The optional parts of the source."""
+        return getattr(self._source, name)
 
 
 def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, Loss | None]:

@@ -14,11 +14,10 @@ from typing import Any, Self
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.data.consumed import plan_of
 from surefoot.components.observe import Console, Journal, Meter, TensorBoard
 from surefoot.components.profiler import CHECKPOINT, COMMUNICATION, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
-from surefoot.contract import events, ledger
+from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.core import signals
@@ -53,18 +52,18 @@ class Run:
 
     def __init__(
         self, spec: RunSpec, task: Any = None, *, folder: str | Path | None = None, fresh: bool = False,
-        accept_code_change: bool = False, quiet: bool = False, start: Start | None = None,
+        accept_code_change: bool = False, accept_data: bool = False, quiet: bool = False, start: Start | None = None,
     ) -> None:  # fmt: skip
         self.spec, self._start = spec, start
         self._given_task, self._wanted = task, None if folder is None else Path(folder)
-        self._fresh, self._accept, self._quiet = fresh, accept_code_change, quiet
+        self._fresh, self._accept, self._accept_data, self._quiet = fresh, accept_code_change, accept_data, quiet
         self._stop: tuple[str, str] | None = None
         self._stop_code, self._asked = EXIT_INTERRUPTED, set[int]()  # and the exit codes of the signals that came
         self._is_leaving = self._is_open = self._is_taken = False
         self._meter = Meter()
         self.step = self.num_samples = 0
         self.training_s = self._before_s = 0.0
-        self.cause = self.outcome = ""
+        self.cause = self.outcome = self._other_data = ""
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
         self._opened = contextlib.ExitStack()
@@ -157,10 +156,8 @@ class Run:
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        for trouble in troubles:
-            self._telling.fault(self._guard.damaged_commit(self.step, trouble))
-        if num_lost := self._ledger.count_lost(self.step):
-            self._telling.fault(self._guard.damaged_ledger(self.step, num_lost))
+        for fault in self._guard.found_on_resume(self.step, troubles, self._ledger.count_lost(self.step), self._other_data):
+            self._telling.fault(fault)
         for note in (*said, f"run folder {self.folder}"):
             self._telling.say(note)
         for saved in first:
@@ -177,6 +174,7 @@ class Run:
             check_can_begin_anew(chosen)
         else:
             self._take(step, saved)
+            self._other_data = together.find_data(self.assembly, step + 1, accept=self._accept_data)
         return troubles
 
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
@@ -201,7 +199,7 @@ class Run:
         if begun.saved is not None:
             self._take(begun.step, begun.saved)
         if begun.saved is not None and self.group.is_first:
-            ledger.begin_fork(start.run, self.folder, plan_of(self.assembly.feed), begun.step)
+            together.begin_fork(start.run, self.folder, self.assembly.feed, begun.step)
         return begun
 
     def _commit_first(self, begun: Begun) -> list[checkpoint.Saved]:
@@ -428,7 +426,7 @@ class Run:
     def _more(self) -> dict[str, Any]:
         """What is saved beside the state of the objects."""
         more = {"num_samples": self.num_samples, "scores": self._scores.state(), "guard": self._guard.state()}
-        return more | self.assembly.engine.stepper.loader.state()
+        return more | together.state_of(self.assembly.engine.stepper.loader)
 
     def _saved(self, saved: checkpoint.Saved) -> None:
         """Record what became of a save."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data import Iterated
-from surefoot.components.data.sources.wrapped import KEPT_STATES
+from surefoot.components.data.sources.iterated import KEPT_STATES
 
 
 class Stateful:
@@ -83,7 +83,7 @@ def test_a_step_back_in_one_process_gives_the_same_batch_and_a_new_epoch_begins_
     assert read(source, 2)[0] == first[2]
     plain = Iterated([torch.full((2,), float(number)) for number in range(5)])
     assert read(plain, 3, 1) == [6.0, 2.0]
-    assert plain.state_dict() == {"states": []}
+    assert plain.state_dict()["states"] == []
 
 
 class Task:

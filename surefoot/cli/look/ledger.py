@@ -110,7 +110,8 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     from surefoot.cli.table import print_pairs
 
     promise = found.promise
-    known = f"{found.num_samples:,} samples" if found.num_samples else "which samples they held is not known"
+    unknown = "known by digests alone" if promise.digests else "which samples they held is not known"
+    known = f"{found.num_samples:,} samples" if found.num_samples else unknown
     of = "" if promise.samples is None else f" of {promise.samples:,}"
     print_pairs([
         ("consumed", f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, {found.num_passes:,} passes{of}"),
@@ -118,7 +119,10 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     ])  # fmt: skip
     if not found.holds:
         _tell_faults(found.faults)
-    elif promise.once:
+    elif promise.once and found.num_samples:
         print("exactly once: every batch in its place, every sample once a pass")
     else:
         print("every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader")
+    if found.num_compared and found.holds:
+        what = "digest" if promise.digests else "samples"
+        print(f"{found.num_compared:,} batches that were read again after a stop had the same {what}")

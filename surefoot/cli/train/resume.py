@@ -35,6 +35,7 @@ def resume(
     weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
     set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
+    accept_data: Annotated[bool, typer.Option("--accept-data", help="resume although other data come than before")] = False,
     ranks: RangeOption = None, max_restarts: RestartsOption = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
@@ -71,8 +72,12 @@ def resume(
     is_named = start is None or fork is not None
     folder = fork if fork is not None else run
     return finish(
-        Run(after, folder=folder, fresh=not is_named, accept_code_change=accept_code_change, quiet=quiet, start=start), json=json
-    )
+        Run(
+            after, folder=folder, fresh=not is_named, accept_code_change=accept_code_change, accept_data=accept_data, quiet=quiet,
+            start=start,
+        ),
+        json=json,
+    )  # fmt: skip
 
 
 def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -> Start | None:

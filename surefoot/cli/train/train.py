@@ -31,6 +31,7 @@ def train(
     data: DataOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")] = False,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
+    accept_data: Annotated[bool, typer.Option("--accept-data", help="resume although other data come than before")] = False,
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="DIR", help="begin with what fits of the weights of a run or an import")
     ] = None,
@@ -53,7 +54,16 @@ def train(
 
     start = None if weights is None else _start(weights)
     return finish(
-        Run(origin.spec, folder=run, fresh=fresh, accept_code_change=accept_code_change, quiet=quiet, start=start), json=json
+        Run(
+            origin.spec,
+            folder=run,
+            fresh=fresh,
+            accept_code_change=accept_code_change,
+            accept_data=accept_data,
+            quiet=quiet,
+            start=start,
+        ),
+        json=json,
     )
 
 

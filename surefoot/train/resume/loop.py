@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
+from surefoot.components.data.sources import Watched, as_ids
+from surefoot.components.data.sources.batch_digest import Difference, PassDigest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError, TaskError
@@ -25,8 +27,9 @@ OWN = ("loop", "data")
 class LoopKeeper:
     """Saves a foreign loop between two of its steps, and puts it back where it was."""
 
-    def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Iterable[Any], every: str | None) -> None:
-        self._folder, self._lock, self._objects, self._data = folder, lock, objects, data
+    def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None) -> None:
+        self._folder, self._lock, self._objects, self._watched = folder, lock, objects, data
+        self._data = data.data
         duration = None if every is None else Duration.parse(every)
         if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
             raise TaskError(
@@ -35,6 +38,10 @@ class LoopKeeper:
         self._every = duration
         self._last_s = time.monotonic()
         self._pass_random: Mapping[str, Any] = {}
+        self._last_random: Mapping[str, Any] = {}  # of the pass before
+        self._sampler: Any = None  # see Watched.sampler_start
+        self._before: PassDigest | None = None  # of the pass that is resumed, as it was
+        self.seen = PassDigest()  # the batches of this pass
         self._wanted: Mapping[str, Any] | None = None  # random states to go on with, once the place in the data is found
         self.position = 0  # batches read in the pass that goes on
         self.pass_number = -1  # of the pass that goes on, from 0; one that is left before its end counts too
@@ -54,6 +61,8 @@ class LoopKeeper:
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
             self._check_kinds(found.step, dict(loop.get("kinds", {})))
+            self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
+            self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
         self._wanted = checkpoint.random_states()
         if data is not None:
             self._data.load_state_dict(data)  # type: ignore[attr-defined]
@@ -80,33 +89,64 @@ class LoopKeeper:
     def begin_pass(self) -> Iterator[Any]:
         """An iterator over the data that stands where the loop was left; from the second pass on, at the beginning."""
         wanted, self._wanted = self._wanted, None
+        self._watched.begin_pass()
+        self.difference = None
         if wanted is not None and self._is_between:
+            self._compare_first()
             checkpoint.restore_random(wanted)
             self._restore_own(self._pass_random)
             wanted = None
         self._is_between = False
         if wanted is None:
-            self.position = 0
+            self.position, self.seen = 0, PassDigest()
             self.pass_number += 1
             self._pass_random = self._random()
-            return iter(self._data)
+            return self._iterate()
         if self._saves_itself:
             checkpoint.restore_random(wanted)
+            self.seen = self._before or PassDigest()
             return iter(self._data)
         self._restore(self._pass_random)
-        batches = iter(self._data)
-        for _ in range(self.position):  # what was read before is read once more, and dropped
-            next(batches, None)
+        self._watched.start_sampler_at(self._sampler)
+        batches, self.seen, position = self._iterate(), PassDigest(), self.position
+        self.position = 0
+        for _ in range(position):  # what was read before is read once more, and dropped
+            self.take(next(batches, None))
+        if self._before is not None and self._before.count == position:
+            self.difference = self.seen.compare(self._before, knows_samples=self._watched.knows_samples)
         checkpoint.restore_random(wanted)
         return batches
 
+    difference: Difference | None = None  # between what was read again to resume and what was read before
+
+    def _iterate(self) -> Iterator[Any]:
+        self._watched.before_iteration(is_first=self.pass_number == 0)
+        return iter(self._data)
+
+    def take(self, batch: Any) -> tuple[int, ...]:
+        """Count a batch that was read; returns its samples, or a digest of it as four numbers where they are not known."""
+        samples = self._watched.take() if self._watched.knows_samples else None
+        digest = self.seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
+        self.position += 1
+        return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
+
+    def _compare_first(self) -> None:
+        """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
+        if self._before is None or self._saves_itself or self._watched.knows_samples or not self._last_random:
+            return
+        self._restore(self._last_random)
+        for batch in self._data:
+            self.difference = self._before.compare_first(batch)
+            return
+
     def end_pass(self) -> None:
         """A commit that is made now goes on with the next pass."""
+        self._last_random = self._pass_random
         self.position, self._is_between, self._pass_random = 0, True, self._random()
 
     def _random(self) -> dict[str, Any]:
         """The random states from which this pass over the data draws its order."""
-        own = [each.get_state() for each in self._generators()]
+        own = [each.get_state() for each in self._watched.generators()]
         return {**checkpoint.random_states(), "own": own}
 
     def _restore(self, states: Mapping[str, Any]) -> None:
@@ -114,16 +154,8 @@ class LoopKeeper:
         self._restore_own(states)
 
     def _restore_own(self, states: Mapping[str, Any]) -> None:
-        for generator, state in zip(self._generators(), states["own"], strict=False):
+        for generator, state in zip(self._watched.generators(), states["own"], strict=False):
             generator.set_state(state)
-
-    def _generators(self) -> list[torch.Generator]:
-        """A DataLoader's own generator, and those of its samplers."""
-        batches = getattr(self._data, "batch_sampler", None)
-        places = (self._data, getattr(self._data, "sampler", None), batches, getattr(batches, "sampler", None))
-        found = [getattr(place, "generator", None) for place in places]
-        unique = {id(each): each for each in found if isinstance(each, torch.Generator)}
-        return list(unique.values())
 
     # ---- saving
 
@@ -141,7 +173,8 @@ class LoopKeeper:
         stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
-            "pass_random": self._pass_random,
+            "pass_random": self._pass_random, "last_random": self._last_random, "sampler": self._watched.sampler_start(),
+            "seen": self.seen.as_state(),
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
         made = checkpoint.save(self._folder, step, {**self._objects, "loop": loop, "data": data_state}, stamp)

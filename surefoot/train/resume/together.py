@@ -12,13 +12,15 @@ import numpy as np
 import torch
 
 from surefoot.components import checkpoint
+from surefoot.components.data import Feed, Iterated
 from surefoot.components.data.consumed import plan_of
-from surefoot.contract import ledger
+from surefoot.components.data.loader import Loader
+from surefoot.contract import ledger, loop_ledger
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
 from surefoot.core import place
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import OtherDataError, SpecError, TaskError
 from surefoot.core.ranks import layout
 from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
@@ -27,6 +29,7 @@ from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
+from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
 
 WAIT_S = 120.0  # for ranks that are still importing
 RANKS = "ranks"
@@ -195,7 +198,44 @@ class NoLedger:
 
 def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) -> Any:
     """The ledger of the run, which rank 0 writes."""
-    return ledger.Ledger(run, plan_of(assembly.feed), generation) if group.is_first else NoLedger()
+    if not group.is_first:
+        return NoLedger()
+    if takes_batches(run, assembly.feed):
+        return BatchLedger(run, assembly.feed.source, assembly.feed, generation)  # type: ignore[arg-type]
+    return ledger.Ledger(run, plan_of(assembly.feed), generation)
+
+
+def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
+    """Write the ledger that a fork begins with. Raises StorageError, and RunFolderError where the parent's cannot be read."""
+    if isinstance(feed.source, Iterated) and loop_ledger.is_of_a_loop(parent):
+        loop_ledger.begin_fork(parent, run, step)
+    else:
+        ledger.begin_fork(parent, run, plan_of(feed), step)
+
+
+def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
+    """Bring the data to step `number` where they are read forwards; returns how they differ from those trained on, if that is accepted.
+
+    Raises OtherDataError where it is not.
+    """
+    try:
+        assembly.engine.stepper.loader.seek(number, check=True)
+    except OtherDataError as error:
+        if accept:
+            return error.message
+        raise OtherDataError(error.message, hint=f"{error.hint}; --accept-data resumes with other data, and records it") from None
+    return ""
+
+
+def state_of(loader: Loader) -> dict[str, Any]:
+    """What a checkpoint holds of the loader; an iterable whose own state no checkpoint can hold is replayed instead."""
+    state = loader.state()
+    try:
+        checkpoint.split(state)
+    except TaskError:
+        loader.source.forget_states()  # type: ignore[attr-defined]
+        return loader.state()
+    return state
 
 
 class Asked(Protocol):

@@ -125,7 +125,7 @@ def read_once(
     loader = Loader(feed, Reader(source, None, 0), Settings() if plain else settings, last=steps)
     if spec.data.on_bad == "skip":
         loader.skip_bad(spec.data.max_bad)
-    loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record") else None
+    loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record", "data") else None
     ahead = Ahead(device)
     with contextlib.closing(loader):
         for number in range(1, steps + 1):

@@ -2,7 +2,21 @@
 
 from surefoot.components.data.loader.ahead import Ahead
 from surefoot.components.data.loader.bad import Read, Sound, read_sound
-from surefoot.components.data.loader.jobs import Job, Reader
+from surefoot.components.data.loader.jobs import Job, Reader, look
 from surefoot.components.data.loader.loader import Kind, Loader, Settings, Taken, Told, bytes_of
 
-__all__ = ["Ahead", "Job", "Kind", "Loader", "Read", "Reader", "Settings", "Sound", "Taken", "Told", "bytes_of", "read_sound"]
+__all__ = [
+    "Ahead",
+    "Job",
+    "Kind",
+    "Loader",
+    "Read",
+    "Reader",
+    "Settings",
+    "Sound",
+    "Taken",
+    "Told",
+    "bytes_of",
+    "look",
+    "read_sound",
+]

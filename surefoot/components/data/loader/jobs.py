@@ -45,8 +45,9 @@ class Reader:
     seeds: bool | None = None  # the streams of torch, numpy and Python; None: for a source that several threads may not read
 
     def __call__(self, epoch: int, ids: np.ndarray) -> Read:
+        source = of_epoch(self.source, epoch, self.seed)
         with self._streams(epoch, ids):
-            read = read_sound(self.source, ids) if self.skips else Read(self.source.read(ids.copy()))
+            read = read_sound(source, ids) if self.skips else Read(source.read(ids.copy()))
             if self.augment is None or read.batch is None:
                 return read
             return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
@@ -56,6 +57,8 @@ class Reader:
 
         What is drawn meanwhile is drawn as when they are read, so that a run that was looked at goes on as it would have.
         """
+        if hasattr(self.source, "at"):  # it is read forwards, and would have to begin anew
+            return {}
         with self._streams(epoch, ids):
             if self.skips:
                 ids = read_sound(self.source, ids).kept(ids)
@@ -74,6 +77,29 @@ class Reader:
     def _streams(self, epoch: int, ids: np.ndarray) -> AbstractContextManager[None]:
         seeds = not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
         return _streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS)) if seeds else nullcontext()
+
+
+def of_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
+    """Return the source as it is read in `epoch`: what is read forwards must know its pass, all else is the same in each.
+
+    With `keep` what is read is not consumed: it is read for a check.
+    """
+    at = getattr(source, "at", None)
+    made: Source = source if at is None else at(epoch, streams_of_epoch(seed, epoch), keep=keep)
+    return made
+
+
+def streams_of_epoch(seed: int, epoch: int) -> Callable[[int], AbstractContextManager[None]]:
+    """Return what sets the global random streams to those of a batch of an epoch, by its number."""
+    return lambda number: _streams_of(derive(seed, epoch, number, DRAWS))
+
+
+def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
+    """Read samples for a check before a run, or for an evaluation: a source that is read forwards gives them again afterwards."""
+    if not hasattr(source, "at"):
+        return source.read(ids)
+    with _streams_of(derive(seed, epoch, *ids[:1].tolist(), DRAWS)):
+        return of_epoch(source, epoch, seed, keep=True).read(ids)
 
 
 @contextmanager

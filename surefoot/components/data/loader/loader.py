@@ -21,8 +21,9 @@ from torch import Tensor
 from surefoot.components.data.feed import Feed, Window
 from surefoot.components.data.loader.bad import Bad, BadRecords, Read
 from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads, gain_of_threads
-from surefoot.components.data.loader.jobs import Job, Reader
+from surefoot.components.data.loader.jobs import Job, Reader, streams_of_epoch
 from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
+from surefoot.components.data.sources import Iterated
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores
@@ -39,10 +40,10 @@ MOST_IN_VAIN = 8  # batches in a row that raise in a worker, and do not here
 
 
 class Told(NamedTuple):
-    """What a run should hear: of `kind` worker (one was lost), starving (steps wait for data), tuned (how many workers were found) or
-    bad-record (a sample is left out)."""
+    """What a run should hear: of `kind` worker (one was lost), starving (steps wait for data), tuned (how many workers were found),
+    bad-record (a sample is left out) or data (the iterable is not what it says)."""
 
-    kind: Literal["worker", "starving", "tuned", "bad-record"]
+    kind: Literal["worker", "starving", "tuned", "bad-record", "data"]
     step: int
     what: str
     then: str  # what was done about it, or what to do
@@ -134,8 +135,15 @@ class Loader:
         taken = self._take(number) if self.settings.workers else self.read(number)
         if taken.bad:
             self._leave_out(taken)
+        self._pass_on_notices(number)
         self._watch(number, begun_s, time.perf_counter())
         return taken
+
+    def _pass_on_notices(self, number: int) -> None:
+        """Report what a source that is read forwards noticed of its iterable."""
+        notices = getattr(self.source, "notices", None)
+        while notices:
+            self.tell(Told("data", number, *notices.pop(0)))
 
     def _take(self, number: int) -> Taken:
         if number != self._next:
@@ -214,12 +222,24 @@ class Loader:
         return "thread" if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH else "process"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: the records that were left out, where there are any."""
-        return {"bad_records": self.bad.state()} if self.bad.found else {}
+        """What a checkpoint holds: the records that were left out, where there are any, and where a source stands that is read forwards."""
+        source = {"source": self.source.state_dict()} if isinstance(self.source, Iterated) else {}
+        return {**({"bad_records": self.bad.state()} if self.bad.found else {}), **source}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Know again what was left out before."""
+        """Take back what `state` gave."""
         self.bad.restore(saved.get("bad_records", ()))
+        if isinstance(self.source, Iterated) and "source" in saved:
+            self.source.load_state_dict(saved["source"])
+
+    def seek(self, number: int, *, check: bool) -> None:
+        """Bring a source that is read forwards to what step `number` reads.
+
+        With `check` it raises OtherDataError where what is read again on the way is not what was read before.
+        """
+        if isinstance(self.source, Iterated):
+            window, streams_of = self._feed.window(number - 1), functools.partial(streams_of_epoch, self._reader.seed)
+            self.source.seek(window.epoch, int(window.ids[0]), streams_of, check=check)
 
     def skip_bad(self, share: float) -> None:
         """Leave out samples that cannot be read, up to a share of the set."""
@@ -393,13 +413,14 @@ class Loader:
         _, cut = self._feed.mine(window)
         ids = (cut or [window.ids])[0]
         costs = self._reader.explain(window.epoch, ids)
-        total_s = sum(costs.values()) or 1.0
+        total_s = sum(costs.values())
         causes = ", ".join(f"{name} {cost / total_s:.0%}" for name, cost in sorted(costs.items(), key=lambda each: -each[1]))
         what = (
             f"steps wait {seen.waiting:.0%} of their time for data, {seen.waiting * seen.step_s * 1e3:.3g} ms of "
-            f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}; "
-            f"of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
+            f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}"
         )
+        if total_s:
+            what += f"; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
         then = 'loader.workers = "auto" finds how many workers it takes; surefoot tune-loader SPEC shows what each number brings'
         self.tell(Told("starving", number, what, then))
 

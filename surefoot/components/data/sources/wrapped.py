@@ -1,11 +1,9 @@
-"""What others made as sources: datasets that are read by number, and iterables of whole batches."""
+"""Datasets and loaders that somebody else made, as sources."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -14,10 +12,9 @@ from torch import Tensor
 
 from surefoot.components.data.sources.arrays import ArrayLike, Arrays
 from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Guarantee, Source
 from surefoot.core.errors import DataError
-
-KEPT_STATES = 16
 
 
 class TorchDataset:
@@ -60,82 +57,6 @@ class TorchDataset:
         return f"{len(self):,} samples of {type(self._dataset).__name__}"
 
 
-class Iterated:
-    """An iterable or a DataLoader of whole batches; sample i is batch i, so it is trained with `batch = 1`, unshuffled.
-
-    It can only be read forwards: to go on at batch k the first k are drawn again (*replayed*), which is right only if the
-    iterable gives the same batches each time. Raises DataError when it ends before `num_batches`.
-
-    One with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is put where it was instead; that outlives the process
-    where the task's `state()` names this source. The states after the last batches are kept, since what reads ahead is ahead of training.
-    """
-
-    guarantee: Guarantee = "replayed"
-    thread_safe = False
-
-    def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
-        length = num_batches if num_batches is not None else _length_of(iterable)
-        if isinstance(iterable, Iterator):
-            raise DataError(
-                f"a {type(iterable).__name__} can be read only once",
-                hint="give something that starts anew each time it is iterated",
-            )
-        self._iterable = iterable
-        self._num_batches = length
-        self._iterator: Iterator[Batch] | None = None
-        self._next = 0
-        self._has_state = all(callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict"))
-        self._states: deque[tuple[int, Any]] = deque(maxlen=KEPT_STATES)  # how many batches were drawn, and the state after them
-        self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def read(self, ids: np.ndarray) -> Batch:
-        if len(ids) != 1:
-            raise DataError(f"an iterable gives whole batches, {len(ids)} were asked for at once", hint="set train.batch = 1")
-        wanted = int(ids[0])
-        if self._iterator is None or wanted < self._next:
-            self._iterator = self._begin(wanted)
-        for batch in self._iterator:
-            self._next += 1
-            if self._has_state:
-                self._states.append((self._next, copy.deepcopy(self._iterable.state_dict())))  # type: ignore[attr-defined]
-            if self._next == wanted + 1:
-                return batch
-        raise DataError(
-            f"the iterable ended after {self._next} batches of {self._num_batches}", hint="give the right num_batches"
-        )
-
-    def describe(self) -> str:
-        return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to go on"
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states after the last batches that were drawn; empty where the iterable has none."""
-        return {"states": [list(each) for each in self._states]}
-
-    def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        self._iterator = None
-        self._states = deque(((int(drawn), state) for drawn, state in held["states"]), maxlen=KEPT_STATES)
-
-    def _begin(self, wanted: int) -> Iterator[Batch]:
-        """At the last state before batch `wanted`, else anew."""
-        while self._states and self._states[-1][0] > wanted:
-            self._states.pop()
-        self._next = 0
-        if self._states:
-            self._next, state = self._states[-1]
-            self._iterable.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
-        return iter(self._iterable)
-
-
-def _length_of(iterable: Any) -> int:
-    try:
-        return len(iterable)
-    except TypeError:
-        raise DataError(f"{type(iterable).__name__} has no length", hint="Iterated(iterable, num_batches=...)") from None
-
-
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
 INSTEAD = {  # what is often given in place of a source, and what to give
     str: "name what reads it: TokenFile(path, length), ImageFolder(path), Tars([path], image='jpg'), Table(path, x='column')",
@@ -160,7 +81,9 @@ def as_source(given: Any) -> Source:
         isinstance(given, Mapping) and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
     ):
         return Arrays(**_checked(given))
-    if isinstance(given, torch.utils.data.DataLoader):
+    if isinstance(
+        given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset
+    ):  # the latter may have a length, and no items
         return Iterated(given)
     refuse = isinstance(given, tuple(INSTEAD)) or hasattr(given, "__fspath__")
     if not refuse and hasattr(given, "__getitem__") and hasattr(given, "__len__"):

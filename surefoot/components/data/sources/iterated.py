@@ -1,0 +1,350 @@
+"""An iterable of whole batches as a source: read forwards, pass after pass, and replayed to resume."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from surefoot.components.data.sources.batch_digest import Difference, PassDigest
+from surefoot.components.data.sources.watched import Watched, as_ids
+from surefoot.contract.task import Batch, Guarantee
+from surefoot.core.errors import DataError, OtherDataError
+
+KEPT_STATES = 16
+NOTHING = object()
+Streams = Callable[[int], AbstractContextManager[None]]
+
+
+class BatchRead(NamedTuple):
+    """One batch of a pass: its samples by number, or a digest of it as four numbers of 32 bits where those are not known."""
+
+    epoch: int
+    number: int
+    ids: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Pass:
+    """How a pass began, and what came of it so far."""
+
+    epoch: int = 0
+    generators: list[Tensor] = field(default_factory=list)  # the states of the loader's own
+    sampler: list[Tensor] | None = None  # see Watched.sampler_start
+    state: Any = None  # of the iterable, before the first batch
+    seen: PassDigest = field(default_factory=PassDigest)
+
+    def as_state(self) -> dict[str, Any]:
+        own = {"epoch": self.epoch, "generators": self.generators, "sampler": self.sampler, "state": self.state}
+        return {**own, "seen": self.seen.as_state()}
+
+    @classmethod
+    def from_state(cls, held: Mapping[str, Any]) -> _Pass:
+        return cls(**{**held, "seen": PassDigest.from_state(held["seen"])})
+
+
+class Iterated:
+    """An iterable or a DataLoader of whole batches; sample i is batch i, so it is trained with `batch = 1`, unshuffled.
+
+    It can only be read forwards: to resume at batch k the first k are drawn again (*replayed*), from the random states at which the
+    pass began: those of the loader's own generators are saved, the global ones follow from the seed, the epoch and the number of the
+    batch. What is drawn again is compared with digests of what was drawn before; OtherDataError names a difference.
+
+    One with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is put where it was instead. `set_epoch` of a loader,
+    its samplers and its dataset is called before each pass. Without `num_batches` a pass ends where the iterable ends; a batch more
+    than its length is noticed. Raises DataError when it ends before.
+    """
+
+    guarantee: Guarantee = "replayed"
+    thread_safe = False
+
+    def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
+        length = num_batches if num_batches is not None else _length_of(iterable)
+        if isinstance(iterable, Iterator):
+            raise DataError(
+                f"a {type(iterable).__name__} can be read only once",
+                hint="give something that starts anew each time it is iterated",
+            )
+        self._watched = Watched(iterable)
+        self._iterable = self._watched.data
+        self._num_batches, self._is_cut = length, num_batches is not None
+        self._iterator: Iterator[Batch] | None = None
+        self._next = 0
+        self._pass: _Pass | None = None
+        self._has_state = all(callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict"))
+        self._states: deque[tuple[int | None, int, Any]] = deque(
+            maxlen=KEPT_STATES
+        )  # (epoch, batches drawn, the state after them)
+        self._first: tuple[BatchRead, Batch] | None = None  # a copy of batch 0, while no other was drawn
+        self._expected: _Pass | None = None  # what a checkpoint holds of the pass that is resumed
+        self._is_loaded = False  # the iterable itself does not stand where `_states` say
+        self._has_told = False
+        self.notices: list[tuple[str, str]] = []
+        self.on_read: Callable[[BatchRead], None] = lambda row: None  # called with each batch that is read
+        self._row = BatchRead(0, 0, ())
+        self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    @property
+    def promise(self) -> Any:
+        """What the ledger may check of a pass: see `contract.loop_ledger.Promise`."""
+        return self._watched.promise
+
+    def read(self, ids: np.ndarray) -> Batch:
+        """Read on in this pass; after its last batch in the next one."""
+        number = _only(ids)
+        epoch = 0 if self._pass is None else self._pass.epoch
+        return self._read(epoch + (self._next >= len(self) and number < self._next), number, _as_they_are, keep=True)
+
+    def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _At:
+        """Return a reader of the pass numbered `epoch`; `streams(k)` sets the global random streams to those of batch k.
+
+        The caller sets those of the batch that is read; those before it, which are drawn again, are set here. With `keep` batch 0
+        is given again to whoever reads it next: a check before a run must not consume it.
+        """
+        return _At(self, epoch, streams, keep)
+
+    def describe(self) -> str:
+        return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
+
+    # ---- reading
+
+    def _read(self, epoch: int, number: int, streams: Streams, *, keep: bool) -> Batch:
+        if number == 0 and self._first is not None and self._first[0].epoch == epoch:
+            self._row, batch = self._first
+        else:
+            self._go_to(epoch, number, streams)
+            batch = self._draw()
+            if self._next == len(self) and not self._is_cut:
+                self._finish()
+        self._first = (self._row, _copy_of(batch)) if keep and number == 0 else None
+        self.on_read(self._row)
+        return batch
+
+    def _go_to(self, epoch: int, number: int, streams: Streams) -> None:
+        """Stand before batch `number` of a pass: draw what lies between, from the beginning where that lies behind."""
+        if self._iterator is None or self._pass is None or self._pass.epoch != epoch or number < self._next:
+            self._begin(epoch, number)
+        while self._next < number:
+            with streams(self._next):
+                self._draw()
+
+    def _begin(self, epoch: int, number: int) -> None:
+        """Begin a pass, at the last known state before `number` where there is one; a second time it begins as it did before."""
+        self._iterator, self._first = None, None
+        self._watched.begin_pass()
+        self._next, known = self._nearest(epoch, number)
+        if self._pass is not None and self._pass.epoch == epoch:
+            for generator, state in zip(self._watched.generators(), self._pass.generators, strict=False):
+                generator.set_state(state)
+            self._watched.start_sampler_at(self._pass.sampler)
+            self._pass.seen = self._pass.seen if self._next else PassDigest()
+        else:
+            self._pass = _Pass(epoch, [generator.get_state() for generator in self._watched.generators()])
+        self._watched.set_epoch(epoch)
+        if known is not NOTHING:
+            self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
+
+    def _nearest(self, epoch: int, number: int) -> tuple[int, Any]:
+        """The batches drawn at the last known state of a pass up to `number`, and that state; NOTHING where it begins by itself."""
+        if not self._has_state:
+            return 0, NOTHING
+        is_next = bool(self._states) and self._states[-1][:2] == (epoch, 0)  # the iterable has come to its end, and stands there
+        if number == 0 and is_next and not self._is_loaded:
+            return 0, NOTHING
+        self._is_loaded = False
+        found = [(drawn, state) for of, drawn, state in self._states if of in (epoch, None) and drawn <= number]
+        if not found and self._pass is not None and self._pass.epoch == epoch and self._pass.state is not None:
+            found = [(0, self._pass.state)]
+        return max(found, key=lambda each: each[0], default=(0, NOTHING))
+
+    def _draw(self) -> Batch:
+        assert self._pass is not None
+        if self._iterator is None:
+            if self._has_state and self._next == 0:
+                self._pass.state = self._take_state()
+            self._watched.before_iteration(is_first=self._pass.epoch == 0)
+            self._iterator = iter(self._iterable)
+        batch = next(self._iterator, NOTHING)
+        if batch is NOTHING:
+            self._iterator = None
+            raise DataError(
+                f"the iterable ended after {self._next} batches of {self._num_batches}", hint="give the right num_batches"
+            )
+        if self._next == 0:
+            self._pass.sampler = self._watched.sampler_start()
+        samples = self._watched.take() if self._watched.knows_samples else None
+        # what workers draw that take the place of others is another augmentation, and known to be: no spots
+        digest = self._pass.seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
+        ids = tuple(np.frombuffer(digest, "<u4").tolist()) if samples is None else as_ids(samples)
+        self._row = BatchRead(self._pass.epoch, self._next, ids)
+        self._next += 1
+        if self._has_state:
+            self._states.append((self._pass.epoch, self._next, self._take_state()))
+        return batch
+
+    def _take_state(self) -> Any:
+        return copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
+
+    def _finish(self) -> None:
+        """Let the iterable come to its own end, as a `for` loop would; a batch more than its length says is noticed."""
+        assert self._pass is not None
+        extra = NOTHING
+        with contextlib.suppress(Exception):  # what is wrong behind the last batch is no part of a pass
+            extra = next(self._iterator, NOTHING) if self._iterator is not None else NOTHING
+        self._iterator = None
+        if extra is not NOTHING and not self._has_told:
+            self._has_told = True
+            self.notices.append(self._describe_surplus())
+        if self._has_state:
+            self._states.append((self._pass.epoch + 1, 0, self._take_state()))
+
+    def _describe_surplus(self) -> tuple[str, str]:
+        data = self._iterable
+        what = f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, and each pass ends there"
+        if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 1:
+            name = type(data.dataset).__name__
+            return (
+                f"{what}: each of its {data.num_workers} workers reads all of {name}, so that samples come twice and others never",
+                "divide the samples among workers with torch.utils.data.get_worker_info(), or set num_workers = 1",
+            )
+        return what, "give a length that is right, or Iterated(iterable, num_batches=...)"
+
+    # ---- resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: how this pass began, digests of its batches, and the last states of the iterable."""
+        current = {} if self._pass is None else {"pass": self._pass.as_state()}
+        now = [generator.get_state() for generator in self._watched.generators()]
+        return {"states": [list(each) for each in self._states], "generators": now, **current}
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        current = held.get("pass")
+        is_new = self._first is not None and current is None and not held["states"]
+        is_same = self._pass is not None and current is not None and _is_same(current, self._pass.as_state())
+        if is_new or is_same:
+            return  # nothing was drawn since but batch 0, which is given once more
+        if current is not None and not held["states"] and self._is_beginning_of(_Pass.from_state(current)):
+            self._expected = _Pass.from_state(current)
+            return
+        for generator, state in zip(self._watched.generators(), held.get("generators", ()), strict=False):
+            generator.set_state(state)
+        self._iterator, self._first, self._next, self._is_loaded = None, None, 0, True
+        rows = [each if len(each) == 3 else (None, *each) for each in held["states"]]  # (drawn, state), as version 0.1 wrote them
+        self._states = deque(((of, int(drawn), state) for of, drawn, state in rows), maxlen=KEPT_STATES)
+        if current is None:
+            if self._pass is not None and self._pass.state is not None and not self._states:
+                self._states.append((self._pass.epoch, 0, self._pass.state))
+            self._pass = None
+            return
+        self._pass = _Pass.from_state(current)
+        self._expected = _Pass.from_state(current)
+
+    def _is_beginning_of(self, saved: _Pass) -> bool:
+        """Whether what a check began is the pass that is resumed: it is read on, since another one may come in another order."""
+        mine = self._pass
+        if mine is None or self._first is None or mine.epoch != saved.epoch or len(mine.generators) != len(saved.generators):
+            return False
+        return all(torch.equal(one, other) for one, other in zip(mine.generators, saved.generators, strict=True))
+
+    def forget_states(self) -> None:
+        """Do without the iterable's own state, which no checkpoint can hold: it is replayed to resume."""
+        self._has_state = False
+        self._states.clear()
+        if self._pass is not None:
+            self._pass.state = None
+        name = type(self._iterable).__name__
+        self.notices.append((f"state_dict() of the {name} gives what a checkpoint cannot hold", "it is read again to resume"))
+
+    @contextlib.contextmanager
+    def keep_generators(self) -> Iterator[None]:
+        """Put the states of the loader's own generators back afterwards: another loader may draw from them too."""
+        states = [(generator, generator.get_state()) for generator in self._watched.generators()]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+    def seek(self, epoch: int, number: int, streams_of: Callable[[int], Streams], *, check: bool = True) -> None:
+        """Stand before batch `number` of the pass `epoch`, and compare what is drawn on the way with what was drawn before.
+
+        Without `check` the data may be others, as those of a fork. Raises OtherDataError for a difference.
+        """
+        expected, self._expected = self._expected, None
+        if expected is None or self._has_state or not check:
+            return
+        found: Difference | None = None
+        if number and expected.epoch == epoch:
+            self._go_to(epoch, number, streams_of(epoch))
+            if self._pass is not None and self._pass.seen.count == expected.seen.count:
+                found = self._pass.seen.compare(expected.seen, knows_samples=self._watched.knows_samples)
+        elif number == 0 and expected.epoch == epoch - 1 and not self._watched.knows_samples:
+            found = self._compare_first(expected, streams_of(expected.epoch))
+        if found is None:
+            return
+        if not found.same_samples:
+            raise OtherDataError(found.what, hint=found.hint)
+        self.notices.append((found.what, found.hint))
+
+    def _compare_first(self, expected: _Pass, streams: Streams) -> Difference | None:
+        """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
+        with streams(0), self.keep_generators():
+            for generator, state in zip(self._watched.generators(), expected.generators, strict=False):
+                generator.set_state(state)
+            self._watched.set_epoch(expected.epoch)
+            batch = next(iter(self._iterable), NOTHING)
+        return None if batch is NOTHING else expected.seen.compare_first(batch)
+
+
+class _At(NamedTuple):
+    """One pass of an iterable, as a source."""
+
+    source: Iterated
+    epoch: int
+    streams: Streams
+    keep: bool
+
+    def read(self, ids: np.ndarray) -> Batch:
+        return self.source._read(self.epoch, _only(ids), self.streams, keep=self.keep)
+
+
+def _only(ids: np.ndarray) -> int:
+    if len(ids) != 1:
+        raise DataError(f"an iterable gives whole batches, {len(ids)} were asked for at once", hint="set train.batch = 1")
+    return int(ids[0])
+
+
+def _copy_of(batch: Batch) -> Batch:
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # noqa: BLE001 - whatever its parts raise: then it is given twice as it is
+        return batch
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states of a pass are of the same place in it."""
+    return bool(one["epoch"] == other["epoch"] and one["seen"] == other["seen"])
+
+
+def _as_they_are(number: int) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _length_of(iterable: Any) -> int:
+    try:
+        return len(iterable)
+    except TypeError:
+        raise DataError(f"{type(iterable).__name__} has no length", hint="Iterated(iterable, num_batches=...)") from None

@@ -1,0 +1,154 @@
+"""A loader that somebody else made: which samples each of its batches holds, where that can be seen, and what its order depends on."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from surefoot.contract.loop_ledger import MOST_IDS, Promise
+
+
+class Watched:
+    """`data` gives the batches of the given loader; of a plain DataLoader with a sampler, `take` returns the samples of each batch.
+
+    A loader of another class, one that already has workers that stay, and one that gives batches as they get ready are not watched.
+    """
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data, self.promise = data, Promise(digests=True)
+        self._drawn: deque[Any] = deque()
+        self._sampler: _Recorder | None = None
+        if _can_be_watched(data):
+            self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
+            self.data = copy.copy(data)  # the user's own loader stays as it is
+            vars(self.data)["batch_sampler"] = self._sampler
+            self.promise = _promise_of(data)
+
+    @property
+    def knows_samples(self) -> bool:
+        """Whether the samples of each batch are known by their number in the dataset."""
+        return self._sampler is not None
+
+    @property
+    def has_lasting_workers(self) -> bool:
+        return bool(getattr(self.data, "persistent_workers", False))
+
+    def begin_pass(self) -> None:
+        self._drawn.clear()
+
+    def take(self) -> tuple[Any, ...]:
+        """Return the samples of the next batch, in the order in which batches come; nothing where they are not known."""
+        if not self._drawn:
+            return ()
+        drawn = self._drawn.popleft()
+        return tuple(drawn) if isinstance(drawn, Iterable) else (drawn,)
+
+    # ---- what the order is drawn from
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators of the loader and of its samplers, each once."""
+        batches = getattr(self.data, "batch_sampler", None)
+        places = (self.data, getattr(self.data, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = [getattr(place, "generator", None) for place in places]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def sampler_start(self) -> list[Tensor] | None:
+        """Return the states of the generators at which the sampler began this pass; None where they follow from those of the pass.
+
+        Workers that stay draw their seed once; those that take their place after a restart draw one in the middle of the run.
+        """
+        return self._sampler.started if self._sampler is not None and self.has_lasting_workers else None
+
+    def start_sampler_at(self, states: Sequence[Tensor] | None) -> None:
+        """Let the sampler begin its next pass at these states, whatever is drawn before."""
+        if self._sampler is not None:
+            self._sampler.start_at = states
+
+    def before_iteration(self, *, is_first: bool) -> None:
+        """Prepare for `iter(data)`: lasting workers draw their seed before the first pass, so later ones must not move the order."""
+        sampler = self._sampler
+        if sampler is not None and self.has_lasting_workers and not is_first and self.data._iterator is None:  # type: ignore[attr-defined]
+            sampler.start_at = sampler.start_at or [generator.get_state() for generator in sampler.generators()]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the loader, else of its samplers and its dataset, as the owner of a loop is expected to."""
+        batches = getattr(self.data, "batch_sampler", None)
+        inner = (
+            getattr(self.data, "sampler", None),
+            batches,
+            getattr(batches, "sampler", None),
+            getattr(self.data, "dataset", None),
+        )
+        places = (self.data,) if callable(getattr(self.data, "set_epoch", None)) else inner
+        for place in {id(each): each for each in places}.values():
+            if callable(getattr(place, "set_epoch", None)):
+                place.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
+    """Return the samples as the ledger holds them; nothing where a sampler gives keys that are no whole numbers from 0 on."""
+    try:
+        ids = tuple(samples)
+        return ids if all(0 <= each < MOST_IDS for each in ids) else ()
+    except TypeError:
+        return ()
+
+
+def _can_be_watched(data: Any) -> bool:
+    return (
+        type(data) is DataLoader
+        and data.batch_sampler is not None
+        and not isinstance(data.dataset, IterableDataset)
+        and data._iterator is None  # else its workers would be started twice
+        and getattr(data, "in_order", True)
+    )
+
+
+def _promise_of(data: Any) -> Promise:
+    """Return what a pass holds, where torch's own samplers determine it."""
+    batches = data.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)  # of a loader that was given a batch sampler its own `sampler` says nothing
+    try:
+        samples = len(data.dataset)
+    except TypeError:
+        return Promise()
+    is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    once = type(batches) is BatchSampler and is_plain and len(sampler) == samples
+    return Promise(samples=samples, once=once, all=once and not batches.drop_last)
+
+
+class _Recorder:
+    """A batch sampler that records what it drew; in all else the one that it wraps."""
+
+    def __init__(self, inner: Any, drawn: deque[Any]) -> None:
+        self._inner, self._drawn = inner, drawn
+        self.started: list[Tensor] | None = None
+        self.start_at: Sequence[Tensor] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        generators = self.generators()
+        if self.start_at is not None:
+            for generator, state in zip(generators, self.start_at, strict=False):
+                generator.set_state(state)
+            self.start_at = None
+        self.started = [generator.get_state() for generator in generators]
+        for ids in self._inner:
+            self._drawn.append(ids)
+            yield ids
+
+    def generators(self) -> list[torch.Generator]:
+        own = (getattr(self._inner, "generator", None), getattr(getattr(self._inner, "sampler", None), "generator", None))
+        unique = {id(each): each for each in (torch.default_generator, *own) if isinstance(each, torch.Generator)}
+        return list(unique.values())
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

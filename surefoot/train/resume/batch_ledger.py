@@ -1,0 +1,50 @@
+"""The ledger of a run whose data come as whole batches: the samples of each, where they are known, else its digest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from surefoot.components.data import Feed, Iterated
+from surefoot.components.data.sources import BatchRead
+from surefoot.contract import loop_ledger
+from surefoot.contract.ledger import FILE
+from surefoot.contract.loop_ledger import LoopLedger
+
+
+class BatchLedger:
+    """Writes what each step consumed of an iterable. Raises as LoopLedger does."""
+
+    def __init__(self, folder: Path, source: Iterated, feed: Feed, generation: int) -> None:
+        self._folder, self._feed = folder, feed
+        self._file = LoopLedger(folder, source.promise, generation)
+        self._read: dict[tuple[int, int], BatchRead] = {}  # since the last step
+        source.on_read = self._remember
+
+    def _remember(self, row: BatchRead) -> None:
+        self._read[row.epoch, row.number] = row
+
+    def add(self, step: int, numbers: np.ndarray) -> None:
+        """Add the batches of a step, by their numbers in the epoch."""
+        epoch = self._feed.window(step - 1).epoch
+        for number in numbers.tolist():
+            row = self._read.get((epoch, number))
+            self._file.add(step, epoch, number, () if row is None else row.ids)
+        self._read.clear()
+
+    def count_lost(self, step: int) -> int:
+        """Return how many steps up to `step` are missing at the end."""
+        kept = loop_ledger.consumed(loop_ledger.read(self._folder))[0]
+        return max(0, step - max((row.step for row in kept), default=0))
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def takes_batches(folder: Path, feed: Feed) -> bool:
+    """Whether the ledger of a run is one of batches: that of an older run goes on in the format that it has."""
+    return isinstance(feed.source, Iterated) and (loop_ledger.is_of_a_loop(folder) or not (folder / FILE).exists())

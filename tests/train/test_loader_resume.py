@@ -1,0 +1,392 @@
+"""A run whose data is a DataLoader resumes with the batches of a run that was never stopped, or says what differs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from surefoot import Loss, Run, RunSpec
+from surefoot.components.data import Arrays, Iterated
+from surefoot.contract import events, loop_ledger
+from surefoot.core.errors import DataError, OtherDataError, RunError
+
+SAMPLES, BATCH, EPOCHS = 18, 4, 3  # the last batch of an epoch is short
+NUMBERS = [(float(number), number) for number in range(SAMPLES)]
+
+
+class Left(Exception):
+    """What ends a run in the middle, as a kill would."""
+
+
+class Augmented(Dataset[Any]):
+    """Draws from the global streams, as augmentation does."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        return number + torch.rand(()).item() / 8 + random.random() / 8 + float(np.random.rand()) / 8, number  # noqa: NPY002
+
+
+class Own(Dataset[Any]):
+    """Draws from a generator of its own, of which nobody knows."""
+
+    def __init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        return number + torch.rand((), generator=self.draw).item() / 2, number
+
+
+class ByEpoch:
+    """A batch sampler whose order is a function of the epoch that it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter([order[:4], order[4:10], order[10:]])
+
+
+def own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": lambda: DataLoader(NUMBERS, BATCH, shuffle=True),  # type: ignore[arg-type]
+    "shuffled by a generator": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, generator=own_generator()),  # type: ignore[arg-type]
+    "in order": lambda: DataLoader(NUMBERS, BATCH),  # type: ignore[arg-type]
+    "the last batch dropped": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, drop_last=True),  # type: ignore[arg-type]
+    "with replacement": lambda: DataLoader(NUMBERS, BATCH, sampler=RandomSampler(NUMBERS, replacement=True, num_samples=SAMPLES)),  # type: ignore[arg-type]
+    "of a subset": lambda: DataLoader(NUMBERS, BATCH, sampler=SubsetRandomSampler(range(3, SAMPLES))),  # type: ignore[arg-type]
+    "weighted": lambda: DataLoader(NUMBERS, BATCH, sampler=WeightedRandomSampler([1.0] * 17 + [9.0], SAMPLES, generator=own_generator())),  # type: ignore[arg-type]
+    "a batch sampler": lambda: DataLoader(NUMBERS, batch_sampler=BatchSampler(RandomSampler(NUMBERS, generator=own_generator()), 5, False)),  # type: ignore[arg-type]
+    "distributed": lambda: DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, num_replicas=1, rank=0)),  # type: ignore[arg-type]
+    "by epoch": lambda: DataLoader(NUMBERS, batch_sampler=ByEpoch()),  # type: ignore[arg-type]
+    "augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
+    "augmented by workers": lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2),
+    "workers and a generator": lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=1, generator=own_generator()),
+    "workers that stay": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, num_workers=1, persistent_workers=True),  # type: ignore[arg-type]
+    "workers that stay and a generator": lambda: DataLoader(
+        NUMBERS, BATCH, shuffle=True, num_workers=1, persistent_workers=True, generator=own_generator()  # type: ignore[arg-type]
+    ),
+}  # fmt: skip
+
+
+class Task:
+    """Remembers what it was trained on."""
+
+    def __init__(self, loader: Any, judged: Any = None) -> None:
+        self.loader, self.judged, self.seen = loader, judged, list[list[float]]()
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def data(self, split: str) -> Any:
+        return self.loader if split == "train" else self.judged or Arrays(torch.zeros(4))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        values = batch[0] if isinstance(batch, list | tuple) else batch
+        if model.training:
+            self.seen.append([round(float(value), 5) for value in values.flatten()])
+        return model(values.float().reshape(-1, 1) / 100)  # type: ignore[no-any-return]
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        return Loss.sum((output - 1).square().sum(), count=len(output))
+
+
+def spec_for(steps: int, **checkpoint: Any) -> RunSpec:
+    table = {"every": "1 steps", "background": False} | checkpoint
+    return RunSpec(
+        train={"length": f"{steps} steps", "threads": 1}, evaluate={"every": "1000 steps"}, checkpoint=table,
+        observe={"tensorboard": False},
+    )  # fmt: skip
+
+
+def train(folder: Path, task: Task, steps: int, leave_at: int | None = None, **how: Any) -> list[list[float]]:
+    try:
+        with Run(spec_for(steps), task, folder=folder, quiet=True, **how) as run:
+            for report in run.steps():
+                if report.step == leave_at:
+                    raise Left
+    except (Left, RunError):
+        assert leave_at is not None
+    return task.seen
+
+
+def resumed(folder: Path, make: Callable[[], Any], steps: int, *stops: int) -> list[list[float]]:
+    """The batches that count of a run that is left after each of these steps; the step after a save is done again."""
+    seen: list[list[float]] = []
+    for stop in (*stops, None):
+        done = train(folder, Task(make()), steps, leave_at=stop)
+        first = next(event.first_step for event in reversed(list(events.read(folder))) if isinstance(event, events.Started))
+        seen[first - 1 :] = done
+    return seen
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_path: Path) -> None:
+    make = LOADERS[kind]
+    per_epoch = len(make())
+    steps = EPOCHS * per_epoch
+    unbroken = train(tmp_path / "whole", Task(make()), steps)
+    assert len(unbroken) == steps
+    # in the middle of an epoch, in the middle of another, and just as one ends
+    stopped = resumed(tmp_path / "stopped", make, steps, 2, per_epoch + 2, 2 * per_epoch + 1)
+    assert stopped == unbroken
+    found = loop_ledger.check(tmp_path / "stopped")
+    assert found.holds
+    if found.promise.all:
+        assert found.num_samples == EPOCHS * SAMPLES
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "distributed", "by epoch", "workers that stay"])
+def test_each_epoch_has_an_order_of_its_own(kind: str, tmp_path: Path) -> None:
+    loader = LOADERS[kind]()
+    seen = train(tmp_path / "run", Task(loader), 3 * len(loader))
+    epochs = [seen[at : at + len(loader)] for at in range(0, len(seen), len(loader))]
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert all(sorted(value for batch in epoch for value in batch) == [float(n) for n in range(SAMPLES)] for epoch in epochs)
+
+
+class Shuffling(IterableDataset[Any]):
+    """A stream that counts its passes: in a fresh process the third one comes in the order of the first."""
+
+    def __init__(self) -> None:
+        self.draw = random.Random(3)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[float]:
+        order = [float(number) for number in range(16)]
+        self.draw.shuffle(order)
+        return iter(order)
+
+
+class Changing(torch.utils.data.Sampler[int]):
+    """An order that nobody can draw again."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(range(SAMPLES), SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a stream with a generator of its own": (lambda: DataLoader(Shuffling(), 4), "are not those trained on"),
+    "a sampler from the system's randomness": (lambda: DataLoader(NUMBERS, BATCH, sampler=Changing()), "hold other samples"),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [11, 13])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_data_stop_a_resumed_run_before_it_trains_a_step(
+    kind: str, stop: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make, what = OTHERS[kind]
+    train(tmp_path / "run", Task(make()), 14, leave_at=stop + 1)
+    size = (tmp_path / "run" / "events.jsonl").stat().st_size
+    task = Task(make())
+    with pytest.raises(OtherDataError, match=what) as caught:
+        train(tmp_path / "run", task, 14)
+    assert "--accept-data" in (caught.value.hint or "")
+    assert task.seen == []
+    assert (tmp_path / "run" / "events.jsonl").stat().st_size == size
+    train(tmp_path / "run", Task(make()), 14, accept_data=True)
+    faults = [event for event in events.read(tmp_path / "run") if isinstance(event, events.Fault)]
+    assert [fault.fault for fault in faults] == ["other-data"]
+    assert what in capfd.readouterr().err
+
+
+def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_epoch(tmp_path: Path) -> None:
+    make = OTHERS["a stream with a generator of its own"][0]
+    train(tmp_path / "run", Task(make()), 16, leave_at=13)  # the checkpoint is after step 12, the end of the third epoch
+    with pytest.raises(OtherDataError, match="first batch of the pass before"):
+        train(tmp_path / "run", Task(make()), 16)
+
+
+def test_a_stream_that_counts_its_passes_resumes_in_the_first_one(tmp_path: Path) -> None:
+    make = OTHERS["a stream with a generator of its own"][0]
+    unbroken = train(tmp_path / "whole", Task(make()), 8)
+    assert resumed(tmp_path / "stopped", make, 8, 3) == unbroken
+
+
+def test_the_same_samples_with_other_values_are_reported_and_the_run_resumes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 10, leave_at=8)
+    assert "other values" not in capfd.readouterr().err
+    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 10)
+    assert "holds the same samples with other values than before" in capfd.readouterr().err
+    assert loop_ledger.check(tmp_path / "run").num_samples == 2 * SAMPLES
+
+
+class Whole(IterableDataset[float]):
+    """Gives all of its samples to every worker."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([float(number) for number in range(16)])
+
+
+@pytest.mark.parametrize(("workers", "told"), [(2, True), (1, False), (0, False)])
+def test_workers_that_each_read_the_whole_stream_are_reported(
+    workers: int, told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", Task(DataLoader(Whole(), 4, num_workers=workers)), 8)
+    said = capfd.readouterr().err
+    assert ("gives more batches than its length, 4" in said) is told
+    assert ("torch.utils.data.get_worker_info()" in said) is told
+
+
+class Counting:
+    """A stream that keeps its own place, and has no way to put it back."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length, self.next = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.next < self.length:
+            self.next += 1
+            yield torch.full((2, 1), float(self.next))
+        self.next = 0
+
+
+class Stateful(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, held: dict[str, Any]) -> None:
+        self.next = held["next"]
+
+
+@pytest.mark.parametrize("make", [Counting, Stateful, lambda: Iterated(Counting()), lambda: Iterated(Stateful())])
+def test_the_checks_and_evaluations_take_no_batch_from_the_training(make: Callable[[], Any], tmp_path: Path) -> None:
+    task = Task(make(), judged=make())
+    with Run(spec_for(24), task, folder=tmp_path / "run", quiet=True) as run:
+        for report in run.steps():
+            if report.step in (1, 5, 12):
+                assert run.evaluate().num_samples == 24
+    assert [seen[0] for seen in task.seen] == [float(number) for number in range(1, 13)] * 2
+
+
+def test_the_state_of_an_iterable_is_saved_without_being_named(tmp_path: Path) -> None:
+    class Drawing(Stateful):
+        """Every pass has other batches, which follow from its state alone."""
+
+        total = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for _ in range(self.next, self.length):
+                self.next += 1
+                self.total += 1
+                yield torch.full((2, 1), float(self.total))
+            self.next = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"next": self.next, "total": self.total}
+
+        def load_state_dict(self, held: dict[str, Any]) -> None:
+            self.next, self.total = held["next"], held["total"]
+
+    unbroken = train(tmp_path / "whole", Task(Drawing(5)), 15)
+    assert [seen[0] for seen in unbroken] == [float(number) for number in range(1, 16)]
+    assert resumed(tmp_path / "stopped", lambda: Drawing(5), 15, 3, 6, 9) == unbroken
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_replayed_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Token:
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    class Opaque(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"next": self.next, "token": Token()}
+
+    unbroken = train(tmp_path / "whole", Task(Opaque(5)), 8)
+    assert "gives what a checkpoint cannot hold" in capfd.readouterr().err
+    assert resumed(tmp_path / "stopped", lambda: Opaque(5), 8, 3) == unbroken
+
+
+def test_an_evaluation_leaves_a_generator_that_both_loaders_share(tmp_path: Path) -> None:
+    def make() -> Task:
+        generator = own_generator()
+        loaders = [DataLoader(NUMBERS, BATCH, shuffle=True, generator=generator) for _ in range(2)]  # type: ignore[arg-type]
+        return Task(*loaders)
+
+    seen = []
+    for name, when in (("with", (2, 7)), ("without", ())):
+        task = make()
+        with Run(spec_for(15), task, folder=tmp_path / name, quiet=True) as run:
+            for report in run.steps():
+                if report.step in when:
+                    run.evaluate()
+        seen.append(task.seen)
+    assert seen[0] == seen[1]
+    assert len({str(seen[0][at : at + 5]) for at in (0, 5, 10)}) == 3
+
+
+def test_a_fork_of_a_run_with_a_loader_reads_on_where_it_stood(tmp_path: Path) -> None:
+    from surefoot.train.resume.start import Start
+
+    make = LOADERS["shuffled by a generator"]
+    unbroken = train(tmp_path / "whole", Task(make()), 10)
+    train(tmp_path / "parent", Task(make()), 7)
+    task = Task(make())
+    with Run(spec_for(10), task, folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "parent", 7)) as run:
+        for _ in run.steps():
+            pass
+    assert task.seen == unbroken[7:]
+    assert loop_ledger.check(tmp_path / "fork").num_batches == 10
+
+
+def test_a_sized_iterable_dataset_is_read_forwards(tmp_path: Path) -> None:
+    class Batches(IterableDataset[Tensor]):
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return (torch.full((2, 1), float(number)) for number in range(3))
+
+    seen = train(tmp_path / "run", Task(Batches()), 6)
+    assert [values[0] for values in seen] == [0.0, 1.0, 2.0] * 2
+
+
+def test_an_iterable_that_ends_early_says_so_each_time() -> None:
+    source = Iterated([torch.zeros(1)] * 3, num_batches=5)
+    for _ in range(2):
+        with pytest.raises(DataError, match="ended after 3 batches of 5"):
+            source.read(np.array([4]))
