@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -44,3 +46,45 @@ def test_draws_that_workers_would_change_are_told(stream: str, tmp_path: Path) -
 def test_draws_that_are_the_same_everywhere_are_not_told(tmp_path: Path) -> None:
     assert told(tmp_path / "alone", Careless("numpy"), {}) == []
     assert told(tmp_path / "keys", Small(), {"workers": 2}) == []
+
+
+class Own(torch.utils.data.Dataset[Any]):
+    """Draws for each sample from `stream`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.full((4,), float(number) + float(self.stream())), number % 3
+
+
+class Given(Small):
+    """Trains on a map-style dataset, whose samples are read by their number."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def data(self, split: str) -> Any:
+        return Own(self.stream)
+
+
+OWN = {
+    "a generator of torch": (lambda: functools.partial(torch.rand, (), generator=torch.Generator()), True),
+    "a generator of NumPy": (lambda: np.random.default_rng(0).random, True),
+    "a generator of Python": (lambda: random.Random(0).random, True),
+    "a counter": (lambda: itertools.count().__next__, True),
+    "nothing": (lambda: lambda: 0.0, False),
+    **{f"the global stream of {name}": (lambda draw=draw: draw, False) for name, draw in DRAWS.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_dataset_with_a_generator_of_its_own_is_reported(kind: str, tmp_path: Path) -> None:
+    make, is_reported = OWN[kind]
+    with Run(spec(2), Given(make()), folder=tmp_path / "run", quiet=True):
+        (begun,) = (event for event in records(tmp_path / "run") if isinstance(event, Started))
+    assert any("the same samples read twice have other values" in note for note in begun.notes) is is_reported

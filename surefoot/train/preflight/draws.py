@@ -9,13 +9,36 @@ import numpy as np
 import torch
 
 from surefoot.components.data import Keys
-from surefoot.components.data.loader import read_sound
+from surefoot.components.data.loader import Reader, read_sound
+from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.contract import NUM_SAMPLES
 from surefoot.train.quiet import untouched
 
 
 def check(assembly: Assembly) -> list[str]:
+    """Return what to report of the draws of the data: those of a generator that nobody else knows, and those that workers would change."""
+    return [*_check_own(assembly), *_check_shared(assembly)]
+
+
+def _check_own(assembly: Assembly) -> list[str]:
+    """Read the same samples twice under the same random states: a dataset with a generator of its own gives other values."""
+    source, seed = assembly.feed.source, assembly.spec.train.seed
+    if getattr(source, "thread_safe", False) or source.guarantee != "proven":
+        return []
+    window, reader = assembly.feed.window(0), Reader(source, None, seed, skips=assembly.spec.data.on_bad == "skip")
+    digests = []
+    for _ in range(2):
+        with untouched(assembly.model, assembly.task.state):
+            digests.append(digest_of(reader(window.epoch, window.ids[:NUM_SAMPLES]).batch))
+    if digests[0] == digests[1]:
+        return []
+    what = f"the same samples read twice have other values ({source.describe()})"
+    why = "it draws from a generator of its own, or reads the clock, so a resumed run, other workers and other ranks read other values"
+    return [f"{what}: {why}; what it draws from the global streams of torch, NumPy or Python is the same again"]
+
+
+def _check_shared(assembly: Assembly) -> list[str]:
     """Words where workers would change numbers: a source that no two threads may read has its streams set before each microbatch."""
     loader, source, augment = assembly.spec.loader, assembly.feed.source, assembly.task.augment
     if not loader.workers or not (getattr(source, "thread_safe", False) or loader.kind == "thread"):
