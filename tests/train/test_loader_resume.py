@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -390,3 +391,21 @@ def test_an_iterable_that_ends_early_says_so_each_time() -> None:
     for _ in range(2):
         with pytest.raises(DataError, match="ended after 3 batches of 5"):
             source.read(np.array([4]))
+
+
+def test_batches_of_a_loader_are_accumulated_and_resumed_between_them(tmp_path: Path) -> None:
+    def run_of(folder: Path, leave_at: int | None = None) -> tuple[list[list[float]], list[float]]:
+        task = Task(LOADERS["shuffled"]())
+        spec = RunSpec(**{**spec_for(6).as_tables(), "train": {"length": "6 steps", "threads": 1, "batch": 2, "microbatch": 1}})
+        with pytest.raises(Left) if leave_at else contextlib.nullcontext():  # noqa: SIM117
+            with Run(spec, task, folder=folder, quiet=True) as run:
+                for report in run.steps():
+                    if report.step == leave_at:
+                        raise Left
+        return task.seen, [float(value) for value in run.model.state_dict()["weight"].flatten()]
+
+    seen, weights = run_of(tmp_path / "whole")
+    assert [len(batch) for batch in seen] == [4, 4, 4, 4, 2, 4, 4, 4, 4, 2]  # five batches an epoch, two a step
+    run_of(tmp_path / "left", leave_at=3)
+    assert run_of(tmp_path / "left")[1] == weights
+    assert loop_ledger.check(tmp_path / "left").num_samples == 2 * SAMPLES

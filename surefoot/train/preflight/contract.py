@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from surefoot.components.data import Iterated
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
@@ -36,8 +37,8 @@ def check(assembly: Assembly) -> list[str]:
     notes: list[str] = []
     state = assembly.task.state
     window = assembly.feed.window(0)
-    ids = window.ids[: min(NUM_SAMPLES, len(window.ids))]
     source = assembly.feed.source
+    ids = window.ids[: 1 if isinstance(source, Iterated) else NUM_SAMPLES]  # one of an iterable is a whole batch
 
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
