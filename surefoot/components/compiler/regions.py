@@ -15,6 +15,7 @@ from surefoot.components.compiler import instructions
 from surefoot.components.compiler.pace import Pace
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
+from surefoot.core.process.frames import is_of_library
 
 Mode = Literal["default", "reduce-overhead", "max-autotune"]
 OnFailure = Literal["eager", "stop"]
@@ -201,5 +202,5 @@ def _in_words(error: BaseException) -> str:
     """The first lines of what the compiler says, with the user's own line where it names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2])[:300]
-    frames = [line for line in lines if line.startswith('File "') and "site-packages" not in line]
+    frames = [line for line in lines if line.startswith('File "') and not is_of_library(line.split('"')[1])]
     return f"{said} ({frames[-1]})" if frames else said

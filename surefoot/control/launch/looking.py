@@ -14,11 +14,13 @@ from typing import NamedTuple
 from surefoot.control.launch.blocked import find_waits
 from surefoot.core import flight
 from surefoot.core.flight import Seen
+from surefoot.core.process.frames import is_of_surefoot
 
 STACK_S = 0.3  # for a rank to write its stack
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 STOPPED = "tT"
-LOOP = "surefoot/train/"  # in the stack of the thread that takes the steps
+LOOP = "train"  # the part of surefoot that is in the stack of the thread that takes the steps
+ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # how faulthandler writes what is not ASCII
 
 
 class Judge(NamedTuple):
@@ -92,12 +94,11 @@ def parse_stacks(text: str) -> tuple[str, ...]:
     >>> parse_stacks('Current thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n')
     ('a.py:3 in f', 'b.py:9 in g')
     """
-    threads = [
-        tuple(f"{found['file']}:{found['line']} in {found['name']}" for found in FRAME.finditer(block))
-        for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]
-    ]
-    stepping = [frames for frames in threads if any(LOOP in frame for frame in frames)]
-    return (*stepping, *threads, ())[0]
+    plain = ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
+    blocks = [list(FRAME.finditer(block)) for block in re.split(r"(?:Current t|T)hread 0x", plain)[1:]]
+    stepping = [block for block in blocks if any(is_of_surefoot(found["file"], LOOP) for found in block)]
+    chosen = (*stepping, *blocks, ())[0]
+    return tuple(f"{found['file']}:{found['line']} in {found['name']}" for found in chosen)
 
 
 def state_of(pid: int) -> str:
