@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from surefoot.components.compiler import instructions
 from surefoot.components.compiler.pace import Pace
+from surefoot.components.compiler.quoting import quote_paths
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.process.frames import is_of_library
@@ -154,6 +155,7 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
     except RuntimeError:
         raise InputError(f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune") from None
     options["fallback_random"] = True
+    quote_paths()
     if instructions.are_known(tuple(inductor.config.cpp.cxx)):
         options["cpp.vec_isa_ok"] = True
     if deterministic and hasattr(inductor.config, "deterministic"):

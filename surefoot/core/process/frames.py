@@ -53,8 +53,9 @@ def _resolve(file: str) -> str:
 @cache
 def _library_folders() -> frozenset[str]:
     named = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    searched = [entry for entry in sys.path if Path(entry).name in LIBRARY_FOLDERS]
-    return frozenset(map(os.path.realpath, (*named, *site.getsitepackages(), site.getusersitepackages(), *searched)))
+    searched = [entry for entry in map(os.path.realpath, sys.path) if Path(entry).name in LIBRARY_FOLDERS]
+    torch = [] if (folder := _torch_folder()) is None else [folder]
+    return frozenset(map(os.path.realpath, (*named, *site.getsitepackages(), site.getusersitepackages(), *searched, *torch)))
 
 
 @cache
