@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -24,6 +25,9 @@ settings.load_profile("surefoot")
 for _number, _how in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _how)
+
+# pytest's handler prints pages of stacks past its own capture: a process that a test forks and that crashes, as planted, has an exit code
+os.register_at_fork(after_in_child=faulthandler.disable)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

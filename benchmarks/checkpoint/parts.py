@@ -5,6 +5,7 @@ python benchmarks/checkpoint/parts.py [FOLDER]     the disk of FOLDER is what is
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def time_disk(folder: Path) -> dict[str, list[float]]:
     for _ in range(REPEATS):
         for what, command in DISK.items():
             calm_s = statistics.median(step_s() for _ in range(CALM_STEPS))
-            words = command.format(file=folder / "bytes", folder=folder)
+            words = command.format(file=shlex.quote(str(folder / "bytes")), folder=shlex.quote(str(folder)))
             beside = subprocess.Popen(("sh", "-c", words), stderr=subprocess.DEVNULL)
             extra_s, is_done = 0.0, False
             while not is_done:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
+from surefoot.core.cost.roofline import giga
 from surefoot.core.hardware import find_machine
-from surefoot.core.roofline import giga
 from surefoot.core.statistics import median
 from surefoot.core.units import format_percent
 from surefoot.trial import Arm, Trial, markdown, read_trial

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ def of_example(name: str, what: str, *words: str) -> Case:
 
 
 def of_script(name: str, what: str) -> Case:
-    return Case(name, ("--command", f"{sys.executable} {ROOT / 'examples' / name} out", "--state", "out"), what)
+    return Case(name, ("--command", shlex.join((sys.executable, str(ROOT / "examples" / name), "out")), "--state", "out"), what)
 
 
 CIFAR = ("--set", "train.batch=50")

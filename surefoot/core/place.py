@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from surefoot.core.errors import InputError
+from surefoot.core.process import launchers
 
 # what a run records of its environment: the variables that can change numbers or speed
 FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of what a rank tells its launcher
@@ -105,6 +106,14 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
 def here() -> Place:
     """The place of this very process."""
     return Place.from_environ(os.environ)
+
+
+def check_launcher() -> None:
+    """Raise InputError where srun, mpirun or another launcher started several processes that have not been told of each other."""
+    tasks = launchers.find_tasks(os.environ)
+    if tasks is not None:
+        message, line = launchers.describe(tasks)
+        raise InputError(message, hint=line)
 
 
 def flight_file() -> int | None:

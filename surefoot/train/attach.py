@@ -33,6 +33,7 @@ from surefoot.contract import events
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee
+from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
@@ -63,6 +64,8 @@ def attach(
     DataError for data that cannot be iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that
     is something else.
     """
+    if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
+        place.check_launcher()
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     bad = [each for each in optimizers if not hasattr(each, "param_groups")]
     if bad or not optimizers:

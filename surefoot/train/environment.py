@@ -147,6 +147,11 @@ def is_launched() -> bool:
     return place.here().world_size > 1 or place.flight_file() is not None
 
 
+def has_process_group() -> bool:
+    """Whether this process has joined others by torch.distributed already."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def set_seeds(seed: int) -> None:
     """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
     torch.manual_seed(seed)

@@ -193,7 +193,7 @@ class Run:
         if chosen.is_again:
             raise RunFolderError(
                 f"{self.folder} holds a run already, and is left as it is",
-                hint=f"unfinished, it goes on without start=: surefoot resume {self.folder}; else begin in a new folder",
+                hint=f"unfinished, it goes on without start=: surefoot resume {str(self.folder)!r}; else begin in a new folder",
             )
         begun = begin(start, self.assembly)
         if begun.saved is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(surefoot: Command, t
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
     words = "train digits --steps 60 --quiet --set train.batch=8 --set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
-    line = f"exec {sys.executable} -m surefoot {words} --run {tmp_path / 'a'} {closed}"
+    line = f"exec {shlex.quote(sys.executable)} -m surefoot {words} --run {shlex.quote(str(tmp_path / 'a'))} {closed}"
     environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(["bash", "-c", line], env=environment, check=False)
     assert done.returncode == 0

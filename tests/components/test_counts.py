@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot.components.profiler import formulas
 from surefoot.components.profiler.counts import Counter
-from surefoot.core import shape
-from surefoot.core.roofline import Work
+from surefoot.core.cost import shape
+from surefoot.core.cost.roofline import Work
 
 FLOAT = 4  # bytes
 

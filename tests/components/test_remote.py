@@ -238,10 +238,9 @@ def test_a_refusal_is_told_at_once(status: int, served: Served, tmp_path: Path) 
 
 def test_what_is_not_there_is_told_at_once(served: Served, tmp_path: Path) -> None:
     del served.files["/d/s-00.tar"]
-    started_s = time.monotonic()
-    with pytest.raises(DataError, match=r"s-00.tar cannot be fetched: .*404"):
+    with pytest.raises(DataError, match=r"s-00.tar cannot be fetched: .*404") as raised:
         read(remote(served, tmp_path, patience=Patience()))
-    assert time.monotonic() - started_s < 0.4
+    assert "tries" not in str(raised.value)
 
 
 def test_a_server_that_stays_away_is_tried_and_told(tmp_path: Path) -> None:
@@ -429,7 +428,6 @@ def test_a_store_gives_the_same_samples_and_refuses_what_is_not_there(bucket: st
     fresh = Tars(Remote(bucket + URL, cache=tmp_path, patience=QUICK), label="cls")
     with pytest.raises(DataError, match="is not what it should be"):
         fresh.read(np.array([3 * SAMPLES]))
-    started_s = time.monotonic()
-    with pytest.raises(DataError, match=r"none/1\.tar cannot be fetched: FileNotFound"):
+    with pytest.raises(DataError, match=r"none/1\.tar cannot be fetched: FileNotFound") as raised:
         Tars(Remote(f"{bucket}/none/1.tar", cache=tmp_path), label="cls")
-    assert time.monotonic() - started_s < 3
+    assert "tries" not in str(raised.value)

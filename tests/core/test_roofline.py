@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from surefoot.core import shape
-from surefoot.core.hardware import Peaks, find_published
-from surefoot.core.roofline import (
+from surefoot.core.cost import shape
+from surefoot.core.cost.roofline import (
     Utilisation,
     Work,
     attainable_flops_per_s,
@@ -19,6 +18,7 @@ from surefoot.core.roofline import (
     read_utilisation,
     ridge,
 )
+from surefoot.core.hardware import Peaks, find_published
 
 PEAKS = Peaks(device="a", threads=1, flops_per_s={"fp32": 100e9, "bf16": 400e9}, bytes_per_s=10e9, source="measured here")
 
@@ -117,6 +117,6 @@ def test_the_rule_of_thumb_is_six_a_parameter_and_token_and_twelve_a_pair_and_wi
 
 
 def test_the_arithmetic_imports_neither_torch_nor_numpy() -> None:
-    script = "import sys, surefoot.core.roofline, surefoot.core.shape; assert not {'torch', 'numpy'} & set(sys.modules)"
+    script = "import sys, surefoot.core.cost.roofline, surefoot.core.cost.shape; assert not {'torch', 'numpy'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

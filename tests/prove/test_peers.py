@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ SCRIPTS = Path(__file__).with_name("scripts")
 
 def verify(folder: Path, script: str, *words: str) -> dict[str, Any]:
     """The verdict on a script that keeps all it has in `out`."""
-    command = " ".join((sys.executable, str(SCRIPTS / script), "out", *words))
+    command = shlex.join((sys.executable, str(SCRIPTS / script), "out", *words))
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "verify", "--command", command, "--state", "out", "--kills", "2", "--json"],
         cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}, capture_output=True,

@@ -14,8 +14,8 @@ from surefoot.components.profiler import peaks
 from surefoot.components.profiler.counts import Counter
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.contract.spec import RunSpec
-from surefoot.core.roofline import FILE
-from surefoot.core.shape import transformer_flops
+from surefoot.core.cost.roofline import FILE
+from surefoot.core.cost.shape import transformer_flops
 from surefoot.prove.bench.rehearsal import Rehearsal
 from tests.cli.conftest import Command, surefoot
 from tests.train.small import TEXT

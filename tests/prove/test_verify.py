@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from surefoot.prove.verify import plan_kills
 from tests.train.small import call, spec, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = shlex.quote(sys.executable)
 WORDS = ("--steps", "10", "--kills", "2", "--set", "train.batch=4", "--set", "observe.tensorboard=false")
 
 
@@ -195,7 +197,7 @@ def verify_script(
     """What `verify --command` says of a script that keeps all it has in out/."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
-    return verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out", "--kills", str(kills))
+    return verify(monkeypatch, capsys, "--command", f"{PYTHON} train.py", "--state", "out", "--kills", str(kills))
 
 
 @pytest.mark.slow  # each of its processes loads torch; scripts that do not are verified below
@@ -281,7 +283,7 @@ def test_a_command_that_leaves_nothing_to_compare_is_told_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(script)
-    code, _, said = verify(monkeypatch, capsys, "--command", f"{sys.executable} train.py", "--state", "out")
+    code, _, said = verify(monkeypatch, capsys, "--command", f"{PYTHON} train.py", "--state", "out")
     assert code == 2
     assert told in said.splitlines()[-2]
 
@@ -300,7 +302,7 @@ def test_the_script_does_not_outlive_verify(number: signal.Signals, code: int, t
     (tmp_path / "plain.py").write_text(
         PLAIN.replace("import os", "import os\nprint(os.getpid(), file=open('pid.txt', 'w'), flush=True)\nimport os")
     )
-    words = (sys.executable, "-m", "surefoot", "verify", "--command", f"{sys.executable} plain.py slowly", "--state", "out")
+    words = (sys.executable, "-m", "surefoot", "verify", "--command", f"{PYTHON} plain.py slowly", "--state", "out")
     process = subprocess.Popen(words, cwd=tmp_path, env=child_environment(threads=1), stderr=subprocess.DEVNULL)
     while not (tmp_path / "out" / "step.txt").exists():
         assert process.poll() is None

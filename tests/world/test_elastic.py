@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import json
 import os
@@ -133,7 +132,6 @@ def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(tm
     def job(rank: int) -> int:
         is_second = (tmp_path / f"once-{rank}").exists()
         (tmp_path / f"once-{rank}").touch()
-        faulthandler.disable()  # of pytest: it would tell of it
         if rank == (0 if is_second else 1):
             os.kill(os.getpid(), signal.SIGSEGV)
         return LostRank.exit_code

@@ -303,9 +303,8 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> 
 
 
 def test_more_ranks_than_files_may_be_open_for_are_refused_in_words(tmp_path: Path) -> None:
-    words = (
-        f"ulimit -n 48; exec {sys.executable} -P -m surefoot train digits --ranks 40 --steps 60 --quiet --run {tmp_path / 'run'}"
-    )
+    train = [sys.executable, "-P", "-m", "surefoot", "train", "digits", "--ranks", "40", "--steps", "60", "--quiet"]
+    words = f"ulimit -n 48; exec {shlex.join([*train, '--run', str(tmp_path / 'run')])}"
     done = subprocess.run(["sh", "-c", words], env=environment(), capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2, done.stderr
     assert "--ranks is 40, and this process may not open the files that it holds for each rank" in done.stderr

@@ -13,8 +13,8 @@ from typing import Any
 from surefoot.contract import events, manifest
 from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Memory, Started, Step
 from surefoot.control.diagnose import Goodput, Phases, find_goodput, find_phases
+from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.errors import RunFolderError
-from surefoot.core.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.units import UNKNOWN, format_number, format_percent
 
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"

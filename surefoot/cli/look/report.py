@@ -70,7 +70,8 @@ def _check_steps(found: Sequence[Past]) -> None:
     for each in found:
         if not each.steps:
             raise RunFolderError(
-                f"{each.folder} has no step, so there is nothing to draw", hint=f"surefoot show {each.folder} tells how it ended"
+                f"{each.folder} has no step, so there is nothing to draw",
+                hint=f"surefoot show {shlex.quote(str(each.folder))} says why",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,4 +112,4 @@ def _tell(file: Path, to: Path, weights: dict[str, Any], left: list[str], found:
         print(without_control(f"in the file stands also: {', '.join(left[:MOST_SHOWN])}"), file=sys.stderr)
     if found.unbounded:
         print(f"this system could not keep from the process that read it: {', '.join(found.unbounded)}", file=sys.stderr)
-    print(f"next: surefoot train SPEC --weights {to}")
+    print(f"next: surefoot train SPEC --weights {shlex.quote(str(to))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,4 +121,6 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
     gain = f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
     print_text(f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs")
     if num_ranks(ladder.best) > 1:
-        print_text(f"it trains on several ranks: surefoot train {folder / BEST} --ranks {num_ranks(ladder.best)}")
+        print_text(
+            f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks {num_ranks(ladder.best)}"
+        )

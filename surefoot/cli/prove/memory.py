@@ -86,7 +86,7 @@ def memory(
 
 def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
     """From the number of parameters alone: arithmetic, without torch."""
-    from surefoot.core.shape import training_bytes
+    from surefoot.core.cost.shape import training_bytes
     from surefoot.core.units import parse_count
 
     if not (count := parse_count(parameters)):

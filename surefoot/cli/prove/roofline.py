@@ -15,8 +15,8 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption
 from surefoot.core.errors import StorageError
 
 if TYPE_CHECKING:
+    from surefoot.core.cost.roofline import Point
     from surefoot.core.hardware import Peaks
-    from surefoot.core.roofline import Point
     from surefoot.prove.bench.place import Placed
 
 ROWS = 14
@@ -44,7 +44,7 @@ def roofline(
         _peaks_alone(json=json, tell=tell)
         return
     from surefoot.contract import spec_file
-    from surefoot.core.roofline import FILE
+    from surefoot.core.cost.roofline import FILE
     from surefoot.prove.bench.place import place
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
@@ -119,7 +119,7 @@ def _write(path: Path, row: dict[str, Any]) -> None:
 
 def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) -> None:
     from surefoot.cli.table import print_table
-    from surefoot.core.roofline import giga
+    from surefoot.core.cost.roofline import giga
 
     many = one_core is not None and one_core.threads != peaks.threads
     columns = [peaks, *([one_core] if many and one_core else []), *([published] if published else [])]
@@ -143,7 +143,7 @@ def _column(peaks: Peaks) -> str:
 
 
 def _ridge(peaks: Peaks, dtype: str) -> str:
-    from surefoot.core.roofline import ridge
+    from surefoot.core.cost.roofline import ridge
     from surefoot.core.units import format_number
 
     peak = peaks.flops_per_s.get(dtype)
@@ -163,7 +163,7 @@ def _print(found: Placed) -> None:
 
 
 def _pairs(found: Placed) -> list[tuple[str, str]]:
-    from surefoot.core.roofline import giga
+    from surefoot.core.cost.roofline import giga
     from surefoot.core.units import format_number, format_percent, format_seconds
 
     outside_s = max(0.0, found.step_s - found.operators_s)
@@ -204,7 +204,7 @@ def _print_points(title: str, kind: str, found: Placed) -> None:
 
 
 def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
-    from surefoot.core.roofline import giga
+    from surefoot.core.cost.roofline import giga
     from surefoot.core.units import UNKNOWN, format_number, format_percent, format_seconds
 
     return [
@@ -217,7 +217,7 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
 def _draw(found: Placed) -> None:
     """The roof of the dtype in which most is computed, and below it the operators that take the most time."""
     from surefoot.cli.plot import overlay, terminal_style
-    from surefoot.core.roofline import attainable_flops_per_s
+    from surefoot.core.cost.roofline import attainable_flops_per_s
 
     peak, bytes_per_s = found.peaks.flops_per_s.get(found.utilisation.dtype), found.peaks.bytes_per_s
     drawn = [each for each in found.points if each.kind == "operator" and each.flops and each.intensity and each.elapsed_s][

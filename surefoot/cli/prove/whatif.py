@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -204,7 +205,9 @@ def _way_out(given: str, found: Fitted) -> str:
     if left <= 0:
         return f"{beside}, above that limit whatever the model is: give a larger one"
     spec = Path(given) / "spec.toml" if Path(given).is_dir() else given
-    return f"{beside}; what of the model fits into the rest: surefoot memory {spec} --fit '{format_bytes(left)}'"
+    return (
+        f"{beside}; what of the model fits into the rest: surefoot memory {shlex.quote(str(spec))} --fit '{format_bytes(left)}'"
+    )
 
 
 def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from surefoot.components.compiler import instructions
 from surefoot.components.compiler.pace import Pace
+from surefoot.components.compiler.quoting import quote_paths
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
+from surefoot.core.process.frames import is_of_library
 
 Mode = Literal["default", "reduce-overhead", "max-autotune"]
 OnFailure = Literal["eager", "stop"]
@@ -153,6 +155,7 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
     except RuntimeError:
         raise InputError(f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune") from None
     options["fallback_random"] = True
+    quote_paths()
     if instructions.are_known(tuple(inductor.config.cpp.cxx)):
         options["cpp.vec_isa_ok"] = True
     if deterministic and hasattr(inductor.config, "deterministic"):
@@ -201,5 +204,5 @@ def _in_words(error: BaseException) -> str:
     """The first lines of what the compiler says, with the user's own line where it names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2])[:300]
-    frames = [line for line in lines if line.startswith('File "') and "site-packages" not in line]
+    frames = [line for line in lines if line.startswith('File "') and not is_of_library(line.split('"')[1])]
     return f"{said} ({frames[-1]})" if frames else said

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from surefoot.components.memory.again import Contexts
-from surefoot.core import shape
+from surefoot.core.cost import shape
 
 # where the time of a forward pass goes: products of matrices, convolutions, fused attention; by their names in torch.ops.aten
 PRODUCTS = (

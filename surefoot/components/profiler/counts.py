@@ -25,7 +25,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from surefoot.components.profiler.formulas import COMPLEX, count
 from surefoot.components.profiler.whereabouts import Whereabouts
-from surefoot.core.roofline import Work
+from surefoot.core.cost.roofline import Work
 
 WHOLE = ""  # the name of the step itself among the modules
 

@@ -1,6 +1,6 @@
 """What a call of an operator of torch computes and moves, from the shapes that went in and came out.
 
-FLOPs are those of core/shape; a pointwise operator counts one for each floating-point element of its result, whatever the function.
+FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element of its result, whatever the function.
 Bytes: each tensor that goes in is read once and each that comes out is written once, as with a perfect cache; a broadcast tensor has
 the bytes that it has in memory, a look-up reads only the rows that it takes, a view moves nothing. Arithmetic on complex numbers has no
 formula: a product takes four times the multiplications of one of reals, a sum twice the additions, a function has no agreed count.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.core import shape
+from surefoot.core.cost import shape
 
 aten: Any = torch.ops.aten
 Args = Sequence[Any]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from surefoot.components.profiler.formulas import DTYPES
+from surefoot.core.cost.shape import product_flops
 from surefoot.core.hardware import Peaks, find_machine
-from surefoot.core.shape import product_flops
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from surefoot.core.flight import Kind, Seen
+from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_torch
 
 EARLY, FIRST_STEPS = 10, 1
-TOGETHER = "torch/distributed/"  # in the stack of who calls a collective
+TOGETHER = "distributed"  # the part of torch that is in the stack of who calls a collective
+FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` writes it
 STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D": "it waits for a disk", "Z": "it has ended"}
 
 
@@ -117,7 +120,7 @@ def _place(row: Seen) -> str:
 
 
 def _is_in_own_collective(row: Seen) -> bool:
-    return row.record.waits_s is None and any(TOGETHER in frame for frame in row.stack)
+    return row.record.waits_s is None and any(is_of_torch(_file_of(frame), TOGETHER) for frame in row.stack)
 
 
 def _called(kind: Kind, num_bytes: int) -> str:
@@ -131,10 +134,13 @@ def _where(row: Seen) -> str:
 def find_frame(stack: Sequence[str]) -> str:
     """The innermost frame of the user's own, else the innermost one. A frame is `file.py:31 in loss`.
 
-    >>> find_frame(["/lib/python3.11/site-packages/torch/nn.py:3 in f", "/home/me/task.py:31 in loss", "/src/surefoot/train/run.py:9 in g"])
-    '/home/me/task.py:31 in loss'
+    >>> find_frame([f"{re.__file__}:3 in f", "/home/me/surefoot/task.py:31 in loss", f"{__file__}:9 in g"])
+    '/home/me/surefoot/task.py:31 in loss'
     """
-    own = [
-        frame for frame in stack if not any(part in frame for part in ("site-packages", "/surefoot/", "/lib/python", "<frozen"))
-    ]
+    own = [frame for frame in stack if not is_of_surefoot(_file_of(frame)) and not is_of_library(_file_of(frame))]
     return (own or list(stack))[0]
+
+
+def _file_of(frame: str) -> str:
+    found = FRAME.fullmatch(frame)
+    return frame if found is None else found["file"]

@@ -66,6 +66,7 @@ def launch(
         raise InputError(
             f"--ranks is {num_ranks} and --max-restarts {max_restarts}", hint="use one rank or more, and no restart or more"
         )
+    place.check_launcher()
     if place.here().world_size > 1:
         raise InputError(
             "--ranks is given to a process that is a rank already", hint="leave --ranks out under torchrun and the like"

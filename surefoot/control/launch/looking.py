@@ -14,11 +14,13 @@ from typing import NamedTuple
 from surefoot.control.launch.blocked import find_waits
 from surefoot.core import flight
 from surefoot.core.flight import Seen
+from surefoot.core.process.frames import is_of_surefoot
 
-STACK_S = 0.3  # for a rank to write its stack
+STACK_S, LONGEST_STACK_S = 0.3, 5.0  # for a rank to write its stack; on a busy machine it takes longer
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 STOPPED = "tT"
-LOOP = "surefoot/train/"  # in the stack of the thread that takes the steps
+LOOP = "train"  # the part of surefoot that is in the stack of the thread that takes the steps
+ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # how faulthandler writes what is not ASCII
 
 
 class Judge(NamedTuple):
@@ -70,13 +72,24 @@ def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[To
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[row.rank], signal.SIGUSR2)
     if asked:
-        time.sleep(STACK_S)
+        _wait_for_stacks([told[row.rank].stacks for row in asked])
     found = []
     for row in as_left(rows, told):
         still = {wait.asked for wait in find_waits(pids[row.rank])}
         file = next((wait.words for wait in waits[row.rank] if wait.asked in still), "")
         found.append(row._replace(file=file))
     return found
+
+
+def _wait_for_stacks(files: Sequence[int]) -> None:
+    """Return once every file has been written to and stayed as it is for `STACK_S`, at the latest after `LONGEST_STACK_S`."""
+    begun_s = since_s = now_s = time.monotonic()
+    before = [0] * len(files)
+    while now_s - begun_s < LONGEST_STACK_S and not (all(before) and now_s - since_s >= STACK_S):
+        time.sleep(STACK_S / 10)
+        sizes, now_s = [os.fstat(each).st_size for each in files], time.monotonic()
+        if sizes != before:
+            before, since_s = sizes, now_s
 
 
 def as_left(rows: Sequence[Seen], told: Sequence[Told]) -> list[Seen]:
@@ -92,12 +105,11 @@ def parse_stacks(text: str) -> tuple[str, ...]:
     >>> parse_stacks('Current thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n')
     ('a.py:3 in f', 'b.py:9 in g')
     """
-    threads = [
-        tuple(f"{found['file']}:{found['line']} in {found['name']}" for found in FRAME.finditer(block))
-        for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]
-    ]
-    stepping = [frames for frames in threads if any(LOOP in frame for frame in frames)]
-    return (*stepping, *threads, ())[0]
+    plain = ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
+    blocks = [list(FRAME.finditer(block)) for block in re.split(r"(?:Current t|T)hread 0x", plain)[1:]]
+    stepping = [block for block in blocks if any(is_of_surefoot(found["file"], LOOP) for found in block)]
+    chosen = (*stepping, *blocks, ())[0]
+    return tuple(f"{found['file']}:{found['line']} in {found['name']}" for found in chosen)
 
 
 def state_of(pid: int) -> str:

@@ -14,9 +14,9 @@ import torch
 from surefoot.components.profiler.counts import WHOLE, Counter
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.contract.spec import RunSpec
+from surefoot.core.cost.roofline import MFU, VERSION, Point, Utilisation, Work, find_point, fusible_share
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import Peaks, find_published
-from surefoot.core.roofline import MFU, VERSION, Point, Utilisation, Work, find_point, fusible_share
 from surefoot.core.statistics import median
 from surefoot.prove.bench.rehearsal import Rehearsal
 

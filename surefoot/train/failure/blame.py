@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
 import traceback
-from pathlib import Path
 
 import torch
 
@@ -19,28 +16,22 @@ from surefoot.core.errors import (
     SurefootError,
     UserCodeError,
 )
+from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_torch
 
-_OURS = str(Path(__file__).parents[2])
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
-_LIBRARIES = (*{f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")}, "<")
 
 
 def is_ours(error: BaseException) -> bool:
     """Whether our own code raised it, wherever it was called from: a signal's handler runs in the middle of anything."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and _is_ours(frames[-1].filename)
-
-
-def _is_ours(filename: str) -> bool:
-    """Of this package; a built-in task of ours counts as the user's."""
-    return filename.startswith(f"{_OURS}{os.sep}") and not filename.startswith(f"{Path(_OURS) / 'tasks'}{os.sep}")
+    return bool(frames) and is_of_surefoot(frames[-1].filename)
 
 
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame that is neither ours nor a library's."""
     chosen = None
     for frame in traceback.extract_tb(error.__traceback__):
-        if not _is_ours(frame.filename) and not frame.filename.startswith(_LIBRARIES):
+        if not is_of_surefoot(frame.filename) and not is_of_library(frame.filename):
             chosen = frame
     return chosen
 
@@ -73,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_lost_together(error: BaseException) -> bool:
     """Whether a collective that the user's own code calls broke off: gloo and NCCL have one kind of error for it."""
     frames = traceback.extract_tb(error.__traceback__)
-    is_called = bool(frames) and f"torch{os.sep}distributed{os.sep}" in frames[-1].filename
+    is_called = bool(frames) and is_of_torch(frames[-1].filename, "distributed")
     return is_called and isinstance(error, RuntimeError) and any(words in str(error) for words in ("/gloo/", "NCCL"))
 
 

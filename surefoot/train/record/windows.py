@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -138,7 +139,9 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
             if found.get("id") == name:
                 break
             if is_over:
-                raise InputError(f"{run} ended before its window", hint=f"repeat its last steps: surefoot profile {run}")
+                raise InputError(
+                    f"{run} ended before its window", hint=f"repeat its last steps: surefoot profile {shlex.quote(str(run))}"
+                )
             time.sleep(POLL_S)
     finally:
         if _read(request).get("id") == name:

@@ -39,6 +39,7 @@ RANKS = "ranks"
 def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
     """The ranks of this run; what a person should hear of how they are joined goes to `notes`. Raises InputError for a layout that they
     do not make up, for what several ranks cannot do, and for a rank that does not come."""
+    place.check_launcher()
     here = place.here()
     layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
     if here.world_size > 1 or spec.layout.virtual_ranks is not None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, Change, Slice, Trace, is_shape
-from surefoot.core import shape
+from surefoot.core.cost import shape
 
 ITEM_BYTES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short int": 2, "short": 2,

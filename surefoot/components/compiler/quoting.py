@@ -1,0 +1,48 @@
+"""Paths with a space in the commands that torch gives the C++ compiler.
+
+torch writes a command as one line, splits it as a shell does, and quotes only the folders of headers. An environment, a cache or a
+temporary folder below `my project/` is then cut in two, and no kernel for a CPU can be compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from typing import Any
+
+import torch
+
+
+def quote_paths() -> None:
+    """Quote the other paths too, in every command of this process from now on, where torch does not quote them itself."""
+    inductor: Any = torch._inductor  # torch loads it when it is named first
+    builder = getattr(getattr(inductor, "cpp_builder", None), "CppBuilder", None)
+    if builder is None or sys.platform == "win32" or hasattr(builder.__init__, "__wrapped__"):
+        return
+    init = builder.__init__
+
+    @functools.wraps(init)
+    def init_and_quote(self: Any, name: str, sources: str | list[str], BuildOption: Any, output_dir: str = "") -> None:
+        init(self, name, sources, BuildOption, output_dir)
+        given = [sources] if isinstance(sources, str) else sources
+        self._sources_args = _quote(self._sources_args, *given)
+        self._output = _quote(self._output, self._target_file)
+        self._libraries_dirs_args = _quote(self._libraries_dirs_args, *BuildOption.get_libraries_dirs())
+        if getattr(BuildOption, "precompiled_header", None):
+            self._include_dirs_args = _quote(self._include_dirs_args, BuildOption.precompiled_header)
+
+    builder.__init__ = init_and_quote
+
+
+def _quote(words: str, *paths: str) -> str:
+    """`words` with each of `paths` quoted that needs it and is not yet.
+
+    >>> _quote("-L/my lib -L/lib", "/my lib", "/lib"), _quote("-L'/my lib'", "/my lib")
+    ("-L'/my lib' -L/lib", "-L'/my lib'")
+    """
+    for path in paths:
+        quoted = shlex.quote(path)
+        if quoted != path and quoted not in words:
+            words = words.replace(path, quoted)
+    return words

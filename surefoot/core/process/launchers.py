@@ -1,0 +1,109 @@
+"""Launchers that start a command several times and whose variables surefoot does not join by: Slurm's srun, MPI, jsrun, Flux, PALS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+JOINED = ("RANK", "WORLD_SIZE")  # what torchrun and `--ranks` set, and surefoot reads
+LAST_STEP = 0xFFFF_FFF0  # steps of Slurm from here on are no srun: the batch script, the interactive shell, external processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """Several processes that run one command: who started them, how many (None: unknown), which variable says so, on how many hosts."""
+
+    launcher: str
+    number: int | None
+    variable: str
+    num_hosts: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launcher:
+    name: str
+    size: str  # the variable of how many tasks there are
+    rank: str  # that of which task this is, without which `size` may be that of an allocation
+    local_size: str = ""  # that of how many tasks this host has
+
+
+LAUNCHERS = (
+    _Launcher(name="mpirun", size="OMPI_COMM_WORLD_SIZE", rank="OMPI_COMM_WORLD_RANK", local_size="OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Launcher(name="mpirun", size="MV2_COMM_WORLD_SIZE", rank="MV2_COMM_WORLD_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE"),
+    _Launcher(name="jsrun", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK", local_size="JSM_NAMESPACE_LOCAL_SIZE"),
+    _Launcher(name="flux run", size="FLUX_JOB_SIZE", rank="FLUX_TASK_RANK"),
+)
+PROTOCOLS = (  # which more than one launcher speaks, srun among them
+    _Launcher(name="mpirun", size="PMI_SIZE", rank="PMI_RANK", local_size="MPI_LOCALNRANKS"),
+    _Launcher(name="mpirun", size="MPI_LOCALNRANKS", rank="MPI_LOCALRANKID"),
+    _Launcher(name="mpiexec", size="PALS_LOCAL_SIZE", rank="PALS_RANKID"),
+)
+RANKS_ALONE = (
+    ("PALS_RANKID", "mpiexec"),
+    ("PMIX_RANK", "mpirun"),
+    ("ALPS_APP_PE", "aprun"),
+)  # a task above 0 has others beside it
+
+
+def find_tasks(environ: Mapping[str, str]) -> Tasks | None:
+    """The several tasks of which this process is one, where nothing says how it joins the others; None for a process by itself.
+
+    >>> find_tasks({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}).number
+    4
+    >>> find_tasks({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "RANK": "0", "WORLD_SIZE": "4"})
+    """
+    if any(environ.get(name) for name in JOINED):
+        return None
+    found = _find_named(environ, LAUNCHERS) or _find_slurm_tasks(environ) or _find_named(environ, PROTOCOLS)
+    if found is None:
+        alone = ((name, launcher) for name, launcher in RANKS_ALONE if _count(environ, name) > 0)
+        found = next((Tasks(launcher=launcher, number=None, variable=name) for name, launcher in alone), None)
+    return found
+
+
+def _find_named(environ: Mapping[str, str], launchers: Sequence[_Launcher]) -> Tasks | None:
+    for each in launchers:
+        number, local = _count(environ, each.size), _count(environ, each.local_size)
+        if environ.get(each.rank) and number > 1:
+            return Tasks(launcher=each.name, number=number, variable=each.size, num_hosts=-(-number // local) if local else None)
+    return None
+
+
+def _find_slurm_tasks(environ: Mapping[str, str]) -> Tasks | None:
+    """The tasks of the step of srun that this process is in; a batch script and an interactive shell are one process."""
+    if "SLURM_PROCID" not in environ:
+        return None
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if step is None and (environ.get("ENVIRONMENT") == "BATCH" or "SLURM_JOB_NODELIST" in environ):
+        return None
+    if step is not None and (not step.isdecimal() or int(step) >= LAST_STEP):
+        return None
+    variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    number = _count(environ, variable)
+    hosts = _count(environ, "SLURM_STEP_NUM_NODES") or _count(environ, "SLURM_NNODES") or 1
+    return Tasks(launcher="srun", number=number, variable=variable, num_hosts=hosts) if number > 1 else None
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def describe(tasks: Tasks) -> tuple[str, str]:
+    """What is wrong with `tasks`, and the line to type in the place of theirs."""
+    number = "several" if tasks.number is None else str(tasks.number)
+    shown = f" ({tasks.variable}={tasks.number})" if tasks.number is not None else f" ({tasks.variable} is set)"
+    message = (
+        f"{tasks.launcher} started this command {number} times{shown}, and each process would train the whole task alone: "
+        f"surefoot reads {' and '.join(JOINED)}, which are not set"
+    )
+    local = "N" if tasks.number is None else str(-(-tasks.number // (tasks.num_hosts or 1)))
+    one_host = f"{'srun --ntasks=1 ' if tasks.launcher == 'srun' else ''}surefoot train SPEC --ranks {local}"
+    hosts = tasks.num_hosts or "H"
+    each = {"srun": f"srun --ntasks={hosts} --ntasks-per-node=1 "}.get(tasks.launcher, "on each host: ")
+    several = (
+        f"{each}torchrun --nnodes={hosts} --nproc-per-node={local} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 "
+        "-m -- surefoot train SPEC"
+    )
+    line = one_host if tasks.num_hosts == 1 else several if tasks.num_hosts else f"on one host: {one_host}; on several, {several}"
+    return message, f"{line}; for runs that are independent of each other set RANK=0 and WORLD_SIZE=1 for each process"
