@@ -48,7 +48,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     if task is None:
         return load_with_task(Path(run), step)[0]
     found = _find_step(Path(run), step)
-    model = _build(resolve(task), spec_file.read(str((Path(run) / SPEC_FILE).resolve())).spec)
+    model = _build(resolve(task), spec_file.read_of_run(Path(run), checks_task=False).spec)
     checkpoint.load_into(model, Path(run), found, widen=True)
     return model.eval()
 
@@ -56,8 +56,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
 def load_with_task(run: Path, step: int | str = "best", *, data: str | None = None) -> tuple[nn.Module, Resolved, RunSpec, int]:
     """The model, the task, the spec and the step that was chosen."""
     found = _find_step(run, step)
-    path = run / SPEC_FILE
-    origin = spec_file.read(str(path.resolve()), [] if data is None else [("data.folder", data, "--data")])
+    origin = spec_file.read_of_run(run, [] if data is None else [("data.folder", data, "--data")])
     if origin.spec.task.use is None:
         raise SpecError(
             f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
