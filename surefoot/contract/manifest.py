@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract.run_folder import files
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, hint_unread
 
 FORMAT = 1
 FILE = "manifest.json"
@@ -146,7 +146,10 @@ def named_steps(run: Path) -> list[int]:
         raise RunFolderError(f"{folder} is a symbolic link, and commits are not read or written through one", hint=UNLINK)
     if not folder.is_dir():
         return []
-    found = (STEP_FOLDER.match(path.name) for path in folder.iterdir() if path.is_dir())
+    try:
+        found = [STEP_FOLDER.match(path.name) for path in folder.iterdir() if path.is_dir()]
+    except PermissionError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
     return sorted(int(match.group(1)) for match in found if match)
 
 

@@ -174,7 +174,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file") from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}") from None
+        raise SpecError(f"{path} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
 
 
 def _lines(text: str) -> dict[str, int]:

@@ -26,6 +26,7 @@ from surefoot.contract import events, spec_file
 from surefoot.contract.commits import DRAFT
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import FOLDER, STEP_FOLDER
+from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError, hint_unwritten
@@ -146,6 +147,7 @@ def predict_run(
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
             save_file(arrays, path)
+            files.apply_umask(path)  # safetensors writes for its user alone
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --output")) from error

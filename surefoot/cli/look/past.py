@@ -156,13 +156,18 @@ def read(folder: Path) -> Past:
 
 
 def find(root: Path) -> Iterator[Path]:
-    """The run folders below `root` (or `root` itself), in order of name; hidden folders and insides of runs are passed over."""
-    for folder, inside, names in os.walk(root):
+    """The run folders below `root` (or `root` itself), in order of name; hidden folders and insides of runs are passed over.
+
+    Behind them come the folders that this user may not list: each may hold a run.
+    """
+    forbidden: list[OSError] = []
+    for folder, inside, names in os.walk(root, onerror=forbidden.append):
         if events.FILE in names:
             inside.clear()
             yield Path(folder)
         else:
             inside[:] = sorted((name for name in inside if not name.startswith(".")), key=_by_number)
+    yield from (Path(error.filename) for error in forbidden if isinstance(error, PermissionError))
 
 
 def holds_runs(folder: Path) -> bool:
