@@ -18,9 +18,11 @@ from surefoot.core.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    InputError,
     StorageError,
     SurefootError,
     UserCodeError,
+    hint_unread,
     hint_unwritten,
 )
 
@@ -31,6 +33,7 @@ app = typer.Typer(
     "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, 143 ended by SIGTERM.",
 )  # fmt: skip
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP)  # another user's file, or a link in a run folder
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
@@ -77,7 +80,7 @@ def main() -> None:
     except SystemExit as leave:
         code = _left(leave)
     except OSError as error:
-        code = _tell_unwritten(error) if error.errno in DISK_REFUSES else _tell_other(error)
+        code = _tell_refused(error)
     except Exception as error:  # noqa: BLE001 - the last place that can put it into words
         code = _tell_other(error)
     sys.exit(_flush(code if isinstance(code, int) else EXIT_OK))
@@ -106,6 +109,17 @@ def _tell_unwritten(error: OSError) -> int:
     where = error.filename or "standard output"
     _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint=hint_unwritten(error, "write elsewhere")))
     return StorageError.exit_code
+
+
+def _tell_refused(error: OSError) -> int:
+    """What the disk or the rights of the user refuse is no fault of ours; anything else is."""
+    if error.errno in DISK_REFUSES:
+        return _tell_unwritten(error)
+    if error.errno not in FORBIDDEN or error.filename is None:
+        return _tell_other(error)
+    told = InputError(f"{error.filename} cannot be opened: {error.strerror}", hint=hint_unread(error))
+    _tell(told)
+    return told.exit_code
 
 
 def _left(leave: SystemExit) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from surefoot.contract import digest, manifest
 from surefoot.contract.manifest import Entry, Manifest, Piece
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 from surefoot.core.place import yield_to_others
 
@@ -103,7 +104,7 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
     """A descriptor of a file of a commit, read-only; raises RunFolderError for a link, a missing file or one of another size."""
     path = folder / entry.name
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | manifest.NO_LINK)
+        descriptor = files.open_descriptor(folder, entry.name)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be opened: {error.strerror}") from None
     try:

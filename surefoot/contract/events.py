@@ -6,15 +6,18 @@ Units stand in the names. A reader tolerates a torn last line and keeps the newe
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
+from surefoot.contract.run_folder import files
 from surefoot.contract.state import Compilation
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, hint_unread
 from surefoot.core.units import LARGEST
 
 VERSION = 1
@@ -212,10 +215,8 @@ def read(folder: Path, *only: type[Event]) -> Iterator[Event]:
     Raises RunFolderError when the folder holds no events, a line in the middle is damaged, or the format is newer.
     """
     path = folder / FILE
-    if not path.is_file():
-        raise RunFolderError(f"{folder} is no run: it holds no {FILE}", hint="surefoot runs lists the runs below a folder")
     passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with _open(folder) as lines:
         for number, line in enumerate(lines, start=1):
             if only and _kind_of(line) in passed:
                 continue
@@ -230,6 +231,16 @@ def read(folder: Path, *only: type[Event]) -> Iterator[Event]:
                 raise RunFolderError(f"{path} is of format {row['v']}, newer than {VERSION}", hint="use a newer surefoot")
             if row["kind"] in KINDS and row["kind"] not in passed:
                 yield _made(row, f"{path}:{number}")
+
+
+def _open(folder: Path) -> TextIO:
+    try:
+        return io.TextIOWrapper(files.opened(folder, FILE), encoding="utf-8", errors="replace")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL):
+            raise RunFolderError(f"{folder / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
+        words = f"{folder} is no run: it holds no {FILE}"
+        raise RunFolderError(words, hint="surefoot runs lists the runs below a folder") from None
 
 
 def _kind_of(line: str) -> str:

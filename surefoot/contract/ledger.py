@@ -7,10 +7,10 @@ of the samples' ids in the order they were read). Rows reach the disk before the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surefoot.contract.commits import sync_folder
-from surefoot.core.errors import RunFolderError, StorageError, hint_unwritten
+from surefoot.contract.run_folder import files
+from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
 
 FILE = "ledger.bin"
 BAD_FILE = f".bad-{FILE}"
@@ -68,7 +69,7 @@ class Appended:
         self._rows, self._num_written = bytearray(), 0  # since the last sync; so many bytes of them stand in the file
         self._is_spoiled = False
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = files.open_descriptor(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             size = os.fstat(self._descriptor).st_size
             if size < HEADER_BYTES:
                 os.ftruncate(self._descriptor, 0)
@@ -114,7 +115,8 @@ class Appended:
     def _write_anew(self) -> None:
         """After a failed fsync the next one says nothing of what that was to write: another file takes the place of this one."""
         draft = self._path.with_name(f".{FILE}.draft")
-        descriptor = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        draft.unlink(missing_ok=True)
+        descriptor = files.open_descriptor(draft.parent, draft.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL)
         try:
             self._append(descriptor, os.pread(self._descriptor, self.num_synced, 0) + self._rows)
             os.fsync(descriptor)
@@ -190,7 +192,7 @@ def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
     rows = [ROW.pack(row.step, 0, row.checksum) for row in consumed(read(parent))[0] if row.step <= step] if is_same else []
     path = folder / FILE
     try:
-        with path.open("xb") as file:
+        with os.fdopen(files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+b") as file:
             file.write(_header(plan, begins) + b"".join(rows))
             file.flush()
             os.fsync(file.fileno())
@@ -211,14 +213,14 @@ def read_after(folder: Path) -> int:
 def _read_header(folder: Path) -> tuple[Plan, int]:
     path = folder / FILE
     try:
-        if stat.S_ISFIFO(path.stat().st_mode):  # whose other end nobody may ever open
-            raise RunFolderError(f"{path} is no ledger, but a pipe", hint="move it away")
-        with path.open("rb") as file:
+        with files.opened(folder, FILE) as file:
             found = _parse(file.read(HEADER_BYTES), path)
     except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be read: {error.strerror}", hint="surefoot runs lists the runs below a folder"
-        ) from None
+        if error.errno == errno.EINVAL:
+            raise RunFolderError(f"{path} is no ledger, but a pipe, a folder or a device", hint="move it away") from None
+        is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
+        hint = "surefoot runs lists the runs below a folder" if is_gone else hint_unread(error)
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
     if isinstance(found, str):
         raise RunFolderError(
             f"{path} is no ledger: {found}", hint="an unfinished run sets it aside when it goes on: surefoot resume RUN"
@@ -268,7 +270,7 @@ def _set_damaged_aside(folder: Path) -> None:
     path = folder / FILE
     header = b""
     if path.is_file():
-        with path.open("rb") as file:
+        with files.opened(folder, FILE) as file:
             header = file.read(HEADER_BYTES)
     is_whole = len(header) == HEADER_BYTES  # a kill leaves a part of the first write
     if is_whole and isinstance(_parse(header, path), str):
@@ -277,7 +279,7 @@ def _set_damaged_aside(folder: Path) -> None:
 
 def read(folder: Path) -> Iterator[Row]:
     """Every row in the order written; half a row at the end, which a kill leaves, and zeros, which a power cut leaves, are left out."""
-    with (folder / FILE).open("rb") as file:
+    with files.opened(folder, FILE) as file:
         file.seek(HEADER_BYTES)
         while len(data := file.read(ROW.size * 4096)) >= ROW.size:
             yield from (Row(*fields) for fields in ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size]) if fields[0])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from surefoot.contract.ledger import FILE, HEADER_BYTES, Appended
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
 FORMAT = "loop 1"
@@ -102,7 +103,7 @@ class LoopLedger:
 def is_of_a_loop(folder: Path) -> bool:
     """Whether a run's ledger is that of a loop of the user's own."""
     try:
-        with (folder / FILE).open("rb") as file:
+        with files.opened(folder, FILE) as file:
             return bool(json.loads(file.read(HEADER_BYTES))["surefoot ledger"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -111,7 +112,7 @@ def is_of_a_loop(folder: Path) -> bool:
 def read_promise(folder: Path) -> Promise:
     """What the data of a loop promise. Raises RunFolderError for a ledger that is damaged."""
     try:
-        with (folder / FILE).open("rb") as file:
+        with files.opened(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
         del row["surefoot ledger"]
         return Promise(**row)
@@ -121,7 +122,7 @@ def read_promise(folder: Path) -> Promise:
 
 def read(folder: Path) -> Iterator[Batch]:
     """Every batch in the order written; a part of one at the end, which a kill leaves, is left out."""
-    with (folder / FILE).open("rb") as file:
+    with files.opened(folder, FILE) as file:
         file.seek(HEADER_BYTES)
         while len(head := file.read(HEAD.size)) == HEAD.size:
             step, generation, number_of_pass, place, count = HEAD.unpack(head)

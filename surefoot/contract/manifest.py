@@ -11,25 +11,25 @@ import json
 import math
 import os
 import re
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.errors import RunFolderError
+from surefoot.contract.run_folder import files
+from surefoot.core.errors import RunFolderError, hint_unread
 
 FORMAT = 1
 FILE = "manifest.json"
 FOLDER = "checkpoints"
+UNLINK = "put the run folder itself on the other disk and link that; or mount the disk at checkpoints/"
 MAX_BYTES = 64 << 20
 MAX_NESTED = 1 << 20  # lists and objects in a manifest: more than fit with a digest beside each tensor's four
 MAX_TEXT_BYTES = 1 << 30  # of a file that holds no tensors: it is read whole
 MAX_COUNT = 2**48  # numbers in one tensor, bytes in one file: more is no checkpoint of today
 MAX_DIMS = 64
 MAX_STEP = 10**12  # the name of a folder has twelve digits
-NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
 STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")  # \d would take the digits of other scripts, $ a newline
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 RANK_FILE = re.compile(r"^(.+)\.rank-[0-9]{5}\.safetensors\Z")  # what one of several ranks wrote of a file
@@ -142,17 +142,23 @@ def steps(run: Path) -> list[int]:
 def named_steps(run: Path) -> list[int]:
     """The steps of a run that have a folder, ascending; one without a manifest lost it, since it is there before the name is."""
     folder = run / FOLDER
+    if folder.is_symlink():
+        raise RunFolderError(f"{folder} is a symbolic link, and commits are not read or written through one", hint=UNLINK)
     if not folder.is_dir():
         return []
-    found = (STEP_FOLDER.match(path.name) for path in folder.iterdir() if path.is_dir())
+    try:
+        found = [STEP_FOLDER.match(path.name) for path in folder.iterdir() if path.is_dir()]
+    except PermissionError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
     return sorted(int(match.group(1)) for match in found if match)
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a step folder, its own digest, names, sizes and types checked; raises RunFolderError that names the file."""
     path = folder / FILE
-    if folder.is_symlink():
-        raise RunFolderError(f"{folder} is a link, which no commit is")
+    for each in (folder, *([folder.parent] if folder.parent.name == FOLDER else [])):
+        if each.is_symlink():
+            raise RunFolderError(f"{each} is a link, which no commit is", hint=UNLINK)
     row = _read_row(path)
     try:
         made = _made(row)
@@ -187,11 +193,8 @@ def _read_row(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> bytes:
     """The bytes of a manifest: of a regular file of its own, and not more than one has."""
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | NO_LINK), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise RunFolderError(f"{path} is no regular file, which every manifest is")
-        text = file.read(min(status.st_size, MAX_BYTES) + 1)  # so much memory is taken before a byte is read
+    with files.opened(path.parent, path.name) as file:
+        text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # so much memory is taken before a byte is read
     if len(text) > MAX_BYTES:
         raise RunFolderError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no manifest is")
     if text.count(b"[") + text.count(b"{") > MAX_NESTED:  # each takes twenty times its text in memory

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError, hint_unwritten
 
 try:
@@ -58,10 +59,10 @@ class RunLock:
 
     def _open(self, folder: Path) -> None:
         while True:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT)
             self._lock(folder)
             with contextlib.suppress(FileNotFoundError):  # a launcher that gave the folder back removed the file we locked
-                if os.path.samestat(os.fstat(self._descriptor), self._path.stat()):
+                if os.path.samestat(os.fstat(self._descriptor), self._path.lstat()):
                     return
             self.release()
 
@@ -114,7 +115,7 @@ class RunLock:
 
     def _stands(self) -> bool | None:
         try:
-            return int(json.loads(self._path.read_text())["generation"]) == self.generation
+            return int(json.loads(files.read_bytes(self._path.parent, FILE))["generation"]) == self.generation
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
             return False
         except OSError:
@@ -142,7 +143,7 @@ def is_held(folder: Path) -> bool:
     if fcntl is None:
         return False
     try:
-        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = files.open_descriptor(folder, FILE)
     except OSError:
         return False
     try:
@@ -157,7 +158,7 @@ def is_held(folder: Path) -> bool:
 def read_generation(folder: Path) -> int:
     """The newest attempt at the run in `folder`, 0 where that is not known."""
     try:
-        generation = json.loads((folder / FILE).read_text())["generation"]
+        generation = json.loads(files.read_bytes(folder, FILE))["generation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
     return generation if isinstance(generation, int) else 0

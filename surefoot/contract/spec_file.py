@@ -15,9 +15,11 @@ from typing import Any
 import tomli_w
 
 from surefoot.contract import signature
+from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec, find_place
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import RunFolderError, SpecError, hint_unread
 
+FILE = "spec.toml"  # in a run folder
 MAX_BYTES = 1 << 20
 MAX_BASES = 16
 _HEADER = re.compile(r"^\s*\[\[?\s*([^\]]+?)\s*\]\]?")
@@ -49,7 +51,33 @@ def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
 
     Raises SpecError with file, line and the nearest right name.
     """
-    tables, places = _tables_of(given, Path.cwd(), depth=0)
+    return _made(_tables_of(given, Path.cwd(), depth=0), overrides)
+
+
+def read_of_run(
+    run: Path, overrides: Sequence[tuple[str, Any, str]] = (), *, task: str | None = None, checks_task: bool = True
+) -> Origin:  # fmt: skip
+    """The spec of the run in a folder. `task` (`file.py:Task`) names the same task in another place, with the same parameters.
+
+    With `checks_task` false the task need not be there. Raises RunFolderError for a folder that is no run, SpecError as `read` does.
+    """
+    try:
+        files.check_no_link(run, FILE)
+    except OSError as error:
+        raise RunFolderError(f"{run / FILE} is not read: {error.strerror}", hint=hint_unread(error)) from None
+    if not (run / FILE).is_file():
+        raise RunFolderError(f"{run} is no run: it holds no {FILE}", hint="surefoot runs lists the runs below a folder")
+    tables, places = _tables_of_file((run / FILE).resolve(), depth=0)
+    if task is not None:
+        tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
+        places["task.use"] = "--task"
+    return _made((tables, places), overrides, checks_task=checks_task)
+
+
+def _made(
+    stated: tuple[dict[str, Any], dict[str, str]], overrides: Sequence[tuple[str, Any, str]], *, checks_task: bool = True
+) -> Origin:  # fmt: skip
+    tables, places = stated
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
     try:
@@ -57,7 +85,7 @@ def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
     except SpecError as error:
         where = find_place(error.key or _key_in(error.message), places)
         raise SpecError(error.message, hint=error.hint, where=where) from None
-    if spec.task.use is not None:
+    if checks_task and spec.task.use is not None:
         signature.check(spec.task.use, spec.task.parameters, places)
     return Origin(spec, places)
 
@@ -146,7 +174,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file") from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}") from None
+        raise SpecError(f"{path} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
 
 
 def _lines(text: str) -> dict[str, int]:

@@ -110,6 +110,7 @@ MENDS = {
     **dict.fromkeys(FULL, "free some space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write there"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder that it lies in"),
+    errno.ELOOP: "put the file itself in the place of the link, where you trust who made it",
     errno.EISDIR: "move the folder of that name away",
     errno.EROFS: "mount the disk for writing",
 }
@@ -125,6 +126,17 @@ def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
     number = error.errno if isinstance(error, OSError) else int(told.group(1)) if told else None
     mend = MENDS.get(number or 0, "see that the disk is there and takes files")
     return mend if instead is None else f"{mend}, or {instead}"
+
+
+def hint_unread(error: OSError) -> str:
+    """What to do about a file that the system did not open for reading.
+
+    >>> hint_unread(PermissionError(errno.EACCES, "Permission denied"))
+    'ask its owner for the right to read it'
+    """
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "ask its owner for the right to read it"
+    return MENDS[errno.ELOOP] if error.errno == errno.ELOOP else "see that the disk is there and answers"
 
 
 class RunError(SurefootError):

@@ -15,15 +15,16 @@ from typing import Any
 from surefoot.components import checkpoint
 from surefoot.contract import commits, events, ledger, manifest, signature, spec_file
 from surefoot.contract.events import Ended, Started
+from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, is_held
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import find_use
-from surefoot.core.errors import RunFolderError, StorageError, hint_unwritten
+from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
 
-SPEC_FILE = "spec.toml"
+SPEC_FILE = spec_file.FILE
 FINISHED = ("finished", "stopped")
-DRAFT_FILE = ".spec.toml.draft"
+DRAFT_FILE = files.draft_of(SPEC_FILE)
 LEAST_FREE_BYTES = 1 << 20
 MAX_TRIES = 100  # launchers that take the same new name at the same moment
 
@@ -95,6 +96,7 @@ def _chosen(
     if not wanted.is_dir():
         raise RunFolderError(f"{wanted} is a file, not a folder", hint="give another --run folder")
     names = {path.name for path in wanted.iterdir()}
+    _check_no_links(wanted)
     if events.FILE not in names:
         if _is_new_fork(wanted, names, spec_id):
             return Chosen(wanted, True, (f"{wanted} is a fork that was broken off as it began: going on in it",))
@@ -135,6 +137,16 @@ def _chosen(
         wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
         stated=newest.spec,
     )  # fmt: skip
+
+
+def _check_no_links(folder: Path) -> None:
+    """Raise RunFolderError where what a run writes is a link in its folder: a stranger's would have us write elsewhere."""
+    try:
+        for name in (events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, manifest.FOLDER):
+            files.check_no_link(folder, name)
+    except OSError as error:
+        hint = manifest.UNLINK if Path(str(error.filename)).name == manifest.FOLDER else hint_unread(error)
+        raise RunFolderError(f"{error.filename} is not opened: {error.strerror}", hint=hint) from None
 
 
 def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
@@ -204,7 +216,7 @@ class _Taken:
     def give_back(self, old_spec: bytes | None = None) -> None:
         """Remove what opening the folder made; `old_spec` stood in its spec.toml before."""
         with contextlib.suppress(OSError):
-            if old_spec is not None and (self.chosen.folder / SPEC_FILE).read_bytes() != old_spec:
+            if old_spec is not None and files.read_bytes(self.chosen.folder, SPEC_FILE) != old_spec:
                 _write_spec(self.chosen.folder, old_spec)
         with contextlib.suppress(OSError):
             for name in {events.FILE, ledger.FILE, SPEC_FILE, DRAFT_FILE, LOCK_FILE} - self.there:
@@ -225,8 +237,8 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
         if not mine.chosen.is_again:  # that of an attempt which was killed before its log
             (mine.chosen.folder / ledger.FILE).unlink(missing_ok=True)
         if spec is not None:
-            path = mine.chosen.folder / SPEC_FILE
-            before = path.read_bytes() if path.is_file() else None  # a pipe of that name would never end
+            if (mine.chosen.folder / SPEC_FILE).is_file():
+                before = files.read_bytes(mine.chosen.folder, SPEC_FILE)
             _write_spec(mine.chosen.folder, spec_file.write(spec).encode())
         for path in (mine.chosen.folder, *(made.parent for made in mine.created)):
             checkpoint.sync_folder(path)  # a commit is durable only if the run's own entry is
@@ -280,16 +292,11 @@ def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
 
 def announce_fork(folder: Path, spec: RunSpec) -> None:
     """Write the spec of a fork, after the empty folder of its commits: that tells it from a run, which may begin without one."""
-    (folder / manifest.FOLDER).mkdir(mode=0o700, exist_ok=True)
+    files.make_folder(folder, manifest.FOLDER)
     checkpoint.sync_folder(folder)
     _write_spec(folder, spec_file.write(spec).encode())
 
 
 def _write_spec(folder: Path, text: bytes) -> None:
     """Aside and renamed, so that a full disk cannot empty the spec of an earlier attempt."""
-    draft = folder / DRAFT_FILE
-    with draft.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut may leave the name without the text
-    draft.replace(folder / SPEC_FILE)
+    files.write_whole(folder, SPEC_FILE, text, sync=True)

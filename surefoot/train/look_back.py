@@ -26,6 +26,7 @@ from surefoot.contract import events, spec_file
 from surefoot.contract.commits import DRAFT
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import FOLDER, STEP_FOLDER
+from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError, hint_unwritten
@@ -48,7 +49,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     if task is None:
         return load_with_task(Path(run), step)[0]
     found = _find_step(Path(run), step)
-    model = _build(resolve(task), spec_file.read(str((Path(run) / SPEC_FILE).resolve())).spec)
+    model = _build(resolve(task), spec_file.read_of_run(Path(run), checks_task=False).spec)
     checkpoint.load_into(model, Path(run), found, widen=True)
     return model.eval()
 
@@ -56,8 +57,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
 def load_with_task(run: Path, step: int | str = "best", *, data: str | None = None) -> tuple[nn.Module, Resolved, RunSpec, int]:
     """The model, the task, the spec and the step that was chosen."""
     found = _find_step(run, step)
-    path = run / SPEC_FILE
-    origin = spec_file.read(str(path.resolve()), [] if data is None else [("data.folder", data, "--data")])
+    origin = spec_file.read_of_run(run, [] if data is None else [("data.folder", data, "--data")])
     if origin.spec.task.use is None:
         raise SpecError(
             f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
@@ -147,6 +147,7 @@ def predict_run(
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
             save_file(arrays, path)
+            files.apply_umask(path)  # safetensors writes for its user alone
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --output")) from error

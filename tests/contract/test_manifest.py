@@ -16,7 +16,8 @@ from torch import nn
 
 from surefoot.cli.operate import stored
 from surefoot.components import checkpoint
-from surefoot.contract import commits, manifest, retention
+from surefoot.contract import commits, manifest
+from surefoot.contract.run_folder import retention
 from surefoot.core.errors import InputError, NumbersError, RunFolderError, StorageError, TaskError
 
 

@@ -38,6 +38,20 @@ NETWORK = (
     "http", "urllib.request", "urllib3", "socketserver", "ftplib", "smtplib", "xmlrpc", "ssl", "requests", "httpx", "aiohttp",
     "torch.hub",
 )  # fmt: skip
+OF_RUNS = (
+    "surefoot/contract/", "surefoot/components/observe/", "surefoot/train/", "surefoot/control/report/", "surefoot/cli/look/",
+    "surefoot/cli/operate/stored.py", "surefoot/cli/operate/checkpoint.py", "surefoot/cli/operate/difference.py",
+)  # fmt: skip
+OPENS_OTHERS = {
+    "surefoot/contract/run_folder/files.py": "the one that does",
+    "surefoot/contract/commits.py": "opens folders alone, to sync them",
+    "surefoot/contract/spec_file.py": "reads specs that the user names; that of a run after a check",
+    "surefoot/contract/signature.py": "reads the user's source",
+    "surefoot/contract/digest.py": "hashes files that the user names",
+    "surefoot/train/environment.py": "reads the user's repository",
+    "surefoot/train/folder.py": "hashes the user's source",
+}
+OPENING_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
 
@@ -86,6 +100,31 @@ def environment(root: Path) -> list[Violation]:
         for node in ast.walk(module.syntax)
         if isinstance(node, ast.Attribute | ast.Name) and (name := module.full_name(node)) in ENVIRONMENT
     ]
+
+
+def opened_in_runs(root: Path) -> list[Violation]:
+    """What reads or writes run folders opens their files by contract/run_folder/files.py, which follows no link in them."""
+    return [
+        Violation(
+            module.at(node.lineno), f"calls {ast.unparse(node.func)}; files of a run are opened by contract/run_folder/files.py"
+        )
+        for module in modules(root)
+        if module.path.as_posix().startswith(OF_RUNS) and module.path.as_posix() not in OPENS_OTHERS
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.Call) and _opens(module, node)
+    ]
+
+
+def _opens(module: Module, node: ast.Call) -> bool:
+    name = module.full_name(node.func) or ""
+    if name in ("open", "io.open", "os.open"):
+        return not any("devnull" in ast.unparse(each) for each in node.args)
+    if not isinstance(node.func, ast.Attribute) or name.startswith(("surefoot.", "gzip.")):
+        return False
+    is_path = node.func.attr != "open" or all(
+        isinstance(each, ast.Constant) for each in node.args
+    )  # Path.open, not a method of ours
+    return node.func.attr in OPENING_METHODS and is_path
 
 
 def cleared_caches(root: Path) -> list[Violation]:

@@ -298,6 +298,19 @@ LAWS: dict[str, Law] = {
         ),
         {"surefoot/train/a.py": "import socket\nfrom urllib import parse\n"},
     ),
+    "files of a run folder are opened in one place": Law(
+        calls.opened_in_runs,
+        (
+            Plant("calls path.read_text", {"surefoot/train/a.py": "def f(path):\n    return path.read_text()\n"}),
+            Plant("calls (run / 'x').open", {"surefoot/cli/look/a.py": "def f(run):\n    return (run / 'x').open('rb')\n"}),
+            Plant("calls os.open", {"surefoot/components/observe/a.py": "import os\nos.open('x', os.O_RDONLY)\n"}),
+            Plant("calls open", {"surefoot/contract/a.py": "open('x')\n"}),
+        ),
+        {
+            "surefoot/train/a.py": "from surefoot.contract.run_folder import files\n\ndef f(run):\n    return files.read_text(run, 'x')\n",
+            "surefoot/components/data/a.py": "open('x')\n",
+        },
+    ),
     "a private part of torch has its row": Law(
         calls.private_torch,
         (

@@ -12,6 +12,7 @@ from typing import Any
 
 from surefoot.contract import events, manifest
 from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Memory, Started, Step
+from surefoot.contract.run_folder import files
 from surefoot.control.diagnose import Goodput, Phases, find_goodput, find_phases
 from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.errors import RunFolderError
@@ -108,7 +109,7 @@ class Past:
     def utilisation(self) -> Utilisation | None:
         """What `surefoot roofline` counted of this run's step; None before it did."""
         try:
-            return read_utilisation((self.folder / FILE).read_text(encoding="utf-8"))
+            return read_utilisation(files.read_text(self.folder, FILE))
         except (OSError, UnicodeDecodeError):
             return None
 
@@ -155,13 +156,18 @@ def read(folder: Path) -> Past:
 
 
 def find(root: Path) -> Iterator[Path]:
-    """The run folders below `root` (or `root` itself), in order of name; hidden folders and insides of runs are passed over."""
-    for folder, inside, files in os.walk(root):
-        if events.FILE in files:
+    """The run folders below `root` (or `root` itself), in order of name; hidden folders and insides of runs are passed over.
+
+    Behind them come the folders that this user may not list: each may hold a run.
+    """
+    forbidden: list[OSError] = []
+    for folder, inside, names in os.walk(root, onerror=forbidden.append):
+        if events.FILE in names:
             inside.clear()
             yield Path(folder)
         else:
             inside[:] = sorted((name for name in inside if not name.startswith(".")), key=_by_number)
+    yield from (Path(error.filename) for error in forbidden if isinstance(error, PermissionError))
 
 
 def holds_runs(folder: Path) -> bool:

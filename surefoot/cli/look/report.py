@@ -87,16 +87,18 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
     """Aside and renamed: a full disk leaves no half page, and the page of before stays until the new one is whole."""
     import os
 
+    from surefoot.contract.run_folder import files
     from surefoot.core.errors import InputError
 
-    draft = file.with_name(f".{file.name[:200]}.draft")
+    draft = file.with_name(files.draft_of(file.name))
     try:
+        if not is_new:
+            files.write_whole(file.parent, file.name, text)
+            return
         try:
-            draft.write_bytes(text)
-            if is_new:
-                os.link(draft, file)  # unlike a rename it never takes the place of a file that came meanwhile
-            else:
-                draft.replace(file)
+            with files.open_new(file.parent, draft.name) as page:
+                page.write(text)
+            os.link(draft, file)  # unlike a rename it never takes the place of a file that came meanwhile
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
@@ -154,10 +156,11 @@ def _spec(past: Past) -> Whole:
     """The run's own spec.toml, or what its first record says where that is gone."""
     import json
 
+    from surefoot.contract.run_folder import files
     from surefoot.control.report import Whole
 
     try:
-        with (past.folder / "spec.toml").open("rb") as file:
+        with files.opened(past.folder, "spec.toml") as file:
             return Whole(file.read(MAX_SPEC_BYTES).decode(errors="replace"))
     except OSError:
         return Whole(json.dumps(past.started.spec, indent=1)[:MAX_SPEC_BYTES])

@@ -179,7 +179,8 @@ def prune(
     sound: then it ends with 1.
     """
     from surefoot.cli.operate import stored
-    from surefoot.contract import commits, manifest, retention
+    from surefoot.contract import commits, manifest
+    from surefoot.contract.run_folder import retention
     from surefoot.core.errors import RunFolderError
     from surefoot.core.units import parse_bytes
 
@@ -228,8 +229,8 @@ def _table(run: Path) -> Any:
     from surefoot.contract import spec_file
     from surefoot.contract.spec import CheckpointTable
 
-    path = run / "spec.toml"
-    return spec_file.read(str(path.resolve())).spec.checkpoint if path.is_file() else CheckpointTable()
+    has_spec = (run / spec_file.FILE).is_file()
+    return spec_file.read_of_run(run, checks_task=False).spec.checkpoint if has_spec else CheckpointTable()
 
 
 @app.command(cls=Verb)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from surefoot.contract import commits, digest, manifest
 from surefoot.contract.manifest import Entry, Manifest, Piece
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
 TIMES = "clock.json"  # the one file that differs between equal runs
@@ -188,7 +189,7 @@ def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[Difference]
         return []
     name = pair[0].name
     try:
-        trees = [json.loads((folder / name).read_bytes()) for folder in folders]
+        trees = [json.loads(files.read_bytes(folder, name)) for folder in folders]
     except (ValueError, RecursionError):
         return [Difference(name, "", "other bytes")]
     ours, theirs = dict(_leaves(trees[0])), dict(_leaves(trees[1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from pathlib import Path
@@ -54,12 +53,13 @@ def roofline(
         options.check_new_file(out, "--out", "roofline.json")
     elif run:
         _check_folder((run / FILE).parent)
-    spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec = (spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated)).spec
     found = place(spec, steps=steps, tell=tell)
     row, unwritten = found.as_row(), dict[Path, StorageError]()
     for path in [*([out] if out else []), *([run / FILE] if run else [])]:
         try:
-            _write(path, row)
+            _write(path, row, run=None if path == out else run)
             tell(f"written to {path}")
         except StorageError as error:  # what was measured is shown all the same
             unwritten[path] = error
@@ -102,18 +102,17 @@ def _check_folder(folder: Path) -> None:
         raise StorageError(f"{folder} cannot be written: {error.strerror}", hint="name another file with --out") from None
 
 
-def _write(path: Path, row: dict[str, Any]) -> None:
+def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
     """Aside, then renamed: a reader sees the whole of it or what was there before."""
     import json
 
-    draft = path.with_name(f".{path.name}.draft")
+    from surefoot.contract.run_folder import files
+
+    folder = path.parent if run is None else run
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(row, allow_nan=False), encoding="utf-8")
-        draft.replace(path)
+        files.make_folder(folder, str(path.parent.relative_to(folder)))
+        files.write_whole(folder, str(path.relative_to(folder)), json.dumps(row, allow_nan=False).encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --out") from None
 
 

@@ -83,7 +83,8 @@ def whatif(
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif")
     if save_kernels is not None:
         options.check_new_folder(save_kernels, "--save-kernels")
-    spec = spec_file.read(str(run / "spec.toml") if run else given, options.overrides(set_, seed=seed, data=data)).spec
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec = (spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated)).spec
     tell = options.teller("whatif", quiet=quiet or json)
     if noise:
         from surefoot.prove.whatif.noise import measure_noise

@@ -52,7 +52,7 @@ def resume(
     from surefoot.train.run import Run
 
     before = spec_of(run)
-    after = spec_file.read(str((run / "spec.toml").resolve()), options.overrides(set_, steps=steps, data=data)).spec
+    after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data)).spec
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",

@@ -10,7 +10,7 @@ from surefoot.components.checkpoint.store import Store
 from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, fill, find_unchanged, whole_shape
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract.commits import find_step, sync_folder
-from surefoot.contract.retention import retain
+from surefoot.contract.run_folder.retention import retain
 
 __all__ = [
     "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_buffers", "check_state",

@@ -18,6 +18,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from surefoot.contract.manifest import STEP_FOLDER
+from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, hint_unwritten, needing
 
 TOLERANCE = 1e-5
@@ -218,6 +219,7 @@ def _settle(draft: Path, path: Path, kind: Format, error: float, batch: int | No
     """Give the draft its name, or remove it where its outputs are others."""
     made = Exported(path, kind, draft.stat().st_size, error, batch)
     if made.holds:
+        apply_umask(draft)  # safetensors writes for its user alone
         draft.replace(path)
     else:
         draft.unlink()

@@ -23,6 +23,7 @@ from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
+from surefoot.contract.run_folder import files as run_files
 from surefoot.core.errors import NumbersError, RunFolderError, StorageError, SurefootError, TaskError, hint_unwritten
 from surefoot.runtime.comm import Group
 
@@ -178,11 +179,11 @@ def _make_folders(run: Path, draft: Path) -> None:
     """The draft, and what is above it where it is new: a folder is durable once its parent is synced."""
     parent = draft.parent
     new = [path for path in (parent, *parent.parents) if not path.exists()]
-    parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    run_files.make_folder(run, manifests.FOLDER)
     if new or not manifests.steps(run):  # what a killed attempt made may not have been synced
         for path in dict.fromkeys((run, *(each.parent for each in new))):
             sync_folder(path)
-    draft.mkdir(mode=0o700)
+    draft.mkdir()
 
 
 def _that_must_be_finite(content: Content) -> list[tuple[str, Tensor]]:
@@ -268,7 +269,7 @@ def _replace(final: Path, draft: Path) -> None:
 def clear_drafts(run: Path) -> None:
     """Delete what a killed attempt left of commits that it began or was deleting; what it was replacing comes back."""
     folder = run / manifests.FOLDER
-    if not folder.is_dir():
+    if folder.is_symlink() or not folder.is_dir():
         return
     for path in list(folder.glob(f"{commits.OLD}step-*")):
         final = path.with_name(path.name.removeprefix(commits.OLD))

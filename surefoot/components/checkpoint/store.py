@@ -16,6 +16,7 @@ from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Manifest
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import MissingExtra, RunFolderError, SpecError, StorageError, needing
 
 EXTRA = "store"
@@ -66,7 +67,8 @@ class Store:
         final = manifests.step_folder(run, step)
         draft = final.with_name(f"{commits.DRAFT}{final.name}")
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True, mode=0o700)
+        files.make_folder(run, manifests.FOLDER)
+        draft.mkdir()
         try:
             with _told(self.url):
                 self._system.get_file(self._path(step, manifests.FILE), str(draft / manifests.FILE))

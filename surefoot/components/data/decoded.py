@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +127,8 @@ def _write(folder: Path, row: dict[str, Any], shards: Sequence[Path], decode: De
     cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     _remove_dead_drafts(cache)
-    draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=cache))
+    draft = cache / f"{DRAFT}{uuid.uuid4().hex}"
+    draft.mkdir()  # unlike one of tempfile, whose mode is 0700 whatever the umask
     try:
         _write_draft(draft, row, shards, decode)
         if folder.exists():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from surefoot.contract import events
 from surefoot.contract.commits import sync_folder
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import StorageError, hint_unwritten
 
 BLOCK_BYTES = 1 << 16
@@ -26,7 +27,7 @@ class Journal:
         self._held = b""
         self._lost_sync = False
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptor = files.open_descriptor(folder, events.FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise self._refused(error) from error
         try:

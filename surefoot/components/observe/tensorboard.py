@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract.events import PHASES, Evaluated, Event, Step
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import MissingExtra, StorageError
 
 FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not before the first steps are done
@@ -45,6 +46,7 @@ class TensorBoard:
             if self._writer is None and self._waiting:
                 from torch.utils.tensorboard import SummaryWriter
 
+                files.check_no_link(self._folder.parent, self._folder.name)
                 self._hush_writers()
                 self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
             for event in self._waiting:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import csv
 import json
-import os
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from surefoot.contract.manifest import NO_LINK
+from surefoot.contract.run_folder import files
 from surefoot.control.diagnose import Measured, Shape
 from surefoot.control.report.figure import Whole
 from surefoot.control.report.rows import Flame, Ladder, Memory, Operator, Place, Profile, Ratio, Roofline, Rung
@@ -33,6 +31,10 @@ Made = TypeVar("Made")
 def read_profile(run: Path) -> Profile:
     """What `surefoot profile` left in a run folder; a part that is missing is left out, one that cannot be read is named."""
     folder, notes = run / "profile", list[str]()
+    try:
+        files.check_no_link(run, folder.name)
+    except OSError as error:
+        return Profile(notes=[f"{folder} is not read: {error.strerror}"])
     operators = _part(folder / "operators.json", lambda row: row, notes)
     rows = _rows(operators or {}, "rows")
     flames = [flame for title, name in FLAMES if (flame := _flame(title, folder / name, notes)) is not None]
@@ -102,9 +104,7 @@ def _part(path: Path, make: Callable[[Mapping[str, Any]], Made], notes: list[str
 def _open(path: Path, limit: int) -> bytes:
     """The bytes of a regular file of at most `limit`; raises RunFolderError."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | NO_LINK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise RunFolderError(f"{path} is no regular file")
+        with files.opened(path.parent, path.name) as file:
             text = file.read(limit + 1)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None

@@ -16,6 +16,7 @@ from surefoot.components.observe import peak_resident_bytes
 from surefoot.components.profiler import BACKWARD, COPY, DATA, FORWARD, OPTIMISER
 from surefoot.contract import signature
 from surefoot.contract.events import PHASES
+from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import OutOfMemory, SurefootError
 from surefoot.core.recompute import How
@@ -74,7 +75,7 @@ def write_segments(folder: Path, assembly: Assembly) -> None:
     """What torch's allocator of a GPU holds, block by block, into the folder of the run."""
     if assembly.engine.device.type == "cuda":
         with contextlib.suppress(OSError):
-            (folder / SEGMENTS_FILE).write_text(json.dumps(torch.cuda.memory_snapshot(), default=str), encoding="utf-8")  # type: ignore[no-untyped-call]
+            files.write_whole(folder, SEGMENTS_FILE, json.dumps(torch.cuda.memory_snapshot(), default=str).encode())  # type: ignore[no-untyped-call]
 
 
 def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> OutOfMemory:
@@ -90,7 +91,7 @@ def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> Out
         largest = [f"{name} {format_bytes(size)}" for name, size in list(found.blocks.items())[:NUM_BLOCKS]]
         message += f"; the blocks with the largest activations: {', '.join(largest)}"
     with contextlib.suppress(OSError):
-        (folder / FILE).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+        files.write_whole(folder, FILE, f"{json.dumps(row, indent=1)}\n".encode())
         message += f"; more in {folder / FILE}"
     return OutOfMemory(f"{message}{then}", hint=_hint(found, changes, unknown, not then))
 

@@ -14,6 +14,7 @@ import torch
 from surefoot.components.data import Iterated
 from surefoot.components.memory.measure import Rise
 from surefoot.contract import events
+from surefoot.contract.run_folder import files
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
@@ -52,7 +53,7 @@ class Compared:
         if self._predicted is not None:
             telling.say(f"a step holds {format_bytes(self._predicted.peak_bytes)} at its most, as predicted")
             with contextlib.suppress(OSError):
-                (folder / FILE).write_text(json.dumps(self._predicted.as_row(), indent=1) + "\n", encoding="utf-8")
+                files.write_whole(folder, FILE, f"{json.dumps(self._predicted.as_row(), indent=1)}\n".encode())
 
     def _predict(self) -> Prediction | None:
         """The run's own model, task and random streams are afterwards as before."""

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from surefoot.components.profiler import OTHER
 from surefoot.components.profiler.tracing import Profiler, Window
 from surefoot.contract.events import PHASES
+from surefoot.contract.run_folder import files
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.train.assemble import Assembly
@@ -32,7 +33,7 @@ class Profiling:
     """Looks for a request in the folder of a run, and records the window that was asked for; `say` tells the run's console."""
 
     def __init__(self, run: Path, assembly: Assembly, say: Callable[[str], None]) -> None:
-        self._folder, self._assembly, self._say = run / FOLDER, assembly, say
+        self._run, self._folder, self._assembly, self._say = run, run / FOLDER, assembly, say
         self._request = self._folder / REQUEST_FILE
         self._next_look_s = 0.0
         self._profiler: Profiler | None = None
@@ -112,7 +113,7 @@ class Profiling:
         """Begin with what the file asks for, and remove it."""
         self._asked = ""
         with self._contained():
-            text = self._request.read_text()
+            text = files.read_text(self._run, f"{FOLDER}/{REQUEST_FILE}")
             self._request.unlink()
             asked = _checked(text)
             self._asked = asked["id"]
@@ -122,13 +123,9 @@ class Profiling:
     def _answer(self, outcome: str, words: str) -> None:
         """Tell who asked; then the next request may come."""
         self._clock.listener = None
-        answer, draft = (
-            {"version": 1, "id": self._asked, "outcome": outcome, "words": words},
-            self._folder / f".{ANSWER_FILE}.draft",
-        )
+        answer = {"version": 1, "id": self._asked, "outcome": outcome, "words": words}
         with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(answer))
-            draft.replace(self._folder / ANSWER_FILE)
+            files.write_whole(self._run, f"{FOLDER}/{ANSWER_FILE}", json.dumps(answer).encode())
         self._say(f"the profile is {outcome}: {words}")
         if self._profiler is not None and not self._profiler.is_done:
             with contextlib.suppress(Exception):

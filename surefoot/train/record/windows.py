@@ -16,6 +16,7 @@ from pathlib import Path
 from surefoot.components.profiler.tracing import Window
 from surefoot.contract import events, runlock
 from surefoot.contract.events import Started
+from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, RunFolderError, hint_unwritten
 from surefoot.core.units import Duration
@@ -58,7 +59,7 @@ def record_again(run: Path, window: Window, levels: Sequence[str], tell: Tell, *
     for trouble in troubles:
         tell(f"{trouble}; the commit before it is taken")
     try:
-        (run / FOLDER).mkdir(exist_ok=True)
+        files.make_folder(run, FOLDER)
         _clear_killed(run / FOLDER)
         place = Path(tempfile.mkdtemp(prefix=REPEATED, dir=run / FOLDER))
     except OSError as error:
@@ -106,7 +107,7 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
     folder = run / FOLDER
     asking = folder / ASKING
     try:
-        asking.mkdir(parents=True, exist_ok=True)
+        files.make_folder(run, f"{FOLDER}/{ASKING}")
     except OSError as error:
         raise _unwritten(folder, error) from None
     if runlock.is_held(asking):
@@ -125,17 +126,16 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
     """Leave the request, and give the answer to it."""
     name, folder = uuid.uuid4().hex, run / FOLDER
     request, answer = folder / REQUEST_FILE, folder / ANSWER_FILE
-    draft = folder / f".{REQUEST_FILE}.{name}"
+    asked = {"version": 1, "id": name, "active": window.active, "levels": list(levels)}
     try:
-        draft.write_text(json.dumps({"version": 1, "id": name, "active": window.active, "levels": list(levels)}))
-        draft.replace(request)
+        files.write_whole(run, f"{FOLDER}/{REQUEST_FILE}", json.dumps(asked).encode())
     except OSError as error:
         raise _unwritten(folder, error) from None
     tell(f"{run} is running: asked it for {window.active} steps, which begin with its next ones")
     try:
         while True:
             is_over = not runlock.is_held(run)
-            found = _read(answer)
+            found = _read(run, ANSWER_FILE)
             if found.get("id") == name:
                 break
             if is_over:
@@ -144,7 +144,7 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
                 )
             time.sleep(POLL_S)
     finally:
-        if _read(request).get("id") == name:
+        if _read(run, REQUEST_FILE).get("id") == name:
             request.unlink(missing_ok=True)
     answer.unlink(missing_ok=True)
     return found
@@ -154,8 +154,8 @@ def _unwritten(folder: Path, error: OSError) -> InputError:
     return InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error))
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(run: Path, name: str) -> dict[str, object]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        row = json.loads(path.read_text())
+        row = json.loads(files.read_bytes(run, f"{FOLDER}/{name}"))
         return row if isinstance(row, dict) else {}
     return {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from surefoot.components.checkpoint import Commit
 from surefoot.components.parallel.alike import find_apart
 from surefoot.contract import digest, manifest
+from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import NumbersError, RunFolderError
 from surefoot.runtime.comm import Group
@@ -30,7 +31,7 @@ def open_same(group: Group, run: Path, step: int) -> Commit:
     commit, seen = None, ""
     try:
         commit = Commit(run, step)
-        seen = digest.of_bytes((commit.folder / manifest.FILE).read_bytes())
+        seen = digest.of_bytes(files.read_bytes(commit.folder, manifest.FILE))
     except (RunFolderError, OSError):
         seen = ""
     _compare(group, run, f"goes on after step {step:,}", seen)

@@ -93,10 +93,7 @@ def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembl
 
 def spec_of(run: Path) -> RunSpec:
     """The spec of a run, from its folder. Raises RunFolderError for a folder that is no run."""
-    path = run / "spec.toml"
-    if not path.is_file():
-        raise RunFolderError(f"{run} is no run: it holds no spec.toml", hint="surefoot runs lists the runs below a folder")
-    return spec_file.read(str(path.resolve())).spec
+    return spec_file.read_of_run(run).spec
 
 
 def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:

@@ -16,11 +16,12 @@ from surefoot.components.data import Feed, Iterated
 from surefoot.components.data.consumed import plan_of
 from surefoot.components.data.loader import Loader
 from surefoot.contract import ledger, loop_ledger
+from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
 from surefoot.core import place
-from surefoot.core.errors import OtherDataError, SpecError, TaskError
+from surefoot.core.errors import OtherDataError, SpecError, StorageError, TaskError, hint_unwritten
 from surefoot.core.ranks import layout
 from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
@@ -171,9 +172,11 @@ def home_of(group: Group, run: Path) -> Path:
     if group.is_first:
         return run
     group.from_first("")
-    home = run / RANKS / str(group.rank)
-    home.mkdir(parents=True, exist_ok=True)
-    return home
+    try:
+        return files.make_folder(run, f"{RANKS}/{group.rank}")
+    except OSError as error:
+        words = f"{error.filename or run} cannot be written: {error.strerror}"
+        raise StorageError(words, hint=hint_unwritten(error)) from error
 
 
 def let_follow(group: Group, assembly: Assembly) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from surefoot.components.data.remote.shards import SUM_LINE, SUMS
 from surefoot.contract.commits import sync_folder
+from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import DataError, StorageError, hint_unwritten
 from surefoot.core.units import format_bytes
 
@@ -33,7 +34,7 @@ def drafted(path: Path) -> Iterator[Path]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        draft.chmod(0o644)
+        apply_umask(draft)
         draft.replace(path)
         sync_folder(path.parent)
     except BaseException as error:

@@ -28,7 +28,7 @@ Fill = Callable[[BinaryIO], None]  # writes all bytes of a shard, and raises whe
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """One at a time, of all threads and processes: the others wait."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -94,7 +94,7 @@ class Cache:
 
     def _make(self, path: Path, size: int, fill: Fill, wait_s: float) -> None:
         draft = path.with_name(f"{DRAFT}{path.name}")
-        with os.fdopen(os.open(draft, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        with os.fdopen(os.open(draft, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # whoever fetches it already is waited for
             if not _is_named(file, draft):
                 return

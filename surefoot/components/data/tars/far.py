@@ -7,7 +7,7 @@ local file system says of a copy in the cache changes each time it is fetched.
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -79,9 +79,8 @@ def _from_beside(remote: Remote, place: Path) -> Index | None:
     content = remote.read_beside(place.name)
     if content is None:
         return None
-    with tempfile.NamedTemporaryFile(dir=place.parent, suffix=place.suffix, delete=False) as file:
-        file.write(content)
-    draft = Path(file.name)
+    draft = place.with_name(f".draft-{uuid.uuid4().hex}{place.suffix}")  # unlike one of tempfile, with a mode by the umask
+    draft.write_bytes(content)
     try:
         if _usable(read_index(draft, remote.folder), remote) is None:
             return None

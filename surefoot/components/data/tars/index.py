@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import stat
-import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -232,15 +232,15 @@ def cut(index: Index) -> list[np.ndarray]:
 def write_index(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({"format": FORMAT, "shards": [asdict(shard) for shard, _ in made]}).encode() + b"\n"
-    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".draft-", delete=False) as file:
+    draft = place.with_name(f".draft-{uuid.uuid4().hex}")  # unlike one of tempfile, with a mode by the umask
+    with draft.open("xb") as file:
         try:
             file.write(head + bytes(-len(head) % ALIGNED))
             for _, starts in made:
                 file.write(np.ascontiguousarray(starts, dtype="<i8").data)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, place)
+            draft.replace(place)
         except BaseException:
-            os.unlink(file.name)
+            draft.unlink()
             raise

@@ -14,6 +14,7 @@ from surefoot.components.profiler.tracing.flame import draw as draw_flame
 from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
 from surefoot.components.profiler.tracing.memory_plot import draw_memory
 from surefoot.components.profiler.tracing.operators import Operator, find_operators
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, hint_unwritten
 
 TRACE_FILE, FACTS_FILE, OPERATORS_FILE, MEMORY_FILE = "trace.json.gz", "facts.json", "operators.json", "memory.json"
@@ -69,7 +70,7 @@ def analyse(path: Path) -> Found:
 def _facts(path: Path) -> dict[str, Any]:
     """What the trace itself does not say; a trace of elsewhere has none."""
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(files.read_bytes(path.parent, path.name))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):
@@ -108,7 +109,7 @@ def draw(found: Found, folder: Path) -> list[Path]:
         for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE, MEMORY_PLOT} - texts.keys():
             (folder / name).unlink(missing_ok=True)  # of an earlier profile
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            files.write_whole(folder, name, text.encode())
     except OSError as error:
         raise InputError(f"the profile cannot be written into {folder}: {error.strerror}", hint=hint_unwritten(error)) from error
     return [folder / name for name in texts]

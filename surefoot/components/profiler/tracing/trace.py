@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError
 
 MAX_TEXT_BYTES = 4 << 30  # unpacked: what claims to be longer is no trace of a window
@@ -214,8 +215,8 @@ def shrink(path: Path, limit_bytes: int) -> int | None:
         num_kept = min(num_kept - 1, max(1, int(0.9 * num_kept * limit_bytes / path.stat().st_size)))
         end_us = steps[num_kept - 1].end_ns / 1000
         events = [each for each in document["traceEvents"] if not isinstance(each.get("ts"), int | float) or each["ts"] <= end_us]
-        draft = path.with_name(f".{path.name}.draft")
-        with gzip.open(draft, "wt", encoding="utf-8") as file:
+        draft = path.with_name(files.draft_of(path.name))
+        with files.open_new(path.parent, draft.name) as raw, gzip.open(raw, "wt", encoding="utf-8") as file:
             json.dump({**document, "traceEvents": events}, file)
         draft.replace(path)
     return num_kept

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from surefoot.components.profiler.tracing import trace
 from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMISER, PARAMETERS, Known
 from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
+from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import InputError, hint_unwritten
 
@@ -228,6 +229,7 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path, draft = self.folder / TRACE_FILE, self.folder / f".{TRACE_FILE}.draft.json.gz"
+            draft.unlink(missing_ok=True)  # torch would write through a link
             running.export_chrome_trace(str(draft))
             num_kept = trace.shrink(draft, MOST_TRACE_BYTES)
             draft.replace(path)
@@ -237,7 +239,7 @@ class Profiler:
                 "num_kept": num_kept, "short_of_memory": self._is_short, "levels": list(self.levels), "step_s": self._paces(),
                 "device": str(self._device), "memory": known.as_row() if self._before else None,
             }  # fmt: skip
-            (self.folder / FACTS_FILE).write_text(json.dumps(facts))
+            files.write_whole(self.folder, FACTS_FILE, json.dumps(facts).encode())
         except OSError as error:
             raise InputError(
                 f"the profile cannot be written into {self.folder}: {error.strerror}",

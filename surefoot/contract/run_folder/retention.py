@@ -10,6 +10,7 @@ from pathlib import Path
 
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, RunFolderError
 
 CLOCK_FILE = "clock.json"  # of a commit: {"training_s": seconds}
@@ -46,7 +47,7 @@ def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
     times_s = {}
     for step in steps:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
-            text = (manifests.step_folder(run, step) / CLOCK_FILE).read_bytes()
+            text = files.read_bytes(manifests.step_folder(run, step), CLOCK_FILE)
             time_s = float(json.loads(text)["training_s"])
             if 0 <= time_s < math.inf:
                 times_s[step] = time_s
