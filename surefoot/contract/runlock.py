@@ -10,7 +10,9 @@ import contextlib
 import errno
 import json
 import os
+import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +26,9 @@ except ImportError:  # pragma: no cover - not on Linux
     fcntl = None  # type: ignore[assignment]
 
 FILE = "run.lock"
-WIDTH_BYTES = 64
+WIDTH_BYTES = 256
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for each start of a kernel, the same in all its containers
+LARGEST_TIME_S = 1e11  # of what a file may claim
 NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its number right after it has the lock
 
 
@@ -93,7 +97,11 @@ class RunLock:
 
     def _write(self) -> None:
         """In place and padded: a full disk cannot lose the generation that was there."""
-        text = json.dumps({"generation": self.generation, "process": os.getpid()}).encode().ljust(WIDTH_BYTES)
+        row = {
+            "generation": self.generation, "process": os.getpid(), "host": socket.gethostname()[:64], "boot": read_boot_id(),
+            "since_s": time.time(),
+        }  # fmt: skip
+        text = json.dumps(row).encode().ljust(WIDTH_BYTES)
         was_new = not os.fstat(self._descriptor).st_size
         try:
             if os.pwrite(self._descriptor, text, 0) != len(text):
@@ -138,21 +146,75 @@ class RunLock:
         self.release()
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a process writes the run in `folder` now; False where that cannot be known."""
-    if fcntl is None:
-        return False
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The attempt that took a run's lock last, as `run.lock` records it, and whether a process holds it; what is not known is None."""
+
+    is_held: bool | None
+    generation: int | None
+    process: int | None
+    host: str | None
+    boot: str | None
+    since_s: float | None
+
+
+def read_boot_id() -> str | None:
+    """Return what names this start of this kernel; None where the system has no such name."""
     try:
-        descriptor = files.open_descriptor(folder, FILE)
-    except OSError:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def find_owner(folder: Path) -> Owner:
+    """Return who took the lock of the run in `folder` last, and whether it is held. Called before the records are read, so that a run
+    that ends in between is not taken for one that died."""
+    is_held = probe(folder)
+    descriptor = _open_to_read(folder)
+    row = {} if descriptor is None else _read(descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
+    host, boot, since_s = row.get("host"), row.get("boot"), row.get("since_s")
+    return Owner(
+        is_held=is_held, generation=_whole(row.get("generation")), process=_whole(row.get("process")),
+        host=host if isinstance(host, str) else None, boot=boot if isinstance(boot, str) else None,
+        since_s=float(since_s) if isinstance(since_s, int | float) and 0 <= since_s < LARGEST_TIME_S else None,
+    )  # fmt: skip
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def probe(folder: Path) -> bool | None:
+    """Whether a process of this host holds the lock of the run in `folder`; None where the kernel cannot be asked."""
+    if fcntl is None:
+        return None
+    if not os.path.lexists(folder / FILE):
         return False
+    descriptor = _open_to_read(folder)
+    if descriptor is None:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return True if isinstance(error, BlockingIOError) else None
     finally:
         os.close(descriptor)
     return False
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process writes the run in `folder` now; False where that cannot be known."""
+    return probe(folder) is True
+
+
+def _open_to_read(folder: Path) -> int | None:
+    """A descriptor of the lock file, never of what a link points at; None where it cannot be opened."""
+    try:
+        return files.open_descriptor(folder, FILE)
+    except OSError:
+        return None
 
 
 def read_generation(folder: Path) -> int:

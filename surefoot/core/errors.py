@@ -156,9 +156,17 @@ class NumbersError(RunError):
 
 
 class StorageError(RunError):
-    """The run folder can no longer be written."""
+    """The run folder can no longer be written; `is_full` where what was missing is room on the disk, or in its user's share."""
 
     exit_code = 5
+    is_full = False
+
+    @classmethod
+    def of(cls, error: OSError, message: str) -> StorageError:
+        """What a disk refused with `error`, in the words of `message`."""
+        made = cls(message, hint=hint_unwritten(error))
+        made.is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return made
 
 
 class BadRecordError(RunError):

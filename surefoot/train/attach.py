@@ -259,6 +259,11 @@ class _Record:
         except StorageError as error:
             self._console.warn(f"{error.message}; the loop goes on")
             return
+        finally:
+            if deleted := self._keeper.take_deleted():
+                self._console.warn(
+                    f"the disk was full: the checkpoint of {deleted} was deleted before its time; the loop continues"
+                )
         self._saved_step = self.step
         committed = events.Committed(
             generation=self.generation, time_s=time.time(), step=self.step, num_bytes=made.num_bytes,

@@ -415,7 +415,7 @@ class Run:
                 clock, score = {"training_s": self.training_s}, self._scores.score_of(self.step)
                 self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
         except StorageError as error:
-            self._telling.give_up("this commit", error, self.step)
+            self._keeper.refused(self._telling, error, self.step)
 
     def state_digests(self) -> dict[str, str]:
         """A digest (SHA-256, hex) of each component of the state after this step: two runs that agree in all are at the same place."""
@@ -430,8 +430,9 @@ class Run:
 
     def _saved(self, saved: checkpoint.Saved) -> None:
         """Record what became of a save."""
+        self._keeper.report(self._telling, saved.step)
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():
-            self._telling.give_up("this commit", saved.error, saved.step)
+            self._keeper.refused(self._telling, saved.error, saved.step)
         elif saved.error is not None:
             raise saved.error
         elif saved.manifest is not None:
@@ -440,8 +441,6 @@ class Run:
                 folder=f"checkpoints/step-{saved.step:012d}", elapsed_s=saved.elapsed_s, waited_s=saved.waited_s,
             )  # fmt: skip
             self._telling.write(committed)
-            for trouble in self._keeper.take_store_troubles():
-                self._telling.give_up("its copy in the store", trouble, saved.step)
 
     # ---- ending
 

@@ -10,6 +10,7 @@ from surefoot.contract import events
 from surefoot.contract.events import Ended, Evaluated, Event, Fault, Started, Step
 
 BEGAN_S = 1_790_000_000.0
+OUTCOMES = ("finished", "stopped", "failed", "interrupted")
 SPEC: Mapping[str, Any] = {"task": {"use": "digits"}, "optim": {"lr": 0.005}, "train": {"length": "40 steps"}}
 
 

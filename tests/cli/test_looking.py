@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,15 @@ def test_a_run_is_listed_with_the_state_that_its_end_says(state: str, surefoot: 
     assert [cell.strip() for cell in columns(line)][:6] == ["runs/a-1", "digits", state, "10/40", "accuracy 99.4 %", "50 s"]
 
 
-def test_a_run_without_an_end_is_unfinished_even_when_an_earlier_attempt_ended(surefoot: Command) -> None:
+def test_a_run_without_an_end_is_none_of_those_even_when_an_earlier_attempt_ended(surefoot: Command) -> None:
     past.write(
         Path("runs/a-1"), [past.started(), past.step(10, 1.0), past.ended(10, "failed"), past.started(2), past.step(10, 0.9, 2)]
     )
-    past.write(Path("runs/a-2"), [past.started()])
+    past.write(Path("runs/a-2"), [past.started(place={"rank": 0, "world_size": 1, "host": socket.gethostname()})])
     rows = surefoot("runs", "--json").row["runs"]
     assert [(row["state"], row["steps"], row["attempts"], row["value"]) for row in rows] == [
-        ("unfinished", 10, 2, None),
-        ("unfinished", 0, 1, None),
+        ("unknown", 10, 2, None),
+        ("dead", 0, 1, None),
     ]
 
 
@@ -125,7 +126,7 @@ def test_faults_are_told_with_what_was_done(surefoot: Command) -> None:
 def test_a_torn_last_line_is_left_out(torn: str, surefoot: Command) -> None:
     run = past.write(Path("a"), [past.started(), past.step(10, 1.0), past.step(20, 0.5)], torn=torn)
     row = surefoot("show", run, "--json").row
-    assert (row["state"], [each["step"] for each in row["curve"]]) == ("unfinished", [10, 20])
+    assert (row["state"], [each["step"] for each in row["curve"]]) == ("unknown", [10, 20])
 
 
 def test_of_each_step_the_newest_attempt_counts(surefoot: Command) -> None:
@@ -189,7 +190,7 @@ def test_a_run_that_never_began_has_no_time_and_one_that_did_not_finish_is_named
         past.write_finished(Path(side) / "2")
     past.write(Path("b/3"), [past.started()])
     out = surefoot("compare", "a", "b").out
-    assert "not finished, and in the means as far as it came: b/3, unfinished, 0 steps" in out
+    assert "not finished, and in the means as far as it came: b/3, unknown, 0 steps" in out
     elapsed = next(each for each in surefoot("compare", "a", "b", "--json").row["effects"] if each["measure"] == "elapsed_s")
     assert elapsed["mean"] == elapsed["baseline_mean"]
     assert "not finished" not in surefoot("compare", "a", "a").out

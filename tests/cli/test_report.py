@@ -185,7 +185,7 @@ def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
     assert page.sections == ["summary", "curves", "time", "memory", "profile", "saves", "environment", "again"]
     assert page.says("400 MiB, 2.441 % of 16 GiB (this host): there is room for a larger batch")
     assert page.says("operators, roofline, memory and flame graph are n/a")
-    assert page.says("no end is written")
+    assert page.says("no end is recorded")
     assert page.says("nothing was saved")
     assert not page.says("Loss")
 

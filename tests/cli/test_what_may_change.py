@@ -22,6 +22,7 @@ EDITS = {
     "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"),
     "observe.noise": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
     "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
+    "checkpoint.max_unsaved": ("never", "in place"),
     "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
     "layout.replicate": (2, "in place"), "layout.shard": (2, "in place"),
     "layout.stage": (1, "in place"), "layout.sync_buffers": (False, "in place"), "layout.timeout": (9.0, "in place"),

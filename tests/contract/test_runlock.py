@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -181,7 +182,10 @@ def test_a_longer_earlier_text_leaves_nothing_in_the_file(tmp_path: Path) -> Non
     (tmp_path / FILE).write_text(json.dumps({"generation": 4, "process": 1, "more": "x" * 300}))
     with RunLock(tmp_path) as lock:
         assert lock.still_ours()
-        assert json.loads((tmp_path / FILE).read_text()) == {"generation": 5, "process": os.getpid()}
+        row = json.loads((tmp_path / FILE).read_text())
+        assert {**row, "since_s": 0} == {
+            "generation": 5, "process": os.getpid(), "host": socket.gethostname(), "boot": runlock.read_boot_id(), "since_s": 0,
+        }  # fmt: skip
 
 
 def test_a_lock_that_was_removed_or_taken_over_is_no_longer_ours(tmp_path: Path) -> None:

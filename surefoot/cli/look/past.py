@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract import events, manifest
+from surefoot.contract import events, manifest, runlock
 from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Memory, Started, Step
 from surefoot.contract.run_folder import files
-from surefoot.control.diagnose import Goodput, Phases, find_goodput, find_phases
+from surefoot.control.diagnose import Goodput, Health, Phases, find_goodput, find_health, find_phases
 from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import UNKNOWN, format_number, format_percent
 
-UNFINISHED, UNREADABLE = "unfinished", "unreadable"
+UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class Past:
     ended: Ended | None
     goodput: Goodput
     phases: Phases | None
+    health: Health
     began_s: float
     last_s: float
 
@@ -44,8 +45,8 @@ class Past:
 
     @property
     def state(self) -> str:
-        """Finished, stopped, failed or interrupted, as its end says; unfinished without one."""
-        return self.ended.outcome if self.ended is not None else UNFINISHED
+        """Finished, stopped, failed or interrupted, as its end says; running, stuck, dead or unknown without one."""
+        return self.health.state
 
     @property
     def num_steps(self) -> int:
@@ -131,12 +132,16 @@ class Past:
             "run": str(self.folder), "task": self.started.task, "state": self.state, "spec_id": self.started.spec_id,
             "steps": self.num_steps, "total_steps": self.started.total_steps, "score": last.score if last else None,
             "value": value_of(last), "best_value": value_of(best), "best_step": best.step if best else None,
-            "elapsed_s": self.elapsed_s, "began_s": self.began_s, "attempts": self.num_attempts,
+            "elapsed_s": self.elapsed_s, "began_s": self.began_s, "attempts": self.num_attempts, **self.health.as_row(),
         }  # fmt: skip
 
 
-def read(folder: Path) -> Past:
-    """The run in `folder`. Raises RunFolderError for a folder that is no run, or whose events are damaged or begin nowhere."""
+def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
+    """The run in `folder`; `stuck_after_s` as `find_health` takes it.
+
+    Raises RunFolderError for a folder that is no run, or whose events are damaged or begin nowhere.
+    """
+    owner = runlock.find_owner(folder)
     every = list(events.read(folder))
     starts = [event for event in every if isinstance(event, Started)]
     if not starts:
@@ -151,6 +156,7 @@ def read(folder: Path) -> Past:
         commits=tuple(event for event in kept if isinstance(event, Committed)),
         faults=tuple(event for event in kept if isinstance(event, Fault)), memory=compared[-1] if compared else None,
         ended=ends[-1] if ends else None, goodput=find_goodput(every), phases=find_phases(every),
+        health=find_health(owner, every, stuck_after_s=stuck_after_s),
         began_s=starts[0].time_s, last_s=every[-1].time_s,
     )  # fmt: skip
 

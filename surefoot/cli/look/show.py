@@ -2,19 +2,69 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
+if TYPE_CHECKING:
+    from surefoot.cli.look.past import Past
 
-def show(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
+
+def show(
+    run: RunArgument,
+    health: Annotated[
+        bool, typer.Option("--health", help="only its state, with exit code 0 where it is running or complete, else 1")
+    ] = False,
+    stuck_after: Annotated[
+        str | None,
+        typer.Option(
+            "--stuck-after", metavar="TIME", help="a run without a new record for this long is stuck",
+            show_default="5 min, or 5 times its longest time between two records",
+        ),
+    ] = None,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:  # fmt: skip
     """Tell how a run went.
 
-    Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat it.
+    Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat it; and whether it is running.
     """
     from surefoot.cli.look import past, story
+    from surefoot.core.errors import EXIT_VERDICT_FAILS
 
-    found = past.read(run)
+    found = past.read(run, stuck_after_s=None if stuck_after is None else _parse(stuck_after))
+    if not health:
+        options.print_json(story.as_row(found)) if json else story.tell(found)
+        return
     if json:
-        options.print_json(story.as_row(found))
+        steps = {"steps": found.num_steps, "total_steps": found.started.total_steps}
+        options.print_json({"run": str(found.folder), **steps, **found.health.as_row()})
     else:
-        story.tell(found)
+        print(_line(found))
+    if not found.health.is_in_order:
+        raise typer.Exit(EXIT_VERDICT_FAILS)
+
+
+def _parse(text: str) -> float:
+    from surefoot.core.errors import InputError, SpecError
+    from surefoot.core.units import Duration
+
+    hint = "give a time with its unit, as --stuck-after 10min"
+    try:
+        limit = Duration.parse(text)
+    except SpecError as error:
+        raise InputError(f"--stuck-after: {error.message}", hint=hint) from None
+    if limit.unit != "s":
+        raise InputError(f"--stuck-after is {text!r}, which is not a time", hint=hint)
+    return limit.value
+
+
+def _line(found: Past) -> str:
+    from surefoot.cli.table import without_control
+
+    total = "" if found.started.total_steps is None else f" of {found.started.total_steps:,}"
+    how = found.health.words if found.ended is None or found.health.state != found.ended.outcome else found.ended.cause
+    return without_control(f"{found.folder}: {found.health.state} at step {found.num_steps:,}{total}; {how}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,8 +157,7 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
     if ended is not None:
         yield "ended", f"{ended.outcome}: {ended.cause}"
     else:
-        ago = format_seconds(max(0.0, time.time() - past.last_s))
-        yield "ended", f"no end is written: it still runs, or it was killed; the last record is {ago} old"
+        yield "ended", past.health.words
     yield "score", format_score(past)
     total = "" if started.total_steps in (None, past.num_steps) else f" of {started.total_steps:,}"
     yield "steps", f"{past.num_steps:,}{total} ({_epoch(past, past.num_steps)} epochs)"

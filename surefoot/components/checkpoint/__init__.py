@@ -10,11 +10,11 @@ from surefoot.components.checkpoint.store import Store
 from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, fill, find_unchanged, whole_shape
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract.commits import find_step, sync_folder
-from surefoot.contract.run_folder.retention import retain
+from surefoot.contract.run_folder.retention import make_room, retain
 
 __all__ = [
     "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_buffers", "check_state",
     "check_storable", "clear_drafts", "commit", "commit_together", "create", "fill", "find_step", "find_unchanged", "held_by",
-    "identity", "join", "load", "load_into", "newest_loadable", "put_back_buffers", "put_back_extra", "random_states", "read_weights",
-    "restore_random", "retain", "save", "split", "sync_folder", "taken_from", "whole_shape",
+    "identity", "join", "load", "load_into", "make_room", "newest_loadable", "put_back_buffers", "put_back_extra",
+    "random_states", "read_weights", "restore_random", "retain", "save", "split", "sync_folder", "taken_from", "whole_shape",
 ]  # fmt: skip

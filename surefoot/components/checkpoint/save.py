@@ -24,7 +24,7 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.contract.run_folder import files as run_files
-from surefoot.core.errors import NumbersError, RunFolderError, StorageError, SurefootError, TaskError, hint_unwritten
+from surefoot.core.errors import NumbersError, RunFolderError, StorageError, SurefootError, TaskError
 from surefoot.runtime.comm import Group
 
 FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
@@ -75,9 +75,7 @@ def commit(
         _seal(run, draft, made, may_commit)
     except OSError as error:
         discard(draft)
-        raise StorageError(
-            f"step {content.step} could not be saved in {run}: {error.strerror}", hint=hint_unwritten(error)
-        ) from error
+        raise StorageError.of(error, f"step {content.step} could not be saved in {run}: {error.strerror}") from error
     except BaseException:
         discard(draft)
         raise
@@ -129,18 +127,23 @@ def _by_all(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[
     try:
         said = job()
     except OSError as error:
-        words = f"step {step} could not be saved in {run}: {error.strerror}"
-        problem = StorageError(words, hint=hint_unwritten(error))
+        problem = StorageError.of(error, f"step {step} could not be saved in {run}: {error.strerror}")
     except SurefootError as error:
         problem = error
-    row = {"said": said} if problem is None else {"kind": type(problem).__name__, "words": problem.message, "hint": problem.hint}
+    row: dict[str, Any] = {"said": said}
+    if problem is not None:
+        is_full = isinstance(problem, StorageError) and problem.is_full
+        row = {"kind": type(problem).__name__, "words": problem.message, "hint": problem.hint, "is_full": is_full}
     rows = [json.loads(text) for text in group.exchange(json.dumps(row))]
     if problem is not None:
         raise problem
     for rank, each in enumerate(rows):
         if "kind" in each:
             kind = next((kind for kind in (NumbersError, TaskError) if kind.__name__ == each["kind"]), StorageError)
-            raise kind(f"rank {rank} of {group.size}: {each['words']}", hint=each["hint"])
+            theirs = kind(f"rank {rank} of {group.size}: {each['words']}", hint=each["hint"])
+            if isinstance(theirs, StorageError):
+                theirs.is_full = each["is_full"]
+            raise theirs
     return [each["said"] for each in rows]
 
 

@@ -113,6 +113,12 @@ class Guard:
     def storage_fault(self, step: int, detail: str, given_up: str) -> GuardFault:
         return GuardFault(step, "storage", f"{given_up} was given up, the run goes on", detail)
 
+    def full_disk(self, step: int, deleted: str) -> GuardFault:
+        detail = f"the disk had no room for the checkpoint of step {step:,}"
+        return GuardFault(
+            step, "full-disk", f"the checkpoint of {deleted} was deleted before its time, the run continues", detail
+        )
+
     def damaged_commit(self, step: int, detail: str) -> GuardFault:
         return GuardFault(
             step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail

@@ -1,10 +1,14 @@
-"""Which commits stay: the newest, every nth step or hour for ever, the best by their score. Foreign names are never touched."""
+"""Which commits stay: the newest, every nth step or hour for ever, the best by their score. Foreign names are never touched.
+
+On a full disk one verified commit is enough: the others, but those that the spec keeps for ever or as the best, make room for a new one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, RunFolderError
 
 CLOCK_FILE = "clock.json"  # of a commit: {"training_s": seconds}
+SLACK_BYTES = 16 << 10  # by which the texts of one commit may be longer than those of another
 LEAST = 2  # commits that stay whatever is asked for: one of them may turn out damaged
 
 
@@ -113,6 +118,53 @@ def retain(
             commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
     except (OSError, RunFolderError):  # the disk does not answer, or the newest is damaged
         return []
+    return _delete(run, doomed)
+
+
+def find_in_the_way(
+    run: Path, need_bytes: int, free_bytes: int, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1
+) -> list[int]:  # fmt: skip
+    """The oldest commits whose deletion makes room for one of `need_bytes`; none where that takes one that must stay.
+
+    The best `keep_best`, multiples of `every` and milestones stay; of the others all may go, the newest last, while one commit is left.
+    """
+    steps = manifests.steps(run)
+    milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
+    multiples = [step for step in steps if every and step % every == 0]
+    stay = {*commits.rank(run, steps)[:keep_best], *multiples, *milestones}
+    loose = [step for step in steps if step not in stay]
+    before_bytes, free_bytes = (
+        _bytes_of(run, steps),
+        free_bytes if free_bytes < need_bytes else 0,
+    )  # else a quota refuses, or inodes do
+    for count in range(1, len(loose) + 1):
+        left = [step for step in steps if step not in loose[:count]]
+        if left and free_bytes + before_bytes - _bytes_of(run, left) >= need_bytes:
+            return loose[:count]
+    return []
+
+
+def make_room(run: str | Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1) -> list[int]:
+    """Delete the commits that stand in the way of another one on a full disk, once one that stays was verified; gives their steps.
+
+    A new commit is taken to be as large as the newest. Nothing is deleted where all that may go would not be enough.
+    """
+    run = Path(run)
+    try:
+        steps = manifests.steps(run)
+        if len(steps) < LEAST:
+            return []
+        need_bytes = manifests.read(manifests.step_folder(run, steps[-1])).num_bytes - SLACK_BYTES
+        free_bytes = shutil.disk_usage(run).free
+        doomed = find_in_the_way(run, need_bytes, free_bytes, every=every, every_s=every_s, keep_best=keep_best)
+        if doomed:
+            commits.check(manifests.step_folder(run, max(step for step in steps if step not in doomed)))
+    except (OSError, RunFolderError):  # the disk does not answer, or what would stay is damaged
+        return []
+    return _delete(run, doomed)
+
+
+def _delete(run: Path, doomed: Sequence[int]) -> list[int]:
     gone = []
     for step in doomed:
         with contextlib.suppress(OSError):  # a folder that cannot be deleted harms nothing; the next commit tries again

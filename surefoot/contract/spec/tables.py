@@ -46,6 +46,11 @@ def _canonical_duration(text: str) -> str:
     return str(length)
 
 
+def _some_time(text: str) -> None:
+    if Duration.parse(text).unit != "s":
+        raise SpecError(f"{text} is not a time", hint='a time has its unit: "90 s", "10 min", "6 h"')
+
+
 def _power_of_two(value: int) -> int:
     if value < 1 or value & (value - 1):
         raise ValueError("use a power of two: 1, 2, 4, 8 ...")
@@ -59,6 +64,7 @@ def _some_bytes(text: str) -> None:
 
 Size = Annotated[str, _checked_by(_some_bytes)]
 DurationText = Annotated[str, _checked_by(Duration.parse), AfterValidator(_canonical_duration)]
+TimeText = Annotated[str, _checked_by(_some_time), AfterValidator(_canonical_duration)]
 Never = Annotated[Literal["never"], BeforeValidator(lambda given: "never" if given is None else given)]
 SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
 
@@ -342,6 +348,9 @@ class CheckpointTable(Table):
     keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
     budget: Annotated[str, _checked_by(parse_bytes)] | None = Field(
         None, description="the disk that all commits may take; the oldest go, never the newest two nor the best"
+    )
+    max_unsaved: TimeText | Never = Field(
+        "6 h", description="a run ends when the disk has refused each of its saves for this long; or never"
     )
     store: str | None = Field(None, min_length=1, description="a URL that fsspec knows; every commit is copied there too")
     background: bool = Field(

@@ -70,6 +70,10 @@ class Telling:
         """Go on without what the disk refused, and say so."""
         self.fault(self._guard.storage_fault(step, error.message, what))
 
+    def room_made(self, deleted: str, step: int) -> None:
+        """Record that older checkpoints were deleted since the disk had no room for another one."""
+        self.fault(self._guard.full_disk(step, deleted))
+
     def fault(self, fault: GuardFault) -> None:
         """Record what went wrong, and say it even to who wants quiet."""
         with self._clock.within(LOGGING):

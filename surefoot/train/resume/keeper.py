@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
@@ -23,7 +23,11 @@ from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.resume import same
+from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
 from surefoot.train.resume.state import CLOCK, LiveState
+
+if TYPE_CHECKING:
+    from surefoot.train.record.telling import Telling
 
 
 class Keeper:
@@ -44,6 +48,11 @@ class Keeper:
         self._all_save = ranks is not None and ranks.sharded is not None  # each rank its rows
         self._store = None if table.store is None else checkpoint.Store(table.store)
         self._store_troubles: list[StorageError] = []
+        self._room = RoomMaker(
+            folder, every=self._keep_every, every_s=self._keep_every_s, keep_best=table.keep_best,
+            group=group if self._all_save else ALONE,
+        )  # fmt: skip
+        self._patience = Patience(None if table.max_unsaved == "never" else float(Duration.parse(table.max_unsaved).value))
         self._saver = checkpoint.Saver(self._write)
         self._stamp = Stamp()
         self._last_s = time.monotonic()
@@ -80,7 +89,9 @@ class Keeper:
         if one * count <= free:
             return ()
         need = f"{count} commits of about {format_bytes(one)} need {format_bytes(one * count)}"
-        return (f"{need}, and {format_bytes(free)} are free: saves may fail; see checkpoint.keep and checkpoint.budget",)
+        return (
+            f"{need}, and {format_bytes(free)} are free: saves may fail, or delete older ones; see checkpoint.keep and checkpoint.budget",
+        )
 
     @property
     def _layout(self) -> dict[str, int]:
@@ -173,10 +184,12 @@ class Keeper:
         def may() -> bool:
             return may_commit() and self._lock.still_ours()
 
-        if self._all_save:
-            made = checkpoint.commit_together(self._folder, content, self._stamp, self._group, may_commit=may)
-        else:
-            made = checkpoint.commit(self._folder, content, self._stamp, may_commit=may)
+        def write() -> Manifest:
+            if self._all_save:
+                return checkpoint.commit_together(self._folder, content, self._stamp, self._group, may_commit=may)
+            return checkpoint.commit(self._folder, content, self._stamp, may_commit=may)
+
+        made = self._room.write(write)
         if not self._group.is_first:
             return made
         self._retain()
@@ -194,10 +207,19 @@ class Keeper:
             budget_bytes=None if self._table.budget is None else parse_bytes(self._table.budget),
         )  # fmt: skip
 
-    def take_store_troubles(self) -> list[StorageError]:
-        """What the store refused since the last call."""
+    def report(self, telling: Telling, step: int) -> None:
+        """Record what a save has cost besides itself: checkpoints that made room for it, and what the store refused."""
+        if deleted := self._room.take_deleted():
+            telling.room_made(list_steps(deleted), step)
         troubles, self._store_troubles = self._store_troubles, []
-        return troubles
+        for trouble in troubles:
+            telling.give_up("its copy in the store", trouble, step)
+
+    def refused(self, telling: Telling, error: StorageError, step: int) -> None:
+        """Record a save that the disk refused. Raises StorageError where that has lasted for `checkpoint.max_unsaved`."""
+        if not self._patience.is_over(error):
+            telling.give_up("this commit", error, step)
+        self._patience.refused(error, step)
 
     def before_update(self) -> None:
         """Wait until weights and optimiser state were copied; called before anything changes them."""
@@ -215,6 +237,7 @@ class Keeper:
     def _taken(self, saved: Saved) -> Saved:
         if saved.manifest is not None:
             self.saved_step = saved.step
+            self._patience.saved()
         return saved
 
     def check_saved(self, step: int) -> None:

@@ -19,6 +19,7 @@ from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError, TaskError
 from surefoot.core.units import Duration
 from surefoot.train import environment
+from surefoot.train.resume.full_disk import RoomMaker, list_steps
 
 KEEP = 3
 OWN = ("loop", "data")
@@ -36,6 +37,7 @@ class LoopKeeper:
                 f"a loop of your own cannot be saved every {every!r}", hint='say it in steps or time, as "500 steps" or "10 min"'
             )
         self._every = duration
+        self._room = RoomMaker(folder)
         self._last_s = time.monotonic()
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the pass before
@@ -165,6 +167,11 @@ class LoopKeeper:
             return False
         return step % int(every.value) == 0 if every.unit == "steps" else time.monotonic() - self._last_s >= every.value
 
+    def take_deleted(self) -> str | None:
+        """The steps whose checkpoints were deleted to make room since the last call, in words."""
+        deleted = self._room.take_deleted()
+        return list_steps(deleted) if deleted else None
+
     def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
         """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
         started_s = self._last_s = time.monotonic()
@@ -177,7 +184,8 @@ class LoopKeeper:
             "seen": self.seen.as_state(),
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
-        made = checkpoint.save(self._folder, step, {**self._objects, "loop": loop, "data": data_state}, stamp)
+        state = {**self._objects, "loop": loop, "data": data_state}
+        made = self._room.write(lambda: checkpoint.save(self._folder, step, state, stamp))
         checkpoint.retain(self._folder, keep=KEEP)
         return made, time.monotonic() - started_s
 

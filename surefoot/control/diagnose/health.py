@@ -1,0 +1,108 @@
+"""Whether a run is running, stuck or dead, from outside: its lock, its records, and this host's clock.
+
+The kernel holds the lock for as long as the process lives, so that on the host of the run, and in any container there, it is proof.
+From another host a free lock proves nothing: the state of a run without an end is then unknown. A run is stuck when its lock is held
+and no record came for far longer than between any two of its records so far.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from surefoot.contract import runlock
+from surefoot.contract.events import Ended, Event, Started
+from surefoot.core.units import UNKNOWN, format_seconds
+
+RUNNING, STUCK, DEAD, UNKNOWN_STATE = "running", "stuck", "dead", "unknown"
+IN_ORDER = (RUNNING, "finished", "stopped")  # the states that call for nobody
+STUCK_AFTER_S = 300.0  # at least: the first evaluation of a run may take longer than anything before it
+STUCK_FACTOR = 5.0  # of the longest time between two records
+LOCK_STATES = {True: "held", False: "free", None: UNKNOWN_STATE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """The state of a run, and what it was concluded from. `lock` is whether the run's lock is held, None where that is not known."""
+
+    state: str
+    lock: bool | None
+    process: int | None
+    host: str | None
+    began_s: float
+    last_s: float
+    age_s: float | None
+    stuck_after_s: float
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the run is running, or over as it was meant to be."""
+        return self.state in IN_ORDER
+
+    def as_row(self) -> dict[str, Any]:
+        """The fields of `--json`: times in seconds since 1970, `last_record_age_s` is None where the clock was set back."""
+        return {
+            "state": self.state, "lock": LOCK_STATES[self.lock], "process": self.process, "host": self.host,
+            "attempt_began_s": self.began_s, "last_record_s": self.last_s, "last_record_age_s": self.age_s,
+            "stuck_after_s": self.stuck_after_s,
+        }  # fmt: skip
+
+    @property
+    def words(self) -> str:
+        """What is known of a run whose end is not recorded, as one sentence."""
+        age = UNKNOWN + " (the clock was set back)" if self.age_s is None else f"{format_seconds(self.age_s)} old"
+        process = f"process {self.process if self.process is not None else UNKNOWN} on {self.host or UNKNOWN}"
+        if self.state == RUNNING:
+            return f"not yet: {process} is running it; the last record is {age}"
+        if self.state == STUCK:
+            limit = format_seconds(self.stuck_after_s)
+            return f"not yet, but it is stuck: {process} holds run.lock, and the last record is {age} (the limit is {limit})"
+        if self.state == DEAD:
+            return f"no end is recorded and no process holds run.lock: it was killed; the last record is {age}"
+        return f"no end is recorded; {process} took run.lock, and only that host can tell whether it is running; the last record is {age}"
+
+
+def find_health(
+    owner: runlock.Owner, events: Sequence[Event], *, stuck_after_s: float | None = None, now_s: float | None = None
+) -> Health:
+    """Judge a run by its lock, as `runlock.find_owner` read it before the records, and all its `events` (at least one Started).
+
+    `stuck_after_s` replaces the limit that follows from the run's own records.
+    """
+    start = max(index for index, event in enumerate(events) if isinstance(event, Started))
+    started, last_s = events[start], events[-1].time_s
+    assert isinstance(started, Started)
+    ended = next((event for event in reversed(events[start:]) if isinstance(event, Ended)), None)
+    lock = owner.is_held
+    if owner.generation is not None and started.generation > owner.generation:
+        lock = True  # it began between the look at the lock and that at the records
+    recorded = started.place.get("host")
+    host = owner.host or (recorded if isinstance(recorded, str) else None)
+    is_local = host in (None, socket.gethostname()) or (owner.boot is not None and owner.boot == runlock.read_boot_id())
+    if not lock and not is_local:
+        lock = None  # this kernel does not know the locks of another host
+    is_next = owner.generation is not None and owner.generation > started.generation and lock is True  # its first record follows
+    limit_s = stuck_after_s if stuck_after_s is not None else _limit_s(events)
+    newest_s = max(last_s, owner.since_s or 0.0) if is_next else last_s
+    now_s = time.time() if now_s is None else now_s
+    age_s = now_s - newest_s if now_s >= newest_s else None
+    if ended is not None and not is_next:
+        state = ended.outcome
+    elif lock is None:
+        state = UNKNOWN_STATE
+    else:
+        state = DEAD if not lock else STUCK if age_s is not None and age_s > limit_s else RUNNING
+    return Health(
+        state=state, lock=lock, process=owner.process, host=host, last_s=last_s, age_s=age_s, stuck_after_s=limit_s,
+        began_s=newest_s if is_next else started.time_s,
+    )  # fmt: skip
+
+
+def _limit_s(events: Sequence[Event]) -> float:
+    """The age of a last record beyond which a run is stuck: far longer than between any two records of one attempt."""
+    gaps = [late.time_s - early.time_s for early, late in pairwise(events) if not isinstance(late, Started)]
+    return max(STUCK_AFTER_S, STUCK_FACTOR * max(gaps, default=0.0))

@@ -1,0 +1,82 @@
+"""A disk without room for a checkpoint: the oldest makes room for the newest, and a run that cannot save for long ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from surefoot.components import checkpoint
+from surefoot.contract.manifest import Manifest
+from surefoot.core.errors import StorageError
+from surefoot.core.units import format_seconds
+from surefoot.runtime.comm import ALONE, Group
+
+
+def list_steps(steps: list[int]) -> str:
+    """`step 20`, or `steps 20, 40`."""
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(f'{step:,}' for step in steps)}"
+
+
+class RoomMaker:
+    """Writes a checkpoint a second time where the first attempt found the disk full and older checkpoints could make room."""
+
+    def __init__(
+        self, run: Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 0, group: Group = ALONE
+    ) -> None:  # fmt: skip
+        """The best `keep_best`, multiples of `every` and milestones of `every_s` stay. With a `group` all its ranks write together."""
+        self._run, self._every, self._every_s, self._keep_best, self._group = run, every, every_s, keep_best, group
+        self._deleted: list[int] = []
+
+    def write(self, write: Callable[[], Manifest]) -> Manifest:
+        """Return what `write` returns. Raises StorageError as it does, once no room can be made."""
+        try:
+            return write()
+        except StorageError as error:
+            if not error.is_full or not self._has_made_room():
+                raise
+        return write()
+
+    def _has_made_room(self) -> bool:
+        deleted: list[int] = []
+        if self._group.is_first:
+            deleted = checkpoint.make_room(self._run, every=self._every, every_s=self._every_s, keep_best=self._keep_best)
+            self._deleted += deleted
+        return bool(deleted) if self._group.is_alone else self._group.most([float(bool(deleted))])[0] > 0
+
+    def take_deleted(self) -> list[int]:
+        """The steps that were deleted to make room since the last call."""
+        deleted, self._deleted = self._deleted, []
+        return deleted
+
+
+class Patience:
+    """How long a run goes on although each of its saves is refused."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._first: tuple[int, float] | None = None  # the step that was refused first since the last save, and when
+        self._ending: StorageError | None = None
+
+    def saved(self) -> None:
+        """Begin to count anew."""
+        self._first = None
+
+    def is_over(self, error: StorageError) -> bool:
+        """Whether `error` is the one that ends the run."""
+        return error is self._ending
+
+    def refused(self, error: StorageError, step: int) -> None:
+        """Raise StorageError where saves were refused for longer than the limit, or where `error` already says so."""
+        if error is self._ending:
+            raise error
+        self._first = self._first or (step, time.monotonic())
+        first, since_s = self._first
+        if self._limit_s is None or time.monotonic() - since_s < self._limit_s:
+            return
+        self._ending = StorageError(
+            f"no checkpoint could be written for {format_seconds(self._limit_s)}, from step {first:,} to step {step:,}: {error.message}",
+            hint=f"{error.hint or 'repair the disk'}, and start the same command again: it resumes after the newest checkpoint; "
+            "checkpoint.max_unsaved sets the time",
+        )
+        raise self._ending from error
