@@ -65,6 +65,8 @@ class Started(Event):
     unit: str = "samples"
     parent: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    is_dirty: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.loop import LoopKeeper, name_objects
+from surefoot.train.resume.program import Program
 from surefoot.train.resume.watched import Watched
 
 SPEC_ID = "attached"  # such a run has no spec
@@ -179,9 +180,9 @@ class _Record:
         self.started_s = time.perf_counter()
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
-        digest = folder.code_digest(_script(), model)
+        program = Program.of(_script(), model)
         choice = functools.partial(
-            folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True, closed_by=("finished",)
+            folder.choose, wanted, SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=("finished",)
         )
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
@@ -189,7 +190,7 @@ class _Record:
             notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
             self._ledger = LoopLedger(self.folder, self._watched.promise, self.generation)
             self._journal = Journal(self.folder)
-            self._journal.begin(self._started(model, name, digest, data, notes))
+            self._journal.begin(self._started(model, name, program, data, notes))
         for note in notes:
             self._console.warn(note)
         self._stop_listening = self.clock.listen_to_collections()
@@ -206,17 +207,19 @@ class _Record:
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
         return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved")
 
-    def _started(self, model: nn.Module, name: str, digest: str, data: Iterable[Any], notes: tuple[str, ...]) -> events.Started:
+    def _started(
+        self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
+    ) -> events.Started:
         guarantee, why = find_guarantee(data)
         told = f"{self._length:,} batches of " if self._length is not None else "batches of "
         kind = type(data).__name__
         return events.Started(
-            generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, code_digest=digest, seed=torch.initial_seed(),
+            generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, seed=torch.initial_seed(),
             data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
             num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
             first_step=self.step + 1,
             notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"),
-            **environment.circumstances(str(self._device)),
+            **environment.circumstances(str(self._device), program),
         )  # fmt: skip
 
     # ---- while the loop goes on

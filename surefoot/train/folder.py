@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shlex
 import shutil
@@ -13,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.components import checkpoint
-from surefoot.contract import commits, events, ledger, manifest, signature, spec_file
+from surefoot.contract import commits, events, ledger, manifest, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, is_held
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import find_use
 from surefoot.core.errors import RunFolderError, StorageError, hint_unwritten
+from surefoot.train import environment
+from surefoot.train.resume.program import Program, tell_versions
 
 SPEC_FILE = "spec.toml"
 FINISHED = ("finished", "stopped")
@@ -46,18 +46,15 @@ class Chosen:
     parent: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
 
-
-def code_digest(use: str | None, task: object) -> str:
-    """SHA-256 of the source of the task's module; of its type's name where there is no source."""
-    known = use or find_use(task)
-    path = signature.find_source(known) if known else None
-    if path is not None and path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return hashlib.sha256(f"{type(task).__module__}.{type(task).__qualname__}".encode()).hexdigest()
+    def describe_start(self, step: int | None) -> tuple[str, ...]:
+        """The note of where this attempt starts: after `step` of a checkpoint, or from step 0 where that is None."""
+        if step is not None:
+            return (f"going on after step {step:,}",)
+        return ("no commit was there to go on from: from the start",) if self.is_again else ()
 
 
 def choose(
-    wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool,
+    wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool,
     closed_by: Collection[str] = FINISHED, is_fork: bool = False, checks_log: bool = True,
 ) -> Chosen:  # fmt: skip
     """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` is not gone on with, and what a fork left that
@@ -71,7 +68,7 @@ def choose(
             wanted,
             spec_id,
             name,
-            digest,
+            program,
             fresh=fresh,
             accept_code_change=accept_code_change,
             closed_by=closed_by,
@@ -85,7 +82,7 @@ def choose(
 
 
 def _chosen(
-    wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
+    wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
     is_fork: bool, checks_log: bool,
 ) -> Chosen:  # fmt: skip
     if wanted is None:
@@ -121,13 +118,17 @@ def _chosen(
     if ended is not None and ended.outcome in closed_by:
         new = _next_free(wanted)
         return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",), is_numbered=True)
-    is_changed = bool(started) and started[-1].code_digest != digest
-    if is_changed and not accept_code_change:
+    changed = ", ".join(program.changes(started[-1])) if started else ""
+    if changed and not accept_code_change:
         raise RunFolderError(
-            f"the task's code has changed since {wanted} was begun",
+            f"the code has changed since {wanted} was begun: {changed}",
             hint="go on with --accept-code-change, or begin anew with --fresh",
         )
-    notes = (f"{wanted} is unfinished: going on in it", *(("the code is not that of the attempt before",) if is_changed else ()))
+    notes = (
+        f"{wanted} is unfinished: going on in it",
+        *((f"the code is not that of the attempt before: {changed}",) if changed else ()),
+    )
+    notes += tuple(tell_versions(started[-1].versions, environment.versions())) if started else ()
     if not started:
         return Chosen(wanted, True, notes)
     newest, parent = started[-1], started[0].parent

@@ -36,6 +36,7 @@ from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.program import Program
 from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
 
 
@@ -95,34 +96,34 @@ class Run:
         heard: list[str] = []  # of how they are joined
         self.group = group = self._opened.enter_context(together.joined(self.spec, heard))
         self._mesh = together.meshed(group, self.spec)
-        digest, choice, notes = group.settle(self._prepare)
+        program, choice, notes = group.settle(self._prepare)
         self.assembly.told.extend(heard)
-        together.check_alike(group, self.assembly, digest, self._wanted)
+        together.check_alike(group, self.assembly, program, self._wanted)
         with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
             chosen,
             self._lock,
         ):
             self._opened.callback(self._lock.release)
-            self._open(chosen, digest, notes)
+            self._open(chosen, program, notes)
         self._listen()
         self._is_open = True
         self._clock.switch(OTHER)
 
-    def _prepare(self) -> tuple[str, Callable[[], folder.Chosen], list[str]]:
-        """All that can go wrong before anything is written: the code's digest, what chooses the folder, and notes."""
+    def _prepare(self) -> tuple[Program, Callable[[], folder.Chosen], list[str]]:
+        """All that can go wrong before anything is written: the program, what chooses the folder, and notes."""
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
-        digest = folder.code_digest(task.importable, task.task)
+        program = Program.of(task.importable, task.task)
         choice = functools.partial(
-            folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept,
+            folder.choose, self._wanted, self.spec.id, task.name, program, fresh=self._fresh, accept_code_change=self._accept,
             is_fork=self._start is not None, checks_log=False,
         )  # fmt: skip
         check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
-        return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
+        return program, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
 
-    def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
+    def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
         self.folder, self.generation = chosen.folder, self._lock.generation
         course = self.assembly.course
@@ -145,8 +146,9 @@ class Run:
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
         self._clock.start(LOGGING)
-        said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *self.assembly.said)
-        told = environment.as_run(self.spec), digest, (*said, *notes)
+        where = chosen.describe_start(self.step if self._is_taken else None) if begun is None else begun.notes
+        said = (*chosen.notes, *where, *self._keeper.disk_note(), *self.assembly.said)
+        told = environment.as_run(self.spec), program, (*said, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         self._opened.callback(together.let_follow(self.group, self.assembly))
         is_quiet = self._quiet or not self.group.is_first
@@ -214,13 +216,6 @@ class Run:
         if (problem := next((each.error for each in done if each.error is not None), None)) is not None:
             raise problem
         return done
-
-    def _where_from(self, is_again: bool, begun: Begun | None) -> tuple[str, ...]:
-        if begun is not None:
-            return begun.notes
-        if self._is_taken:
-            return (f"going on after step {self.step:,}",)
-        return ("no commit was there to go on from: from the start",) if is_again else ()
 
     def _check_begun(self) -> None:
         if not self._is_open:

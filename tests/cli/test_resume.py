@@ -154,7 +154,7 @@ def test_a_code_change_that_is_accepted_is_noted(tmp_path: Path, surefoot: Comma
     train("own", own, leave_at=STOP)
     task.write_text(task.read_text() + "\n# another\n")
     assert surefoot("resume", "own", "--accept-code-change", "--quiet").code == 0
-    assert "the code is not that of the attempt before" in started("own")[-1].notes
+    assert "the code is not that of the attempt before: own.py" in started("own")[-1].notes
 
 
 def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
@@ -304,7 +304,7 @@ def test_a_fork_notes_other_data_and_code_and_how_it_is_repeated(tmp_path: Path,
     train("own", own, leave_at=STOP)
     task.write_text(task.read_text().replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
     assert surefoot("resume", "own", "--fork", "new", "--quiet").code == 0
-    assert {"the training data are not those of own", "the task's code is not that of own"} <= set(started("new")[0].notes)
+    assert {"the training data are not those of own", "the code is not that of own: own.py"} <= set(started("new")[0].notes)
     told = " ".join(surefoot("show", "new").out.split())
     assert f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW, changed as its notes say" in told
 

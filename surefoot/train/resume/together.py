@@ -27,6 +27,7 @@ from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
+from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
 RANKS = "ranks"
@@ -107,14 +108,14 @@ def _is_time(text: str) -> bool:
     return text != "never" and Duration.parse(text).unit == "s"
 
 
-def check_alike(group: Group, assembly: Assembly, code_digest: str, run: object = None) -> None:
+def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
     """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
     rank starts with rank 0's weights."""
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
     facts = {
-        "spec": assembly.spec.id, "code of the task": code_digest[:16], "data": source.digest[:16],
+        "spec": assembly.spec.id, "code of the task": program.digest[:16], "data": source.digest[:16],
         "number of samples": str(len(source)), "data of the evaluation": "" if judged is None else judged.digest[:16],
         "samples of the evaluation": "" if judged is None else str(len(judged)),
         "metrics": "" if tried is None else ", ".join(sorted(tried.metrics)), "run folder": "" if run is None else str(run),
@@ -124,6 +125,11 @@ def check_alike(group: Group, assembly: Assembly, code_digest: str, run: object 
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
         "weights at the start": "" if ranks is None or ranks.sharded is None else ranks.sharded.first_weights,
     }  # fmt: skip
+    modules = program.modules()
+    common = set[str].intersection(*(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules)))))
+    facts |= {
+        f"code of module {name}": modules[name][:16] for name in sorted(common)
+    }  # rank 0 may import more, as what draws curves
     apart = group.check_equal(facts)
     if apart:
         name, rank, theirs, first = apart[0]
