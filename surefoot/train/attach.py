@@ -30,7 +30,7 @@ from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, Phase
 from surefoot.contract import events, loop_ledger
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
-from surefoot.contract.task import Guarantee
+from surefoot.contract.task import Guarantee, check_not_importing
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
@@ -63,6 +63,7 @@ def attach(
     DataError for data that cannot be iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that
     is something else.
     """
+    check_not_importing()
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     bad = [each for each in optimizers if not hasattr(each, "param_groups")]
     if bad or not optimizers:

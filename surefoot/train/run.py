@@ -21,6 +21,7 @@ from surefoot.components.stability import Guard
 from surefoot.contract import events, ledger
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
+from surefoot.contract.task import check_not_importing
 from surefoot.core import signals
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFolderError, StorageError, SurefootError, TaskError
 from surefoot.train import environment, folder, preflight
@@ -73,6 +74,7 @@ class Run:
     # ---- beginning
 
     def __enter__(self) -> Self:
+        check_not_importing()
         self._opened.callback(environment.apply(self.spec))
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
