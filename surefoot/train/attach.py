@@ -35,7 +35,7 @@ from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataE
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
-from surefoot.train.resume.loop import LoopKeeper, name_objects
+from surefoot.train.resume.loop import LoopKeeper, describe_changes, given_settings, name_objects
 from surefoot.train.resume.program import Program
 from surefoot.train.resume.watched import Watched
 
@@ -182,8 +182,9 @@ class _Record:
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
         program = Program.of(_script(), model)
+        self._given = given_settings(objects, data)
         choice = functools.partial(
-            folder.choose, wanted, SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=("finished",)
+            folder.choose, wanted, SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
         )
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
@@ -205,8 +206,9 @@ class _Record:
         self.step = self._saved_step = int(loop["step"])
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
+        changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
-        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved")
+        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed)
 
     def _started(
         self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
@@ -256,6 +258,7 @@ class _Record:
         self._close_window()
         counters = {
             "step": self.step, "num_samples": self.num_samples, "num_batches": self._num_batches, "num_passes": self._num_passes,
+            "given": self._given,
         }  # fmt: skip
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch
 
 from surefoot.components import checkpoint
 from surefoot.components.data.consumed import plan_of
-from surefoot.components.observe import Console, Journal, Meter, TensorBoard
+from surefoot.components.observe import Console, Journal, Meter, NoJournal, TensorBoard
 from surefoot.components.profiler import CHECKPOINT, COMMUNICATION, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
 from surefoot.contract import events, ledger
@@ -29,6 +29,7 @@ from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.failure import blame, causes
 from surefoot.train.failure.ending import WHOLE, tell_outcome
+from surefoot.train.failure.script_exit import script
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
@@ -75,6 +76,7 @@ class Run:
 
     def __enter__(self) -> Self:
         check_not_importing()
+        script.watch()
         self._opened.callback(environment.apply(self.spec))
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
@@ -118,7 +120,7 @@ class Run:
         program = Program.of(task.importable, task.task)
         choice = functools.partial(
             folder.choose, self._wanted, self.spec.id, task.name, program, fresh=self._fresh, accept_code_change=self._accept,
-            is_fork=self._start is not None, checks_log=False,
+            is_fork=self._start is not None, checks_log=False, spec=self.spec,
         )  # fmt: skip
         check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
@@ -127,7 +129,7 @@ class Run:
 
     def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
-        self.folder, self.generation = chosen.folder, self._lock.generation
+        self.folder, self.generation, self._stop = chosen.folder, self._lock.generation, chosen.done
         course = self.assembly.course
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
@@ -137,9 +139,9 @@ class Run:
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
         self._home = home = together.home_of(self.group, self.folder)
-        wanted = self.spec.observe.tensorboard if self.group.is_first else False
+        wanted = self.spec.observe.tensorboard if self.group.is_first and chosen.done is None else False
         tensorboard = TensorBoard(home / "tensorboard", wanted=wanted, purge_step=self.step + 1 if chosen.is_again else None)
-        journal = Journal(home)
+        journal = Journal(home) if chosen.done is None else NoJournal()
         self._opened.callback(journal.abandon)
         self._ledger = together.open_ledger(self.group, self.folder, self.assembly, self.generation)
         self._opened.callback(self._ledger.close)
@@ -153,8 +155,8 @@ class Run:
         told = environment.as_run(self.spec), program, (*said, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         self._opened.callback(together.let_follow(self.group, self.assembly))
-        is_quiet = self._quiet or not self.group.is_first
-        console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=is_quiet, done_steps=self.step)
+        quiet, total = self._quiet or not self.group.is_first, course.total_steps
+        console = Console(total_steps=total, unit=self.task.unit, quiet=quiet, done_steps=self.step)
         self._opened.callback(console.close)
         compiling = watch(self.assembly.engine.compiled, self.spec.compile)
         self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling)
@@ -463,6 +465,7 @@ class Run:
     def _end(self, error: BaseException | None) -> None:
         """Write how the run ended; what cannot be written then is the error, unless there is one already."""
         self.outcome, self.cause, self.exit_code = self._outcome(error)
+        script.record(self.folder, self.exit_code if self.outcome == "interrupted" else EXIT_OK)
         if self._lock.is_lost():
             return  # the log belongs to a later attempt, or is gone
         try:

@@ -104,7 +104,8 @@ def test_an_unfinished_run_goes_on_in_its_folder_to_the_bits_of_an_unbroken_one(
 def test_a_finished_run_is_told_to_be_finished_and_how_to_train_on(spec: Path, surefoot: Command) -> None:
     before = snapshot("whole")
     answer = surefoot("resume", "whole")
-    assert (answer.code, answer.out) == (2, "")
+    assert answer.code == 0
+    assert ": finished" in answer.out
     assert f"whole is finished after step {STEPS}" in answer.err
     assert "surefoot resume whole --fork NEW --steps 28" in answer.err
     assert snapshot("whole") == before

@@ -189,7 +189,13 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
 
 
 def check_can_begin_anew(chosen: Chosen) -> None:
-    """Raise RunFolderError where a run of which no commit is left began with another run's: its own start is not where it began."""
+    """Raise RunFolderError where a run of which no commit is left is finished, or began with another run's: its own start is not where it
+    began."""
+    if chosen.done is not None:
+        raise RunFolderError(
+            f"{chosen.folder} is {chosen.done[0]}, and none of its checkpoints is whole",
+            hint="train it anew: Run(..., fresh=True)",
+        )
     if chosen.parent:
         source, step = chosen.parent.get("folder"), chosen.parent.get("step")
         words = f"{shlex.quote(str(source))} --from {step}{' --weights-only' if chosen.parent.get('weights_only') else ''}"

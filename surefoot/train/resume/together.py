@@ -151,12 +151,18 @@ def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> I
     """The folder of the run, as `folder.taken` by rank 0; the others follow it, and write nothing there but what `home_of` names."""
     if group.is_first:
         with folder.taken(choice, spec) as (chosen, lock):
-            row = {"folder": str(chosen.folder.resolve()), "is_again": chosen.is_again, "generation": lock.generation}
+            row = {
+                "folder": str(chosen.folder.resolve()),
+                "is_again": chosen.is_again,
+                "generation": lock.generation,
+                "done": chosen.done,
+            }
             group.from_first(json.dumps(row))
             yield chosen, lock
         return
     row = json.loads(group.from_first(""))
-    yield Chosen(Path(row["folder"]), row["is_again"]), RunLock.following(Path(row["folder"]), row["generation"])
+    done = None if row["done"] is None else (row["done"][0], row["done"][1])
+    yield Chosen(Path(row["folder"]), row["is_again"], done=done), RunLock.following(Path(row["folder"]), row["generation"])
 
 
 def clear_drafts(group: Group, run: Path) -> None:
@@ -230,6 +236,6 @@ def is_over(
     if mine or (asked and group.is_first):
         keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
-    if kind and (stop is None or stop[0] != wants):  # one that is interrupted evaluates no more, so none does
+    if kind and (stop is None or kinds.get(stop[0], 1.0) != kind):  # one that is interrupted evaluates no more, so none does
         stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)
