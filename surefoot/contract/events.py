@@ -22,6 +22,7 @@ from surefoot.core.units import LARGEST
 
 VERSION = 1
 FILE = "events.jsonl"
+CLOSED = ("finished", "stopped")  # the outcomes of a run that has nothing left to train, unless its loop was left
 PHASES = (
     "data", "copy", "forward", "backward", "optimiser", "communication", "checkpoint", "evaluation", "logging", "other",
 )  # fmt: skip
@@ -68,6 +69,8 @@ class Started(Event):
     unit: str = "samples"
     parent: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    is_dirty: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +188,7 @@ class Ended(Event):
     samples_per_s: float | None
     peak_bytes: int | None
     summary: Mapping[str, Any] = field(default_factory=dict)
+    was_left: bool = False
 
 
 KINDS: dict[str, type[Event]] = {
@@ -293,6 +297,16 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
     if isinstance(value, Mapping) and type_.startswith("Mapping[str, float"):
         return {name: _read_numbers(name, part, "float") for name, part in value.items()}
     return float(value) if type_.startswith("float") and value in ("nan", "inf", "-inf") else value
+
+
+def find_end(folder: Path, spec_id: str) -> Ended | None:
+    """How the newest attempt of the run in `folder` ended, where that run is of the spec `spec_id` and has nothing left to train."""
+    past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
+    starts = [event for event in past if isinstance(event, Started)]
+    end = past[-1] if past else None
+    if not isinstance(end, Ended) or not starts or starts[-1].spec_id != spec_id:
+        return None
+    return end if end.outcome in CLOSED and not end.was_left else None
 
 
 def is_finished(folder: Path) -> bool:

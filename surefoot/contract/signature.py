@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from surefoot.core.errors import SpecError, TaskError
 
 MAX_DEPTH = 8
+STARTERS = ("Run", "attach")
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),),
     "list": (list, tuple), "tuple": (list, tuple), "Sequence": (list, tuple), "dict": (dict,), "Mapping": (dict,),
@@ -117,6 +118,65 @@ def find_parameters(use: str) -> list[Parameter] | None:
         listed = ", ".join(classes) or "no class"
         raise TaskError(f"{path} has no class {name!r}", hint=f"it has: {listed}")
     return _of_class(classes[name], classes, tree, 0)
+
+
+def find_unguarded_run(path: Path) -> int | None:
+    """The line of a script that starts a Run or an attach whenever it is imported; None where nothing says so without running it.
+
+    What stands under an `if`, and what follows one that may end the script, is left to the import.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # the import tells it better
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return _find_start(tree.body, _names_of_starters(tree) - functions.keys(), functions)
+
+
+def _names_of_starters(tree: ast.Module) -> set[str]:
+    """What Run and attach are called in a script."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "surefoot":
+            found |= {alias.asname or alias.name for alias in node.names if alias.name in STARTERS}
+        elif isinstance(node, ast.Import):
+            names = [alias.asname or alias.name for alias in node.names if alias.name == "surefoot"]
+            found |= {f"{name}.{starter}" for name in names for starter in STARTERS}
+    return found
+
+
+def _find_start(body: Sequence[ast.stmt], starters: set[str], functions: Mapping[str, ast.FunctionDef]) -> int | None:
+    """The line in `body`, or in a function that it calls, where a run starts without a condition."""
+    for node in body:
+        if isinstance(node, ast.If | ast.While | ast.Match):
+            if _may_end(node) and not _is_main_guard(node):
+                return None
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        inner = [*getattr(node, "body", ()), *getattr(node, "finalbody", ())]
+        heads = [each.context_expr for each in node.items] if isinstance(node, ast.With) else [] if inner else [node]
+        for call in (each for head in heads for each in ast.walk(head) if isinstance(each, ast.Call)):
+            name = ast.unparse(call.func)
+            if name in starters and (isinstance(node, ast.With) or name.endswith("attach")):
+                return call.lineno
+            others = {key: value for key, value in functions.items() if key != name}
+            if name in functions and (found := _find_start(functions[name].body, starters, others)) is not None:
+                return found
+        if (found := _find_start(inner, starters, functions)) is not None:
+            return found
+    return None
+
+
+def _may_end(node: ast.stmt) -> bool:
+    """Whether a statement may leave the script or the function before what follows it."""
+    calls = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
+    leaves = any(isinstance(each, ast.Return | ast.Raise | ast.Break | ast.Continue) for each in ast.walk(node))
+    return leaves or not {"exit", "_exit", "quit", "abort", "skip"}.isdisjoint(calls)
+
+
+def _is_main_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "==" in ast.unparse(node.test)
 
 
 def _first_public(tree: ast.Module) -> str | None:

@@ -5,14 +5,17 @@ Nothing here imports torch when imported. Optional parts of a task are looked up
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from surefoot.contract import signature
@@ -31,6 +34,7 @@ MAY_HAVE = (
     "augment", "counts", "metrics", "blocks", "tensor_plan", "parameter_groups", "optimizer", "schedule", "state", "updates",
 )  # fmt: skip
 OF_A_FILE = "surefoot_task_"  # begins the name of the module that a task file is
+_imported: ContextVar[tuple[str, ...]] = ContextVar("imported", default=())  # what surefoot imports now, outermost first
 
 
 @runtime_checkable
@@ -189,14 +193,18 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
     Raises TaskError when it cannot be found or built; the user's own exception is chained.
     """
     module_name, _, class_name = use.partition(":")
+    module = _find_main(module_name, class_name)
     try:
-        if not class_name:
+        if module is not None:
+            pass
+        elif not class_name:
             module = importlib.import_module(f"surefoot.tasks.{use}")
             class_name = module.__all__[0]
         elif module_name.endswith(".py"):
             module = import_file(Path(module_name))
         else:
-            module = importlib.import_module(module_name)
+            with _importing(module_name):
+                module = importlib.import_module(module_name)
     except TaskError:
         raise
     except (Exception, SystemExit) as error:
@@ -217,6 +225,43 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
             hint="its parameters are the keys of [task]",
         ) from error
     return resolve(task, importable=use)
+
+
+def _find_main(module_name: str, class_name: str) -> ModuleType | None:
+    """The script that runs now, where it is the module of that name and holds the class: importing it would run it once more."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if module_name.endswith(".py"):
+        is_main = isinstance(file, str) and Path(module_name).resolve() == Path(file).resolve()
+    else:
+        is_main = getattr(getattr(main, "__spec__", None), "name", None) == module_name
+    return main if is_main and hasattr(main, class_name) else None
+
+
+@contextlib.contextmanager
+def _importing(name: str) -> Iterator[None]:
+    """Mark that surefoot imports the module or file `name`, so that a run that the import starts is refused."""
+    token = _imported.set((*_imported.get(), name))
+    try:
+        yield
+    finally:
+        _imported.reset(token)
+
+
+def check_not_importing() -> None:
+    """Raise TaskError for a run that is started by the import of a script: by surefoot, for its task, or by a spawned process."""
+    names = _imported.get()
+    # the mark by which multiprocessing itself refuses to start processes while a spawned one imports the script
+    is_spawned = getattr(getattr(sys.modules.get("multiprocessing"), "current_process", lambda: None)(), "_inheriting", False)
+    if names or is_spawned:
+        raise _unguarded(f"{names[-1] if names else getattr(sys.modules.get('__mp_main__'), '__file__', 'the script')}")
+
+
+def _unguarded(where: str) -> TaskError:
+    return TaskError(
+        f"{where} starts a run when it is imported, and it is imported here only for what it defines",
+        hint='write `if __name__ == "__main__":` above the lines that train, and indent them',
+    )
 
 
 def _where(error: BaseException) -> str:
@@ -284,19 +329,24 @@ def task_files() -> list[str]:
 
 
 def import_file(path: Path) -> Any:
-    """A task file as a module. Raises TaskError where there is none."""
+    """A task file as a module. Raises TaskError where there is none, and where it would start a run."""
+    if str(path.resolve()) in _imported.get():  # it loads a run of its own task: what it has defined so far is used
+        return sys.modules[f"{OF_A_FILE}{path.stem}"]
     if not path.is_file():
         raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
     name = f"{OF_A_FILE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")
+    if (line := signature.find_unguarded_run(path)) is not None:  # before anything of it runs, as what clears its run folder
+        raise _unguarded(f"{path}:{line}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec.loader.exec_module(module)
+    with _importing(str(path.resolve())):
+        spec.loader.exec_module(module)
     return module
 
 

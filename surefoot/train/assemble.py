@@ -36,6 +36,7 @@ from surefoot.runtime.comm import SOLO, Mesh
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, give_back_large_blocks, set_seeds
 from surefoot.train.evaluate import Evaluation, Reading, try_out
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
+from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
 from surefoot.train.step.sharding import make_ranks, shard
@@ -123,17 +124,17 @@ class Assembly:
         return (*([] if policy.why == precision.PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]), *self.told)
 
     def started(
-        self, generation: int, spec: RunSpec, code_digest: str, notes: tuple[str, ...], *, first_step: int, parent: Mapping[str, Any]
+        self, generation: int, spec: RunSpec, program: Program, notes: tuple[str, ...], *, first_step: int, parent: Mapping[str, Any]
     ) -> events.Started:  # fmt: skip
         """The record that opens an attempt; `spec` is this one's with what the environment decided."""
         source = self.feed.source
         return events.Started(
-            generation=generation, spec_id=self.spec.id, spec=spec.as_tables(), task=self.task.name, code_digest=code_digest,
+            generation=generation, spec_id=self.spec.id, spec=spec.as_tables(), task=self.task.name,
             data={"describe": source.describe(), "digest": source.digest, "guarantee": source.guarantee}, unit=self.task.unit,
             num_parameters=sum(parameter.numel() for parameter in self.model.parameters()), seed=spec.train.seed,
             total_steps=self.course.total_steps, steps_per_epoch=self.feed.steps_per_epoch, notes=notes, first_step=first_step,
             parent=parent, precision={"compute": self.engine.policy.compute, "why": self.engine.policy.why},
-            **circumstances(str(self.engine.device)),
+            **circumstances(str(self.engine.device), program),
         )  # fmt: skip
 
     def stepped(self, generation: int, summary: Summary, timing: Timing) -> events.Step:

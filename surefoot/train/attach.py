@@ -32,13 +32,14 @@ from surefoot.components.stability import GuardFault
 from surefoot.contract import events
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
-from surefoot.contract.task import Guarantee
+from surefoot.contract.task import Guarantee, check_not_importing
 from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
-from surefoot.train.resume.loop import LoopKeeper, name_objects
+from surefoot.train.resume.loop import LoopKeeper, describe_changes, given_settings, name_objects
+from surefoot.train.resume.program import Program
 
 SPEC_ID = "attached"  # such a run has no spec
 
@@ -66,6 +67,7 @@ def attach(
     """
     if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
         place.check_launcher()
+    check_not_importing()
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     bad = [each for each in optimizers if not hasattr(each, "param_groups")]
     if bad or not optimizers:
@@ -183,9 +185,10 @@ class _Record:
         self.started_s = time.perf_counter()
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
-        digest = folder.code_digest(_script(), model)
+        program = Program.of(_script(), model)
+        self._given = given_settings(objects, data)
         choice = functools.partial(
-            folder.choose, wanted, SPEC_ID, name, digest, fresh=False, accept_code_change=True, closed_by=("finished",)
+            folder.choose, wanted, SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
         )
         with folder.taken(choice, None) as (chosen, self._lock):
             self.folder, self.generation = chosen.folder, self._lock.generation
@@ -193,7 +196,7 @@ class _Record:
             notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
             self._ledger = LoopLedger(self.folder, self._watched.promise, self.generation)
             self._journal = Journal(self.folder)
-            self._journal.begin(self._started(model, name, digest, data, notes))
+            self._journal.begin(self._started(model, name, program, data, notes))
         for note in notes:
             self._console.warn(note)
         self._stop_listening = self.clock.listen_to_collections()
@@ -207,20 +210,23 @@ class _Record:
         self.step = self._saved_step = int(loop["step"])
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
+        changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
-        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved")
+        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed)
 
-    def _started(self, model: nn.Module, name: str, digest: str, data: Iterable[Any], notes: tuple[str, ...]) -> events.Started:
+    def _started(
+        self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
+    ) -> events.Started:
         guarantee, why = find_guarantee(data)
         told = f"{self._length:,} batches of " if self._length is not None else "batches of "
         kind = type(data).__name__
         return events.Started(
-            generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, code_digest=digest, seed=torch.initial_seed(),
+            generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, seed=torch.initial_seed(),
             data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
             num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
             first_step=self.step + 1,
             notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"),
-            **environment.circumstances(str(self._device)),
+            **environment.circumstances(str(self._device), program),
         )  # fmt: skip
 
     # ---- while the loop goes on
@@ -249,6 +255,7 @@ class _Record:
         self._close_window()
         counters = {
             "step": self.step, "num_samples": self.num_samples, "num_batches": self._num_batches, "num_passes": self._num_passes,
+            "given": self._given,
         }  # fmt: skip
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]

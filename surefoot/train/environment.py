@@ -23,6 +23,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core import place
 from surefoot.core.errors import SpecError
 from surefoot.core.hardware import find_machine
+from surefoot.train.resume.program import Program, find_commit
 
 _DETERMINISM: Any = torch.utils.deterministic
 # M_MMAP_THRESHOLD: smaller blocks come from the heap; M_TRIM_THRESHOLD: so much may lie free at its end (malloc.h)
@@ -182,9 +183,10 @@ def versions() -> Mapping[str, str]:
     return found
 
 
-def circumstances(device: str) -> dict[str, Any]:
-    """What a Started record says of where and how the process runs, whatever it trains."""
+def circumstances(device: str, program: Program) -> dict[str, Any]:
+    """What a Started record says of where and how the process runs, and with which code, whatever it trains."""
     here = place.here()
+    commit, is_dirty = find_commit(program.project, asks_git=here.rank == 0)
     return {
         "time_s": time.time(),
         "versions": versions(),
@@ -192,21 +194,8 @@ def circumstances(device: str) -> dict[str, Any]:
         "place": {"rank": here.rank, "world_size": here.world_size, "host": here.host},
         "variables": place.recorded_variables(),
         "command": tuple(sys.argv),
-        "commit": _commit(),
-    }
-
-
-def _commit() -> str | None:
-    """The git commit of the working folder, if it is one; read from the files, since starting git costs more than the run's start."""
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        head = folder / ".git" / "HEAD"
-        if head.is_file():
-            text = head.read_text().strip()
-            reference = folder / ".git" / text.removeprefix("ref: ")
-            if not text.startswith("ref: "):
-                return text
-            return reference.read_text().strip() if reference.is_file() else None
-    return None
+        "code_digest": program.digest, "modules": program.modules(), "commit": commit, "is_dirty": is_dirty,
+    }  # fmt: skip
 
 
 def fault(generation: int, found: GuardFault) -> events.Fault:

@@ -1,9 +1,8 @@
-"""Which folder a run writes into: a new one, or an unfinished one of the same spec and code."""
+"""Which folder a run writes into: a new one, or one that is there, of the same spec and code."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shlex
 import shutil
@@ -13,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.components import checkpoint
-from surefoot.contract import commits, events, ledger, manifest, signature, spec_file
+from surefoot.contract import commits, events, ledger, manifest, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, is_held
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import find_use
 from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
+from surefoot.train import environment
+from surefoot.train.resume import changes
+from surefoot.train.resume.program import Program, tell_versions
 
 SPEC_FILE = spec_file.FILE
-FINISHED = ("finished", "stopped")
 DRAFT_FILE = files.draft_of(SPEC_FILE)
 LEAST_FREE_BYTES = 1 << 20
 MAX_TRIES = 100  # launchers that take the same new name at the same moment
@@ -34,7 +34,8 @@ class Chosen:
     """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice.
 
     `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
-    of the newest attempt, `stated` the tables of its spec, `data_digest` says what it trained on, `parent` which commit of another run
+    of the newest attempt, `stated` the tables of its spec, `done` the outcome and the cause of a run
+    with nothing left to train, `data_digest` says what it trained on, `parent` which commit of another run
     the first one began with.
     """
 
@@ -46,24 +47,22 @@ class Chosen:
     data_digest: str | None = None
     parent: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
+    done: tuple[str, str] | None = None
 
-
-def code_digest(use: str | None, task: object) -> str:
-    """SHA-256 of the source of the task's module; of its type's name where there is no source."""
-    known = use or find_use(task)
-    path = signature.find_source(known) if known else None
-    if path is not None and path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    return hashlib.sha256(f"{type(task).__module__}.{type(task).__qualname__}".encode()).hexdigest()
+    def describe_start(self, step: int | None) -> tuple[str, ...]:
+        """The note of where this attempt starts: after `step` of a checkpoint, or from step 0 where that is None."""
+        if step is not None:
+            return (f"going on after step {step:,}",)
+        return ("no commit was there to go on from: from the start",) if self.is_again else ()
 
 
 def choose(
-    wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool,
-    closed_by: Collection[str] = FINISHED, is_fork: bool = False, checks_log: bool = True,
+    wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool,
+    closed_by: Collection[str] = events.CLOSED, is_fork: bool = False, checks_log: bool = True, spec: RunSpec | None = None,
 ) -> Chosen:  # fmt: skip
-    """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` is not gone on with, and what a fork left that
+    """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` has nothing left to train, and what a fork left that
     was killed before its first commit is for a fork alone. Without `checks_log` most of the log, which grows with the run, is not
-    looked at.
+    looked at. `spec` is the one of `spec_id`, to name the keys that differ.
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
@@ -72,12 +71,13 @@ def choose(
             wanted,
             spec_id,
             name,
-            digest,
+            program,
             fresh=fresh,
             accept_code_change=accept_code_change,
             closed_by=closed_by,
             is_fork=is_fork,
             checks_log=checks_log,
+            spec=spec,
         )
     except OSError as error:
         raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
@@ -86,8 +86,8 @@ def choose(
 
 
 def _chosen(
-    wanted: Path | None, spec_id: str, name: str, digest: str, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
-    is_fork: bool, checks_log: bool,
+    wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
+    is_fork: bool, checks_log: bool, spec: RunSpec | None,
 ) -> Chosen:  # fmt: skip
     if wanted is None:
         return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
@@ -115,27 +115,29 @@ def _chosen(
     ]
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
-        raise RunFolderError(
-            f"{wanted} is the run of another spec ({started[-1].spec_id}, now {spec_id})",
-            hint="give another --run folder, or --fresh",
-        )
+        raise changes.other_spec(wanted, started[-1], spec_id, spec)
     ended = past[-1] if past and isinstance(past[-1], Ended) else None
-    if ended is not None and ended.outcome in closed_by:
+    done = (ended.outcome, ended.cause) if ended is not None and ended.outcome in closed_by and not ended.was_left else None
+    if done is not None and is_fork:
         new = _next_free(wanted)
-        return Chosen(new, False, (f"{wanted} is finished ({ended.cause}); this run goes to {new}",), is_numbered=True)
-    is_changed = bool(started) and started[-1].code_digest != digest
-    if is_changed and not accept_code_change:
+        return Chosen(new, False, (f"{wanted} is {done[0]} ({done[1]}); this run goes to {new}",), is_numbered=True)
+    changed = ", ".join(program.changes(started[-1])) if started else ""
+    if changed and not accept_code_change and done is None:
         raise RunFolderError(
-            f"the task's code has changed since {wanted} was begun",
+            f"the code has changed since {wanted} was begun: {changed}",
             hint="go on with --accept-code-change, or begin anew with --fresh",
         )
-    notes = (f"{wanted} is unfinished: going on in it", *(("the code is not that of the attempt before",) if is_changed else ()))
+    notes = (
+        f"{wanted} {_describe_state(ended, is_done=done is not None)}",
+        *((f"the code is not that of the attempt before: {changed}",) if changed else ()),
+    )
+    notes += tuple(tell_versions(started[-1].versions, environment.versions())) if started else ()
     if not started:
         return Chosen(wanted, True, notes)
     newest, parent = started[-1], started[0].parent
     return Chosen(
         wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
-        stated=newest.spec,
+        stated=newest.spec, done=done,
     )  # fmt: skip
 
 
@@ -147,6 +149,14 @@ def _check_no_links(folder: Path) -> None:
     except OSError as error:
         hint = manifest.UNLINK if Path(str(error.filename)).name == manifest.FOLDER else hint_unread(error)
         raise RunFolderError(f"{error.filename} is not opened: {error.strerror}", hint=hint) from None
+
+
+def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
+    if is_done and ended is not None:
+        return f"is {ended.outcome} ({ended.cause}): nothing is left to train"
+    if ended is not None and ended.outcome == "finished":  # a loop of the user's own, which says itself how long it is
+        return f"was finished ({ended.cause}): going on after that"
+    return "is unfinished: going on in it"
 
 
 def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:

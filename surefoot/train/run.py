@@ -14,12 +14,13 @@ from typing import Any, Self
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.observe import Console, Journal, Meter, TensorBoard
+from surefoot.components.observe import Console, Journal, Meter, NoJournal, TensorBoard
 from surefoot.components.profiler import CHECKPOINT, COMMUNICATION, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
+from surefoot.contract.task import check_not_importing
 from surefoot.core import signals
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFolderError, StorageError, SurefootError, TaskError
 from surefoot.train import environment, folder, preflight
@@ -27,6 +28,7 @@ from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.failure import blame, causes
 from surefoot.train.failure.ending import WHOLE, tell_outcome
+from surefoot.train.failure.script_exit import script
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
@@ -35,6 +37,7 @@ from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.program import Program
 from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
 
 
@@ -71,6 +74,8 @@ class Run:
     # ---- beginning
 
     def __enter__(self) -> Self:
+        check_not_importing()
+        script.watch()
         self._opened.callback(environment.apply(self.spec))
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
@@ -94,36 +99,36 @@ class Run:
         heard: list[str] = []  # of how they are joined
         self.group = group = self._opened.enter_context(together.joined(self.spec, heard))
         self._mesh = together.meshed(group, self.spec)
-        digest, choice, notes = group.settle(self._prepare)
+        program, choice, notes = group.settle(self._prepare)
         self.assembly.told.extend(heard)
-        together.check_alike(group, self.assembly, digest, self._wanted)
+        together.check_alike(group, self.assembly, program, self._wanted)
         with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
             chosen,
             self._lock,
         ):
             self._opened.callback(self._lock.release)
-            self._open(chosen, digest, notes)
+            self._open(chosen, program, notes)
         self._listen()
         self._is_open = True
         self._clock.switch(OTHER)
 
-    def _prepare(self) -> tuple[str, Callable[[], folder.Chosen], list[str]]:
-        """All that can go wrong before anything is written: the code's digest, what chooses the folder, and notes."""
+    def _prepare(self) -> tuple[Program, Callable[[], folder.Chosen], list[str]]:
+        """All that can go wrong before anything is written: the program, what chooses the folder, and notes."""
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
-        digest = folder.code_digest(task.importable, task.task)
+        program = Program.of(task.importable, task.task)
         choice = functools.partial(
-            folder.choose, self._wanted, self.spec.id, task.name, digest, fresh=self._fresh, accept_code_change=self._accept,
-            is_fork=self._start is not None, checks_log=False,
+            folder.choose, self._wanted, self.spec.id, task.name, program, fresh=self._fresh, accept_code_change=self._accept,
+            is_fork=self._start is not None, checks_log=False, spec=self.spec,
         )  # fmt: skip
         check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
-        return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
+        return program, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
 
-    def _open(self, chosen: folder.Chosen, digest: str, notes: list[str]) -> None:
+    def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
-        self.folder, self.generation = chosen.folder, self._lock.generation
+        self.folder, self.generation, self._stop = chosen.folder, self._lock.generation, chosen.done
         course = self.assembly.course
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
@@ -133,9 +138,9 @@ class Run:
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
         self._home = home = together.home_of(self.group, self.folder)
-        wanted = self.spec.observe.tensorboard if self.group.is_first else False
+        wanted = self.spec.observe.tensorboard if self.group.is_first and chosen.done is None else False
         tensorboard = TensorBoard(home / "tensorboard", wanted=wanted, purge_step=self.step + 1 if chosen.is_again else None)
-        journal = Journal(home)
+        journal = Journal(home) if chosen.done is None else NoJournal()
         self._opened.callback(journal.abandon)
         self._ledger = together.open_ledger(self.group, self.folder, self.assembly, self.generation)
         self._opened.callback(self._ledger.close)
@@ -144,12 +149,13 @@ class Run:
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
         self._clock.start(LOGGING)
-        said = (*chosen.notes, *self._where_from(chosen.is_again, begun), *self._keeper.disk_note(), *self.assembly.said)
-        told = environment.as_run(self.spec), digest, (*said, *notes)
+        where = chosen.describe_start(self.step if self._is_taken else None) if begun is None else begun.notes
+        said = (*chosen.notes, *where, *self._keeper.disk_note(), *self.assembly.said)
+        told = environment.as_run(self.spec), program, (*said, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         self._opened.callback(together.let_follow(self.group, self.assembly))
-        is_quiet = self._quiet or not self.group.is_first
-        console = Console(total_steps=course.total_steps, unit=self.task.unit, quiet=is_quiet, done_steps=self.step)
+        quiet, total = self._quiet or not self.group.is_first, course.total_steps
+        console = Console(total_steps=total, unit=self.task.unit, quiet=quiet, done_steps=self.step)
         self._opened.callback(console.close)
         compiling = watch(self.assembly.engine.compiled, self.spec.compile)
         self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling)
@@ -212,13 +218,6 @@ class Run:
         if (problem := next((each.error for each in done if each.error is not None), None)) is not None:
             raise problem
         return done
-
-    def _where_from(self, is_again: bool, begun: Begun | None) -> tuple[str, ...]:
-        if begun is not None:
-            return begun.notes
-        if self._is_taken:
-            return (f"going on after step {self.step:,}",)
-        return ("no commit was there to go on from: from the start",) if is_again else ()
 
     def _check_begun(self) -> None:
         if not self._is_open:
@@ -463,6 +462,7 @@ class Run:
     def _end(self, error: BaseException | None) -> None:
         """Write how the run ended; what cannot be written then is the error, unless there is one already."""
         self.outcome, self.cause, self.exit_code = self._outcome(error)
+        script.record(self.folder, self.exit_code if self.outcome == "interrupted" else EXIT_OK)
         if self._lock.is_lost():
             return  # the log belongs to a later attempt, or is gone
         try:

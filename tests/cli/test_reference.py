@@ -33,7 +33,8 @@ def test_every_key_says_what_it_means() -> None:
 
 
 TYPES = {
-    "int": "integer", "float": "number", "str": "text", "bool": "true or false", "int | None": "integer or null",
+    "int": "integer", "float": "number", "str": "text", "bool": "true or false",
+    "bool | None": "true, false or null", "int | None": "integer or null",
     "float | None": "number or null", "str | None": "text or null", "tuple[str, ...]": "list of texts",
     "tuple[float, ...]": "list of numbers", "tuple[Mapping[str, Any], ...]": "list of objects",
 }  # fmt: skip

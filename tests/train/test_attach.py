@@ -329,7 +329,7 @@ def test_the_end_of_the_process_ends_a_loop_that_nobody_closed(tmp_path: Path) -
 # ---- folders, disks and bad input
 
 
-def test_the_same_script_again_takes_the_next_number_after_an_end_and_the_next_generation_without_one(tmp_path: Path) -> None:
+def test_the_same_script_again_is_the_next_generation_of_the_run_after_any_end(tmp_path: Path) -> None:
     loop = Loop()
     first = loop.attach(tmp_path / "run")
     with pytest.raises(RunFolderError, match="is being written by process"):
@@ -341,7 +341,7 @@ def test_the_same_script_again_takes_the_next_number_after_an_end_and_the_next_g
     again.close()
     after = loop.attach(tmp_path / "run")
     after.close()
-    assert after.folder == tmp_path / "run-1"
+    assert (after.folder, read(after.folder)[-1].generation) == (tmp_path / "run", 3)
 
 
 def test_a_folder_is_let_go_although_workers_of_the_loader_live_on(tmp_path: Path) -> None:

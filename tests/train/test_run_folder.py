@@ -49,15 +49,17 @@ def test_without_a_folder_every_run_gets_a_new_one(tmp_path: Path, monkeypatch: 
     assert [train(None, 2).folder for _ in range(3)] == [Path("runs") / f"small-{number}" for number in (1, 2, 3)]
 
 
-def test_a_finished_folder_is_left_alone_and_the_run_goes_to_a_new_one(tmp_path: Path) -> None:
+def test_a_finished_folder_is_left_alone_and_a_run_that_begins_anew_goes_to_a_new_one(tmp_path: Path) -> None:
     train(tmp_path / "a")
     before = (tmp_path / "a" / "events.jsonl").read_bytes()
-    again = train(tmp_path / "a")
+    with Run(spec(6), Small(), folder=tmp_path / "a", fresh=True, quiet=True) as again:
+        for _ in again.steps():
+            pass
     assert again.folder == tmp_path / "a-1"
     assert (tmp_path / "a" / "events.jsonl").read_bytes() == before
     started = records(again.folder)[0]
     assert isinstance(started, Started)
-    assert any("is finished" in note for note in started.notes)
+    assert f"{tmp_path / 'a'} is left as it is" in started.notes
 
 
 def test_an_unfinished_folder_without_a_commit_is_gone_on_in_from_the_start_and_that_is_said_loudly(
@@ -246,7 +248,7 @@ def test_a_folder_that_another_launcher_finished_meanwhile_is_not_written_again(
 
     monkeypatch.setattr(RunLock, "__init__", be_late)
     late = train(folder)
-    assert late.folder == tmp_path / "a-1"
+    assert (late.folder, late.outcome) == (folder, "finished")
     assert [type(event) for event in records(folder)].count(Started) == 1
 
 

@@ -124,7 +124,7 @@ def test_a_kill_at_any_time_is_recovered_from_to_the_bits_of_the_unbroken_run(
 
 
 def test_a_rank_that_is_killed_when_the_run_is_over_brings_no_other_run(tmp_path: Path) -> None:
-    """The command makes another one in place of a run that is finished; a supervisor that starts the ranks again must not."""
+    """A supervisor starts no ranks again for a run that is finished."""
 
     def job(rank: int) -> int:
         code = take_steps(tmp_path / "run", {})

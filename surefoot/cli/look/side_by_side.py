@@ -74,6 +74,8 @@ def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
             {
                 **each.started.versions, **{f"machine.{name}": value for name, value in each.started.machine.items()},
                 "host": each.started.place.get("host"), "code": each.started.code_digest, "commit": each.started.commit,
+                "uncommitted changes": each.started.is_dirty,
+                **{f"module {name}": digest for name, digest in each.started.modules.items()},
                 "data": each.started.data.get("digest"), "parameters": each.started.num_parameters,
             }
             for each in runs

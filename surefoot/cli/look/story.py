@@ -10,6 +10,7 @@ from typing import Any
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
 from surefoot.cli.plot import overlay, terminal_style
 from surefoot.cli.table import format_time, print_pairs, print_table, print_text, shorten, without_control
+from surefoot.contract.events import Started
 from surefoot.control.diagnose import Spread
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
 
@@ -56,13 +57,21 @@ def tell_place(past: Past) -> Pairs:
         ("data", f"{data.get('describe', UNKNOWN)}"),
         ("", f"{data.get('guarantee', UNKNOWN)}, digest {shorten(data.get('digest', UNKNOWN), 15)}"),
         ("model", f"{started.num_parameters:,} parameters"),
-        ("code", f"digest {shorten(started.code_digest, 15)}, commit {shorten(started.commit or UNKNOWN, 15)}"),
+        ("code", _describe_code(started)),
     ]
     if past.num_attempts > 1:
         redone = sum(each.num_redone for each in past.goodput.attempts)
         told = f"{redone:,} steps done again; " if redone else ""
         pairs.append(("attempts", f"{past.num_attempts}; {told}of each step the newest is told; surefoot why tells more"))
     return pairs + [("note" if not index else "", note) for index, note in enumerate(started.notes)]
+
+
+def _describe_code(started: Started) -> str:
+    """The digest of the task's file, the number of other modules, and the git commit."""
+    count = len(started.modules)
+    modules = f" and {count} imported module{'' if count == 1 else 's'}" if count else ""
+    changed = ", with changes that are not committed" if started.is_dirty else ""
+    return f"digest {shorten(started.code_digest, 15)}{modules}, commit {shorten(started.commit or UNKNOWN, 15)}{changed}"
 
 
 def _print_curve(past: Past) -> None:
@@ -214,6 +223,7 @@ def as_row(past: Past) -> dict[str, Any]:
         **past.as_row(),
         "spec": started.spec, "seed": started.seed, "machine": started.machine, "place": started.place,
         "versions": started.versions, "data": started.data, "code_digest": started.code_digest, "commit": started.commit,
+        "modules": started.modules, "is_dirty": started.is_dirty,
         "command": started.command, "num_parameters": started.num_parameters, "steps_per_epoch": started.steps_per_epoch,
         "notes": started.notes, "cause": ended.cause if ended else None, "exit_code": ended.exit_code if ended else None,
         "samples_per_s": past.samples_per_s, "items_per_s": past.items_per_s, "unit": started.unit, "peak_bytes": past.peak_bytes,

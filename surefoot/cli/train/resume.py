@@ -21,6 +21,7 @@ from surefoot.cli.options import (
     StepsOption,
     TracebackOption,
 )
+from surefoot.core.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from surefoot.train.resume.start import Start
@@ -44,7 +45,7 @@ def resume(
     An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork a new run begins with its state,
     and the spec may change.
     """
-    from surefoot.cli.train.train import finish
+    from surefoot.cli.train.train import finish, tell_finished
     from surefoot.contract import spec_file
     from surefoot.core.errors import SpecError
     from surefoot.train.resume import changes
@@ -61,8 +62,9 @@ def resume(
     found = changes.find(before, after)
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
     if start is None:
-        _check_unfinished(run)
         changes.check_in_place(found, f"surefoot resume {shlex.quote(str(run))} --fork NEW with the same changes")
+        if tell_finished(run, before, json=json):
+            return EXIT_OK
     elif not weights_only:
         changes.check_fork(found)
     if fork is not None:
@@ -103,21 +105,6 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
             file=sys.stderr,
         )
     return Start(run, step, weights_only)
-
-
-def _check_unfinished(run: Path) -> None:
-    """Raise RunFolderError for a run that is done: there is nothing to go on with."""
-    from surefoot.cli.look import past
-    from surefoot.contract import events
-    from surefoot.core.errors import RunFolderError
-
-    found = past.read(run) if (run / events.FILE).is_file() else None
-    if found is not None and found.ended is not None and found.state in ("finished", "stopped"):
-        name = shlex.quote(str(run))
-        raise RunFolderError(
-            f"{run} is {found.state} after step {found.ended.step:,} ({found.ended.cause}): there is nothing to go on with",
-            hint=f"to train on from its end: surefoot resume {name} --fork NEW --steps {2 * max(1, found.ended.step)}",
-        )
 
 
 def _check_new(fork: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,8 +23,12 @@ from surefoot.cli.options import (
     StepsOption,
     TracebackOption,
 )
+from surefoot.core.errors import EXIT_OK
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from surefoot.contract.spec import RunSpec
     from surefoot.train.resume.start import Start
     from surefoot.train.run import Run
 
@@ -46,6 +53,10 @@ def train(
     from surefoot.contract import spec_file
 
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
+    if run is not None and weights is not None and not fresh and _began_with(run, weights):
+        weights = None  # the run goes on, or is finished
+    if run is not None and not fresh and weights is None and tell_finished(run, origin.spec, json=json):
+        return EXIT_OK
     if ranks is not None:
         goes_on = run is not None and not fresh and weights is None
         return options.launch_ranks(ranks, origin.spec, run if goes_on else None, max_restarts)
@@ -76,10 +87,45 @@ def _start(weights: str) -> Start:
     return Start(folder.parent.parent, int(folder.name.removeprefix("step-")), weights_only=True)
 
 
-def finish(attempt: Run, *, json: bool) -> int:
-    """Take a run to its end and print how it ended; gives the exit code."""
+def _began_with(run: Path, weights: str) -> bool:
+    """Whether the run in `run` began with the weights that `weights` names."""
+    from surefoot.contract import events
+
+    start = _start(weights)
+    first = next(events.read(run, events.Started), None) if (run / events.FILE).is_file() else None
+    parent = first.parent if isinstance(first, events.Started) else {}
+    return (
+        parent.get("folder") == str(start.run.resolve()) and parent.get("step") == start.step and bool(parent.get("weights_only"))
+    )
+
+
+def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
+    """Print how the run in `run` ended, where it is of this spec and has nothing left to train; gives whether it is."""
+    from surefoot.contract import events
+    from surefoot.core import place
+
+    ended = events.find_end(run, spec.id)
+    if ended is None or place.here().rank:
+        return ended is not None
+    longer = f"surefoot resume {shlex.quote(str(run))} --fork NEW --steps {2 * max(1, ended.step)}"
+    print(f"{run} is {ended.outcome} after step {ended.step:,} ({ended.cause}): nothing is left to train", file=sys.stderr)
+    print(f"hint: to train on from its end: {longer}; to train it anew: another --run, or train with --fresh", file=sys.stderr)
+    _print_summary(ended.summary, f"{ended.summary.get('task', run.name)}: {ended.outcome}", json=json)
+    return True
+
+
+def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> None:
     from surefoot.components.observe import final_table
     from surefoot.components.observe.console import result_rows
+
+    if json:
+        options.print_json(dict(summary))
+    else:
+        print(final_table(result_rows(dict(summary)), title))
+
+
+def finish(attempt: Run, *, json: bool) -> int:
+    """Take a run to its end and print how it ended; gives the exit code."""
     from surefoot.core import flight, place
     from surefoot.train.run import drive
 
@@ -87,8 +133,5 @@ def finish(attempt: Run, *, json: bool) -> int:
         drive(attempt)
     if not attempt.group.is_first or (attempt.outcome == "interrupted" and flight.is_recalled(place.flight_file())):
         return attempt.exit_code
-    if json:
-        options.print_json(attempt.summary)
-    else:
-        print(final_table(result_rows(attempt.summary), f"{attempt.task.name}: {attempt.outcome}"))
+    _print_summary(attempt.summary, f"{attempt.task.name}: {attempt.outcome}", json=json)
     return attempt.exit_code

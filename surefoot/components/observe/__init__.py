@@ -1,9 +1,19 @@
 """Observe: the meter, and the sinks that read the event stream."""
 
 from surefoot.components.observe.console import Console, final_table
-from surefoot.components.observe.journal import Journal
+from surefoot.components.observe.journal import Journal, NoJournal
 from surefoot.components.observe.memory import peak_resident_bytes, take_device_memory
 from surefoot.components.observe.meter import Meter, Summary
 from surefoot.components.observe.tensorboard import TensorBoard
 
-__all__ = ["Console", "Journal", "Meter", "Summary", "TensorBoard", "final_table", "peak_resident_bytes", "take_device_memory"]
+__all__ = [
+    "Console",
+    "Journal",
+    "Meter",
+    "NoJournal",
+    "Summary",
+    "TensorBoard",
+    "final_table",
+    "peak_resident_bytes",
+    "take_device_memory",
+]

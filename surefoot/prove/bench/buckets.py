@@ -24,9 +24,9 @@ from surefoot.prove.bench.collectives import fit, measure, time_calls
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.wanted import Buckets, Sizes
 from surefoot.runtime.comm import Group
-from surefoot.train import folder
 from surefoot.train.failure import blame
 from surefoot.train.resume import together
+from surefoot.train.resume.program import Program
 from surefoot.train.step.ranks import Ranks
 
 STEPS, UNTIMED = 3, 1  # of each visit to a way to lay out buckets
@@ -115,7 +115,7 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> T
         try:
             rehearsal = group.settle(lambda: stack.enter_context(Rehearsal(spec, steps=most, group=group)))
             task = rehearsal.assembly.task
-            together.check_alike(group, rehearsal.assembly, folder.code_digest(task.importable, task.task))
+            together.check_alike(group, rehearsal.assembly, Program.of(task.importable, task.task))
             return _tune(_Bench(rehearsal, group, tell), own, wanted)
         except SurefootError:
             raise

@@ -97,7 +97,7 @@ class Scores:
         return events.Ended(
             generation=run.generation, time_s=time.time(), step=run.step, outcome=run.outcome, cause=run.cause, exit_code=run.exit_code,
             elapsed_s=summary["elapsed_s"], num_samples=run.num_samples, samples_per_s=summary["samples_per_s"],
-            peak_bytes=summary["peak_bytes"], summary=summary,
+            peak_bytes=summary["peak_bytes"], summary=summary, was_left=run.outcome == "stopped" and run.is_stopping is None,
         )  # fmt: skip
 
     def summary(self, run: Run, timing: Timing) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from surefoot.components.data.loader import Loader, Told
-from surefoot.components.observe import Console, Journal, TensorBoard
+from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
@@ -20,7 +20,7 @@ class Telling:
     """The sinks of one attempt; what the disk refuses is given up, said and recorded, and the run goes on without it."""
 
     def __init__(
-        self, journal: Journal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int,
+        self, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int,
         compiling: Compiling | None = None,
     ) -> None:  # fmt: skip
         self.journal, self.console = journal, console

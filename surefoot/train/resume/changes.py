@@ -6,15 +6,23 @@ or saved) may change in place.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import SpecError
+from pydantic import ValidationError
 
+from surefoot.contract import manifest
+from surefoot.contract.events import Started
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import RunFolderError, SpecError, SurefootError
+
+MOST_SHOWN = 6
 Verdict = Literal["in place", "fork", "refused"]
 
 
@@ -119,6 +127,50 @@ def _named(use: str | None) -> str | None:
         return None
     file, colon, name = use.partition(":")
     return f"{PurePath(file).name}{colon}{name}"
+
+
+def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -> RunFolderError:
+    """The refusal of a folder that holds the run of another spec: each key with both values, and what to type for each way to go on."""
+    found: list[Change] = []
+    if now is not None:
+        with contextlib.suppress(ValidationError, SurefootError):  # of a version that had other keys
+            found = [each for each in find(RunSpec.model_validate(started.spec), now) if each.rule.verdict != "in place"]
+    if not found:
+        text = f"{run} is the run of another spec ({started.spec_id}, now {spec_id})"
+        return RunFolderError(text, hint="give another --run folder, or --fresh")
+    more = f", and {len(found) - MOST_SHOWN} more keys differ" if len(found) > MOST_SHOWN else ""
+    return RunFolderError(
+        f"{run} is the run of another spec: {'; '.join(map(str, found[:MOST_SHOWN]))}{more}", hint="\n".join(_ways(run, found))
+    )
+
+
+def _ways(run: Path, found: Sequence[Change]) -> list[str]:
+    """What to type to resume with the old values, to go on with the new ones, and to train from step 0."""
+    name = shlex.quote(str(run))
+    newest = max(manifest.steps(run), default=0)
+    is_longer = [change.key for change in found] == ["train.length"]
+    purpose = "extend it in a new folder" if is_longer else "go on with the new values in a new folder"
+    kept = "" if all(change.rule.verdict == "fork" and not _switches_average(change) for change in found) else " --weights-only"
+    if kept:
+        purpose = "begin anew with the weights that fit, since no other state does"
+    words = [_as_option(change) for change in found]
+    given = " ".join(word for word in words if word is not None)
+    weights = ", weights_only=True" if kept else ""
+    ways = ["choose one:", f"  resume with the old values: surefoot resume {name}"]
+    if all(word is not None for word in words):
+        ways.append(f"  {purpose}: surefoot resume {name}{kept} --fork NEW {given}")
+    ways.append(f'  the same in Python: Run(spec, task, folder="NEW", start=Start(Path({str(run)!r}), {newest}{weights}))')
+    return [*ways, "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True"]
+
+
+def _as_option(change: Change) -> str | None:
+    """`--set KEY=VALUE`; None for a value that cannot be typed there, as one that is left out."""
+    if change.key == "task.use" or change.now in (None, "not stated") or isinstance(change.now, dict):
+        return None
+    try:
+        return f"--set {shlex.quote(f'{change.key}={json.dumps(change.now)}')}"
+    except TypeError:
+        return None
 
 
 def check_in_place(changes: Sequence[Change], how: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
@@ -23,6 +24,7 @@ from surefoot.train.resume.full_disk import RoomMaker, list_steps
 
 KEEP = 3
 OWN = ("loop", "data")
+PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 class LoopKeeper:
@@ -188,6 +190,38 @@ class LoopKeeper:
         made = self._room.write(lambda: checkpoint.save(self._folder, step, state, stamp))
         checkpoint.retain(self._folder, keep=KEEP)
         return made, time.monotonic() - started_s
+
+
+def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
+    """What the script gives at the start: every setting of each parameter group, and the size of a batch, by the code that reads it."""
+    found = {
+        f"{name}.param_groups[{number}][{key!r}]": value
+        for name, each in objects.items() if name.startswith("optimizer")
+        for number, group in enumerate(each.param_groups)
+        for key, value in group.items() if key not in ("params", "initial_lr")
+    }  # fmt: skip
+    found["data.batch_size"] = getattr(data, "batch_size", None)
+    plain = {key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in found.items()}
+    return {key: repr(value) for key, value in plain.items() if isinstance(value, PLAIN)}
+
+
+def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> list[str]:
+    """A note for each setting that the script gives now and did not give in the attempt before, with what to write for either value."""
+    notes = []
+    for key in [key for key in now if before.get(key, now[key]) != now[key]]:
+        told = f"the script gives {key} = {now[key]}, and gave {before[key]} in the attempt before"
+        if key == "data.batch_size":
+            notes.append(f"{told}: the pass that was left goes on with other batches")
+        else:
+            more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
+            notes.append(f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after attach{more}")
+    if notes:
+        name = str(folder)
+        copied = f"cp -r {shlex.quote(name)} NEW, and folder='NEW' goes on in the copy"
+        notes.append(
+            f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes than before extend the loop"
+        )
+    return notes
 
 
 def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any]) -> dict[str, Any]:

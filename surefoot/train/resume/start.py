@@ -22,10 +22,12 @@ from surefoot.contract.state import part_of
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.runtime.comm import ALONE
+from surefoot.train import environment
 from surefoot.train.assemble import Assembly
-from surefoot.train.folder import Chosen, code_digest
+from surefoot.train.folder import Chosen
 from surefoot.train.resume import changes, same
 from surefoot.train.resume.changes import Change
+from surefoot.train.resume.program import Program, tell_versions
 from surefoot.train.resume.state import LiveState
 
 MOST_SHOWN = 8
@@ -127,8 +129,10 @@ def _others(run: Path, assembly: Assembly) -> list[str]:
     notes = []
     if starts[-1].data.get("digest") != assembly.feed.source.digest:
         notes.append(f"the training data are not those of {run}")
-    if starts[-1].code_digest != code_digest(assembly.task.importable, assembly.task.task):
-        notes.append(f"the task's code is not that of {run}")
+    program = Program.of(assembly.task.importable, assembly.task.task)
+    if changed := program.changes(starts[-1]):
+        notes.append(f"the code is not that of {run}: {', '.join(changed)}")
+    notes += tell_versions(starts[-1].versions, environment.versions())
     return notes
 
 
@@ -182,7 +186,13 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
 
 
 def check_can_begin_anew(chosen: Chosen) -> None:
-    """Raise RunFolderError where a run of which no commit is left began with another run's: its own start is not where it began."""
+    """Raise RunFolderError where a run of which no commit is left is finished, or began with another run's: its own start is not where it
+    began."""
+    if chosen.done is not None:
+        raise RunFolderError(
+            f"{chosen.folder} is {chosen.done[0]}, and none of its checkpoints is whole",
+            hint="train it anew: Run(..., fresh=True)",
+        )
     if chosen.parent:
         source, step = chosen.parent.get("folder"), chosen.parent.get("step")
         words = f"{shlex.quote(str(source))} --from {step}{' --weights-only' if chosen.parent.get('weights_only') else ''}"

@@ -31,6 +31,7 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
 from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
+from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
 RANKS = "ranks"
@@ -112,14 +113,14 @@ def _is_time(text: str) -> bool:
     return text != "never" and Duration.parse(text).unit == "s"
 
 
-def check_alike(group: Group, assembly: Assembly, code_digest: str, run: object = None) -> None:
+def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
     """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
     rank starts with rank 0's weights."""
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
     facts = {
-        "spec": assembly.spec.id, "code of the task": code_digest[:16], "data": source.digest[:16],
+        "spec": assembly.spec.id, "code of the task": program.digest[:16], "data": source.digest[:16],
         "number of samples": str(len(source)), "data of the evaluation": "" if judged is None else judged.digest[:16],
         "samples of the evaluation": "" if judged is None else str(len(judged)),
         "metrics": "" if tried is None else ", ".join(sorted(tried.metrics)), "run folder": "" if run is None else str(run),
@@ -129,6 +130,11 @@ def check_alike(group: Group, assembly: Assembly, code_digest: str, run: object 
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
         "weights at the start": "" if ranks is None or ranks.sharded is None else ranks.sharded.first_weights,
     }  # fmt: skip
+    modules = program.modules()
+    common = set[str].intersection(*(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules)))))
+    facts |= {
+        f"code of module {name}": modules[name][:16] for name in sorted(common)
+    }  # rank 0 may import more, as what draws curves
     apart = group.check_equal(facts)
     if apart:
         name, rank, theirs, first = apart[0]
@@ -150,12 +156,18 @@ def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> I
     """The folder of the run, as `folder.taken` by rank 0; the others follow it, and write nothing there but what `home_of` names."""
     if group.is_first:
         with folder.taken(choice, spec) as (chosen, lock):
-            row = {"folder": str(chosen.folder.resolve()), "is_again": chosen.is_again, "generation": lock.generation}
+            row = {
+                "folder": str(chosen.folder.resolve()),
+                "is_again": chosen.is_again,
+                "generation": lock.generation,
+                "done": chosen.done,
+            }
             group.from_first(json.dumps(row))
             yield chosen, lock
         return
     row = json.loads(group.from_first(""))
-    yield Chosen(Path(row["folder"]), row["is_again"]), RunLock.following(Path(row["folder"]), row["generation"])
+    done = None if row["done"] is None else (row["done"][0], row["done"][1])
+    yield Chosen(Path(row["folder"]), row["is_again"], done=done), RunLock.following(Path(row["folder"]), row["generation"])
 
 
 def clear_drafts(group: Group, run: Path) -> None:
@@ -268,6 +280,6 @@ def is_over(
     if mine or (asked and group.is_first):
         keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
-    if kind and (stop is None or stop[0] != wants):  # one that is interrupted evaluates no more, so none does
+    if kind and (stop is None or kinds.get(stop[0], 1.0) != kind):  # one that is interrupted evaluates no more, so none does
         stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)

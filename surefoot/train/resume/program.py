@@ -1,0 +1,144 @@
+"""Which program a run is of: the file of the task, the modules of its project that are imported, the git commit, the versions."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from surefoot.contract import signature
+from surefoot.contract.events import Started
+from surefoot.contract.task import find_use
+
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # one of them marks the folder of a project
+INSTALLED = frozenset(("site-packages", "dist-packages"))
+SCRIPTS = ("__main__", "__mp_main__")  # a script that holds the task is the task's file; the code of any other script may change
+GIT_LIMIT_S = 5.0  # a large repository on a slow disk must not hold up a run
+_SUREFOOT = str(Path(__file__).parents[2]) + os.sep
+_LIBRARY = tuple({f"{os.path.realpath(sysconfig.get_path(name))}{os.sep}" for name in ("stdlib", "platstdlib")})
+
+
+@dataclass(frozen=True)
+class Program:
+    """The code that a run trains with. `digest` is the SHA-256 of the task's `file`, or of the class's name where there is no file."""
+
+    digest: str
+    file: Path | None
+
+    @classmethod
+    def of(cls, use: str | None, task: object) -> Program:
+        """The program of `task`, which `use` names; a name of None is looked up."""
+        known = use or find_use(task)
+        path = signature.find_source(known) if known else None
+        if path is not None and path.is_file():
+            return cls(hashlib.sha256(path.read_bytes()).hexdigest(), path.resolve())
+        name = f"{type(task).__module__}.{type(task).__qualname__}"
+        return cls(hashlib.sha256(name.encode()).hexdigest(), None)
+
+    @property
+    def project(self) -> Path:
+        """The folder of the task's project: the nearest one above the task's file that git or a build tool marks, else the file's own."""
+        if self.file is None or str(self.file).startswith(_SUREFOOT):
+            return Path.cwd()
+        folder = self.file.parent
+        while (folder / "__init__.py").is_file() and folder != folder.parent:
+            folder = folder.parent
+        marked = (each for each in (folder, *folder.parents) if any((each / name).exists() for name in PROJECT_FILES))
+        return next(marked, folder)
+
+    def modules(self) -> dict[str, str]:
+        """The SHA-256 of the file of every module of the project that is imported now, by the module's name; the task's own is left out."""
+        return {name: digest for name, path in self._files().items() if (digest := _digest(path)) is not None}
+
+    def changes(self, before: Started) -> list[str]:
+        """The files that are not what they were in the attempt `before`, as far as that attempt recorded them and they are imported now."""
+        task = [] if before.code_digest == self.digest else [self._shown(self.file) if self.file else "the class of the task"]
+        files = self._files()
+        others = {name: _digest(files[name]) for name in before.modules.keys() & files.keys()}
+        changed = sorted(name for name, digest in others.items() if digest not in (None, before.modules[name]))
+        return [*task, *(self._shown(files[name]) for name in changed)]
+
+    def _files(self) -> dict[str, Path]:
+        roots = tuple({f"{os.path.realpath(each)}{os.sep}" for each in (self.project, Path.cwd()) if each != each.parent})
+        return {name: path for name, path in _sources() if str(path).startswith(roots) and path != self.file}
+
+    def _shown(self, path: Path) -> str:
+        above = next((each for each in (self.project, Path.cwd()) if path.is_relative_to(each)), None)
+        return str(path if above is None else path.relative_to(above))
+
+
+def _sources() -> Iterator[tuple[str, Path]]:
+    """The name and the file of each imported module that is neither installed, nor of Python, nor of surefoot."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if not isinstance(file, str) or name in SCRIPTS or not INSTALLED.isdisjoint(file.split(os.sep)):
+            continue
+        path = os.path.realpath(file)
+        if not path.startswith((_SUREFOOT, *_LIBRARY)) and INSTALLED.isdisjoint(path.split(os.sep)):
+            yield name, Path(path)
+
+
+def _digest(path: Path) -> str | None:
+    """None for a file that is gone, or cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def tell_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """A note for each package, and for Python, whose version is not that of the attempt before."""
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    return [f"{name} is version {now[name]}, was {before[name]}: results may differ in the last bits" for name in changed]
+
+
+def find_commit(folder: Path, *, asks_git: bool = True) -> tuple[str | None, bool | None]:
+    """The git commit that `folder` is at, and whether a tracked file differs from it; None where that is not known."""
+    if asks_git and (found := _ask_git(folder)) is not None:
+        return found
+    return _read_commit(folder), None
+
+
+def _ask_git(folder: Path) -> tuple[str, bool] | None:
+    # no monitor, which is a program that the repository names; no lock, which would write into it
+    words = [
+        "git",
+        "--no-optional-locks",
+        "-c",
+        "core.fsmonitor=false",
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, encoding="utf-8", errors="replace",
+            timeout=GIT_LIMIT_S, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    return None if commit == "(initial)" else (commit, any(not line.startswith("#") for line in lines))
+
+
+def _read_commit(folder: Path) -> str | None:
+    """From the files of the repository, for a machine without git, and for all ranks but the first."""
+    for each in (folder, *folder.parents):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if not (each / ".git" / "HEAD").is_file():
+                continue
+            text = (each / ".git" / "HEAD").read_text().strip()
+            reference = each / ".git" / text.removeprefix("ref: ")
+            if not text.startswith("ref: "):
+                return text
+            return reference.read_text().strip() if reference.is_file() else None
+    return None
