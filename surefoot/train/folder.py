@@ -35,7 +35,7 @@ class Chosen:
 
     `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
     of the newest attempt, `stated` the tables of its spec, `data_digest` says what it trained on, `parent` which commit of another run
-    the first one began with.
+    the first one began with, `damaged` which lines of the log cannot be read.
     """
 
     folder: Path
@@ -46,6 +46,7 @@ class Chosen:
     data_digest: str | None = None
     parent: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
 
 
 def code_digest(use: str | None, task: object) -> str:
@@ -110,9 +111,9 @@ def _chosen(
         return Chosen(wanted, False)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
-    past = [
-        event for event in events.read(wanted, *(() if checks_log else (Started, Ended))) if isinstance(event, Started | Ended)
-    ]
+    damaged: list[str] = []
+    records = events.read(wanted, *(() if checks_log else (Started, Ended)), damaged=damaged)
+    past = [event for event in records if isinstance(event, Started | Ended)]
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         raise RunFolderError(
@@ -131,11 +132,11 @@ def _chosen(
         )
     notes = (f"{wanted} is unfinished: going on in it", *(("the code is not that of the attempt before",) if is_changed else ()))
     if not started:
-        return Chosen(wanted, True, notes)
+        return Chosen(wanted, True, notes, damaged=tuple(damaged))
     newest, parent = started[-1], started[0].parent
     return Chosen(
         wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
-        stated=newest.spec,
+        stated=newest.spec, damaged=tuple(damaged),
     )  # fmt: skip
 
 

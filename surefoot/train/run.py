@@ -33,7 +33,7 @@ from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
-from surefoot.train.record.telling import Telling
+from surefoot.train.record.telling import Damage, Telling
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
@@ -118,6 +118,7 @@ class Run:
             is_fork=self._start is not None, checks_log=False,
         )  # fmt: skip
         check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
+        self._damaged = chosen.damaged
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
         return digest, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
@@ -157,10 +158,8 @@ class Run:
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        for trouble in troubles:
-            self._telling.fault(self._guard.damaged_commit(self.step, trouble))
-        if num_lost := self._ledger.count_lost(self.step):
-            self._telling.fault(self._guard.damaged_ledger(self.step, num_lost))
+        damage = Damage(log=self._damaged, commits=troubles, num_lost_rows=self._ledger.count_lost(self.step))
+        self._telling.tell_damage(damage, self.step)
         for note in (*said, f"run folder {self.folder}"):
             self._telling.say(note)
         for saved in first:

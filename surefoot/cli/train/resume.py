@@ -19,6 +19,7 @@ from surefoot.cli.options import (
     RunArgument,
     SetOption,
     StepsOption,
+    TaskOption,
     TracebackOption,
 )
 
@@ -33,7 +34,7 @@ def resume(
     ] = None,
     fork: Annotated[Path | None, typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
-    set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
+    set_: SetOption = None, steps: StepsOption = None, data: DataOption = None, task: TaskOption = None,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
     ranks: RangeOption = None, max_restarts: RestartsOption = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
@@ -47,11 +48,10 @@ def resume(
     from surefoot.contract import spec_file
     from surefoot.core.errors import SpecError
     from surefoot.train.resume import changes
-    from surefoot.train.resume.start import spec_of
     from surefoot.train.run import Run
 
-    before = spec_of(run)
-    after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data)).spec
+    before = spec_file.read_of_run(run, task=task, checks_task=False).spec  # a task that was moved is the same task
+    after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data), task=task).spec
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",
@@ -102,16 +102,17 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
 
 def _check_unfinished(run: Path) -> None:
     """Raise RunFolderError for a run that is done: there is nothing to go on with."""
-    from surefoot.cli.look import past
     from surefoot.contract import events
     from surefoot.core.errors import RunFolderError
+    from surefoot.train.folder import FINISHED
 
-    found = past.read(run) if (run / events.FILE).is_file() else None
-    if found is not None and found.ended is not None and found.state in ("finished", "stopped"):
+    kinds = (events.Started, events.Ended)
+    last = next(iter(reversed(list(events.read(run, *kinds)))), None) if (run / events.FILE).is_file() else None
+    if isinstance(last, events.Ended) and last.outcome in FINISHED:
         name = shlex.quote(str(run))
         raise RunFolderError(
-            f"{run} is {found.state} after step {found.ended.step:,} ({found.ended.cause}): there is nothing to go on with",
-            hint=f"to train on from its end: surefoot resume {name} --fork NEW --steps {2 * max(1, found.ended.step)}",
+            f"{run} is {last.outcome} after step {last.step:,} ({last.cause}): there is nothing to go on with",
+            hint=f"to train on from its end: surefoot resume {name} --fork NEW --steps {2 * max(1, last.step)}",
         )
 
 

@@ -118,6 +118,9 @@ class Guard:
             step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail
         )
 
+    def damaged_log(self, step: int, detail: str) -> GuardFault:
+        return GuardFault(step, "damaged-log", "the line is left out", detail)
+
     def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
         return GuardFault(
             step, "damaged-ledger", "going on; these rows stay missing", f"ledger.bin lost the rows of {num_lost} steps"
