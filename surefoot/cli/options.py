@@ -50,6 +50,10 @@ RestartsOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation")]
 DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]
+TaskOption = Annotated[
+    str | None,
+    typer.Option("--task", metavar="FILE:NAME", help="where the task is now, if it was moved", show_default="task.use"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
 TracebackOption = Annotated[bool, typer.Option("--traceback", help="show where an error was raised")]

@@ -194,6 +194,7 @@ class Ended(Event):
 KINDS: dict[str, type[Event]] = {
     kind.kind: kind for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
 }
+UNREADABLE = "\ufffd"  # what is read in the place of bytes that are no UTF-8
 HEAD = f'{{"v": {VERSION}, "kind": "'  # of every line
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: a record is written every few steps
@@ -212,29 +213,46 @@ def _finite(value: Any) -> Any:
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def read(folder: Path, *only: type[Event]) -> Iterator[Event]:
+def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> Iterator[Event]:
     """The events of a run in the order written; a torn last line, holes of zeros and kinds of a later version are left out.
 
-    With `only` those of some kinds: the others, which may be millions, are passed over without a look into them.
-    Raises RunFolderError when the folder holds no events, a line in the middle is damaged, or the format is newer.
+    With `only` those of some kinds: the others, which may be millions, are passed over without a look into them. A damaged line is
+    left out too, and named in `damaged`. Raises RunFolderError when the folder holds no events, no line is one, or the format is
+    newer.
     """
     path = folder / FILE
     passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()
+    found, newer, num_events = [] if damaged is None else damaged, "", 0
     with _open(folder) as lines:
         for number, line in enumerate(lines, start=1):
-            if only and _kind_of(line) in passed:
+            if only and (kind := _kind_of(line)) in passed:
+                num_events += 1
+                if newer and kind != Started.kind:
+                    found.append(newer)
+                    newer = ""
                 continue
             row = _row(line)
             if row is None:
                 if "\0" in line:
                     continue  # a power cut left it: what was not synced yet, and so belongs to no commit
                 if not line.endswith("\n"):
-                    return
-                raise RunFolderError(f"{path}:{number} is no event: {line[:60].rstrip()!r}", hint="the file was changed by hand")
+                    break
+                found.append(f"{path}:{number} is no event: {line[:60].rstrip()!r}")
+                continue
             if row.get("v", 0) > VERSION:
-                raise RunFolderError(f"{path} is of format {row['v']}, newer than {VERSION}", hint="use a newer surefoot")
-            if row["kind"] in KINDS and row["kind"] not in passed:
-                yield _made(row, f"{path}:{number}")
+                newer = newer or f"{path}:{number} is of format {row['v']}, newer than {VERSION}"
+                continue
+            if newer and row["kind"] != Started.kind:  # no attempt of a newer surefoot goes on in the format of this one
+                found.append(newer)
+                newer = ""
+            event = _made(row, f"{path}:{number}", found) if row["kind"] in KINDS and row["kind"] not in passed else None
+            num_events += event is not None or row["kind"] in passed or row["kind"] not in KINDS
+            if event is not None:
+                yield event
+    if newer:
+        raise RunFolderError(newer, hint="use a newer surefoot")
+    if found and not num_events:
+        raise RunFolderError(f"{found[0]}; no line of the file is an event", hint="the file is not the log of a run")
 
 
 def _open(folder: Path) -> TextIO:
@@ -254,6 +272,8 @@ def _kind_of(line: str) -> str:
 
 def _row(line: str) -> dict[str, Any] | None:
     """The object of one line, None for a line that is none."""
+    if UNREADABLE in line:
+        return None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -262,18 +282,20 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if fits else None
 
 
-def _made(row: Mapping[str, Any], place: str) -> Event:
+def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:
+    """The event of a row; None, and a line in `damaged`, for one that lacks a value or has one of another type."""
     kind: Callable[..., Event] = KINDS[row["kind"]]
     types = _TYPES[row["kind"]]
     values = {key: _read_numbers(key, value, types[key]) for key, value in row.items() if key in types}
     counted = {key: value for key, value in values.items() if key not in _NO_COUNTS or not isinstance(value, int)}
     wrong = next((key for key, value in counted.items() if not _fits(value, types[key])), None)
     try:
-        if wrong is not None:
-            raise TypeError(f"{wrong} is not {types[wrong]}")
-        return kind(**values)
+        if wrong is None:
+            return kind(**values)
+        damaged.append(f"{place} is no event: {wrong} is not {types[wrong]}")
     except TypeError as error:
-        raise RunFolderError(f"{place} is no event: {error}", hint="the file was changed by hand") from None
+        damaged.append(f"{place} is no event: {error}")
+    return None
 
 
 def _fits(value: Any, type_: str) -> bool:

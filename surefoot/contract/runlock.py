@@ -161,7 +161,7 @@ class Owner:
 def read_boot_id() -> str | None:
     """Return what names this start of this kernel; None where the system has no such name."""
     try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
+        return files.read_bytes(BOOT_ID.parent, BOOT_ID.name).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
 

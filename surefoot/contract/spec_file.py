@@ -17,7 +17,7 @@ import tomli_w
 from surefoot.contract import signature
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec, find_place
-from surefoot.core.errors import RunFolderError, SpecError, hint_unread
+from surefoot.core.errors import RunFolderError, SpecError, TaskError, hint_unread
 
 FILE = "spec.toml"  # in a run folder
 MAX_BYTES = 1 << 20
@@ -71,7 +71,11 @@ def read_of_run(
     if task is not None:
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
         places["task.use"] = "--task"
-    return _made((tables, places), overrides, checks_task=checks_task)
+    try:
+        return _made((tables, places), overrides, checks_task=checks_task)
+    except TaskError as error:
+        hint = "where the task was moved, name it: --task FILE:NAME, in Python task='FILE:NAME'"
+        raise TaskError(f"{run}: {error.message}", hint=error.hint if task is not None else hint) from None
 
 
 def _made(

@@ -36,7 +36,7 @@ class Chosen:
     `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
     of the newest attempt, `stated` the tables of its spec, `done` the outcome and the cause of a run
     with nothing left to train, `data_digest` says what it trained on, `parent` which commit of another run
-    the first one began with.
+    the first one began with, `damaged` which lines of the log cannot be read.
     """
 
     folder: Path
@@ -48,6 +48,7 @@ class Chosen:
     parent: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     done: tuple[str, str] | None = None
+    damaged: tuple[str, ...] = ()
 
     def describe_start(self, step: int | None) -> tuple[str, ...]:
         """The note of where this attempt starts: after `step` of a checkpoint, or from step 0 where that is None."""
@@ -110,9 +111,9 @@ def _chosen(
         return Chosen(wanted, False)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
-    past = [
-        event for event in events.read(wanted, *(() if checks_log else (Started, Ended))) if isinstance(event, Started | Ended)
-    ]
+    damaged: list[str] = []
+    records = events.read(wanted, *(() if checks_log else (Started, Ended)), damaged=damaged)
+    past = [event for event in records if isinstance(event, Started | Ended)]
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         raise changes.other_spec(wanted, started[-1], spec_id, spec)
@@ -133,11 +134,11 @@ def _chosen(
     )
     notes += tuple(tell_versions(started[-1].versions, environment.versions())) if started else ()
     if not started:
-        return Chosen(wanted, True, notes)
+        return Chosen(wanted, True, notes, damaged=tuple(damaged))
     newest, parent = started[-1], started[0].parent
     return Chosen(
         wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
-        stated=newest.spec, done=done,
+        stated=newest.spec, done=done, damaged=tuple(damaged),
     )  # fmt: skip
 
 

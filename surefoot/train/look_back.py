@@ -43,21 +43,24 @@ EXPORT_BATCHES = (4, 3)  # two sizes show that the batch of a graph is free; 1 w
 def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
     """The model of a run with the weights of `step` ("best", "last" or a number), in evaluation mode, on the CPU.
 
-    `task` is the object for a run whose spec cannot build it, as of a notebook. Every digest is checked first. Raises
+    `task` is the object for a run whose spec cannot build it, as of a notebook, or names (`file.py:Task`) where the task is now.
+    Every digest is checked first. Raises
     RunFolderError for a folder that is no run, or holds no such step, or is damaged, SpecError where the task is not known.
     """
-    if task is None:
-        return load_with_task(Path(run), step)[0]
+    if task is None or isinstance(task, str):
+        return load_with_task(Path(run), step, use=task)[0]
     found = _find_step(Path(run), step)
     model = _build(resolve(task), spec_file.read_of_run(Path(run), checks_task=False).spec)
     checkpoint.load_into(model, Path(run), found, widen=True)
     return model.eval()
 
 
-def load_with_task(run: Path, step: int | str = "best", *, data: str | None = None) -> tuple[nn.Module, Resolved, RunSpec, int]:
-    """The model, the task, the spec and the step that was chosen."""
+def load_with_task(
+    run: Path, step: int | str = "best", *, data: str | None = None, use: str | None = None
+) -> tuple[nn.Module, Resolved, RunSpec, int]:
+    """The model, the task, the spec and the step that was chosen; `use` names the task where it is no longer where the spec says."""
     found = _find_step(run, step)
-    origin = spec_file.read_of_run(run, [] if data is None else [("data.folder", data, "--data")])
+    origin = spec_file.read_of_run(run, [] if data is None else [("data.folder", data, "--data")], task=use)
     if origin.spec.task.use is None:
         raise SpecError(
             f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
@@ -83,13 +86,13 @@ def _find_step(run: Path, step: int | str) -> int:
 
 
 def evaluate_run(
-    run: Path, step: str, split: str | None, data: str | None, *, fp32: bool = False, quiet: bool = True
+    run: Path, step: str, split: str | None, data: str | None, *, fp32: bool = False, quiet: bool = True, use: str | None = None
 ) -> tuple[list[Evaluation], int]:
     """Evaluate the weights of `step` on `split` in the run's own precision, with `fp32` then in that too, unless it is its own.
 
     Gives the results, and the step that was chosen.
     """
-    model, task, spec, used = load_with_task(run, step, data=data)
+    model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
     source = read_split(task, name)
@@ -111,12 +114,13 @@ def _own_precision(run: Path, spec: RunSpec) -> Compute:
     """What the run computed in, as far as a CPU has it: "auto" as its newest attempt chose, tf32 as the fp32 that it stands for."""
     compute: Any = spec.precision.compute
     if compute == "auto":
-        compute = [each.precision.get("compute", "fp32") for each in events.read(run, Started) if isinstance(each, Started)][-1]
+        chosen = [each.precision.get("compute", "fp32") for each in events.read(run, Started) if isinstance(each, Started)]
+        compute = chosen[-1] if chosen else "fp32"
     return "fp32" if compute == "tf32" else cast("Compute", compute)
 
 
 def predict_run(
-    run: Path, step: str, split: str | None, data: str | None, output: Path | None, *, quiet: bool = True
+    run: Path, step: str, split: str | None, data: str | None, output: Path | None, *, quiet: bool = True, use: str | None = None
 ) -> tuple[Path, dict[str, tuple[int, ...]], int]:
     """Write the outputs of a split; gives the file, the shape of each array, and the step. Raises InputError for the file's name."""
     if output is not None and output.suffix not in ENDINGS:
@@ -125,7 +129,7 @@ def predict_run(
         raise InputError(f"--output {output} lies inside a commit, which is never changed", hint="give another --output")
     if split is not None and Path(split).name != split:
         raise InputError(f"--split is {split!r}, which is no plain name", hint="give one that the task's data(split) knows")
-    model, task, spec, used = load_with_task(run, step, data=data)
+    model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
     path = output or run / f"predictions-{name}.safetensors"
     collected: dict[str, list[Tensor]] = {}
@@ -168,7 +172,9 @@ def _named(output: Any) -> dict[str, Tensor]:
     return found
 
 
-def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | None) -> tuple[export.Exported, int]:
+def export_run(
+    run: Path, step: str, to: Path, kind: str | None, data: str | None, *, use: str | None = None
+) -> tuple[export.Exported, int]:
     """Write the model of a run for other programs; gives what came of it, and the step.
 
     Raises InputError for another format, a file that is there or one among the run's commits, StorageError where the disk refuses.
@@ -185,14 +191,16 @@ def export_run(run: Path, step: str, to: Path, kind: str | None, data: str | Non
     with _told_if_unwritten(to):
         to.with_name(f"{DRAFT}{to.name}").touch()  # refused now, and not after the work
     try:
-        return _export(run, step, to, cast("export.Format", chosen), data)
+        return _export(run, step, to, cast("export.Format", chosen), data, use)
     finally:
         with contextlib.suppress(OSError):
             to.with_name(f"{DRAFT}{to.name}").unlink(missing_ok=True)
 
 
-def _export(run: Path, step: str, to: Path, kind: export.Format, data: str | None) -> tuple[export.Exported, int]:
-    model, task, spec, used = load_with_task(run, step, data=data)
+def _export(
+    run: Path, step: str, to: Path, kind: export.Format, data: str | None, use: str | None
+) -> tuple[export.Exported, int]:
+    model, task, spec, used = load_with_task(run, step, data=data, use=use)
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
     if kind == "safetensors":

@@ -34,7 +34,7 @@ from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
-from surefoot.train.record.telling import Telling
+from surefoot.train.record.telling import Damage, Telling
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.resume.program import Program
@@ -122,6 +122,7 @@ class Run:
             is_fork=self._start is not None, checks_log=False, spec=self.spec,
         )  # fmt: skip
         check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
+        self._damaged = chosen.damaged
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
         return program, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
@@ -162,8 +163,10 @@ class Run:
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        for fault in self._guard.found_on_resume(self.step, troubles, self._ledger.count_lost(self.step), self._other_data):
-            self._telling.fault(fault)
+        damage = Damage(
+            log=self._damaged, commits=troubles, num_lost_rows=self._ledger.count_lost(self.step), other_data=self._other_data
+        )
+        self._telling.tell_damage(damage, self.step)
         for note in (*said, f"run folder {self.folder}"):
             self._telling.say(note)
         for saved in first:

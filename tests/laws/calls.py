@@ -49,7 +49,7 @@ OPENS_OTHERS = {
     "surefoot/contract/signature.py": "reads the user's source",
     "surefoot/contract/digest.py": "hashes files that the user names",
     "surefoot/train/environment.py": "reads the user's repository",
-    "surefoot/train/folder.py": "hashes the user's source",
+    "surefoot/train/resume/program.py": "hashes the user's source, and reads its repository",
 }
 OPENING_METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}

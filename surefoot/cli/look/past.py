@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from surefoot.contract import events, manifest, runlock
-from surefoot.contract.events import Committed, Ended, Evaluated, Fault, Memory, Started, Step
+from surefoot.contract.events import Committed, Ended, Evaluated, Event, Fault, Memory, Started, Step
 from surefoot.contract.run_folder import files
 from surefoot.control.diagnose import Goodput, Health, Phases, find_goodput, find_health, find_phases
 from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
@@ -142,10 +144,15 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
     Raises RunFolderError for a folder that is no run, or whose events are damaged or begin nowhere.
     """
     owner = runlock.find_owner(folder)
-    every = list(events.read(folder))
+    every, damaged = read_records(folder)
     starts = [event for event in every if isinstance(event, Started)]
     if not starts:
-        raise RunFolderError(f"{folder} holds no run that began: its {events.FILE} has no record of a start")
+        raise RunFolderError(
+            f"{folder} holds no run that began: its {events.FILE} has no record of a start{f'; {damaged[0]}' if damaged else ''}",
+            hint=f"surefoot resume {shlex.quote(str(folder))} goes on after its newest commit, and records a start"
+            if damaged
+            else None,
+        )
     kept = events.newest(every)
     last_start = max(index for index, event in enumerate(every) if isinstance(event, Started))
     ends = [event for event in every[last_start:] if isinstance(event, Ended)]
@@ -159,6 +166,15 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
         health=find_health(owner, every, stuck_after_s=stuck_after_s),
         began_s=starts[0].time_s, last_s=every[-1].time_s,
     )  # fmt: skip
+
+
+def read_records(folder: Path) -> tuple[list[Event], list[str]]:
+    """All records of a run, and a line for each that is damaged, which is printed as a warning too. Raises RunFolderError."""
+    damaged: list[str] = []
+    every = list(events.read(folder, damaged=damaged))
+    for line in damaged:
+        print(f"warning: {line}; the line is left out", file=sys.stderr)
+    return every, damaged
 
 
 def find(root: Path) -> Iterator[Path]:

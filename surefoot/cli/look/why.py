@@ -36,7 +36,7 @@ def why(
     ranks the others waited for, and whether it made good use of its memory: what would change that, and by how much, as measured
     or as predicted.
     """
-    from surefoot.contract import events
+    from surefoot.cli.look import past
     from surefoot.control.diagnose import find_goodput, find_memory_use, find_waits
     from surefoot.control.plan import advise_interval
     from surefoot.control.report import read_measured, read_shape
@@ -46,7 +46,7 @@ def why(
     if limit_bytes == 0:
         raise InputError("--limit is 0 bytes", hint="give the memory that the run may take, as 8GiB")
     elsewhere = [each for path in measured or [] for each in read_measured(path)]
-    records = list(events.read(run))
+    records, _ = past.read_records(run)
     found = find_goodput(records)
     memory = find_memory_use(records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere)
     waits, advice = find_waits(records), None

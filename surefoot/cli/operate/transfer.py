@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, RunArgument, StepOption, TracebackOption
+from surefoot.cli.options import DataOption, JsonOption, RunArgument, StepOption, TaskOption, TracebackOption
 from surefoot.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def export(
         str | None,
         typer.Option("--format", metavar="FORMAT", help="safetensors, torch-export or onnx", show_default="by the file's ending"),
     ] = None,
-    data: DataOption = None, json: JsonOption = False, traceback: TracebackOption = False,
+    data: DataOption = None, task: TaskOption = None, json: JsonOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
     """Write a run's model for other programs.
 
@@ -36,7 +36,7 @@ def export(
     from surefoot.core.units import format_bytes
     from surefoot.train.look_back import export_run
 
-    made, used = export_run(run, step, to, format_, data)
+    made, used = export_run(run, step, to, format_, data, use=task)
     if json:
         options.print_json({"run": str(run), "step": used, "file": str(to), "format": made.format, "bytes": made.num_bytes,
                             "max_error": made.max_error, "tolerance": 1e-5, "ok": made.holds, "batch": made.batch})  # fmt: skip

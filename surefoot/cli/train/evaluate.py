@@ -7,21 +7,30 @@ from typing import Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgument, SplitOption, StepOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    RunArgument,
+    SplitOption,
+    StepOption,
+    TaskOption,
+    TracebackOption,
+)
 
 Fp32Option = Annotated[bool, typer.Option("--fp32", help="in fp32 too, and the gap to the run's own precision")]
 
 
 def evaluate(
     run: RunArgument, split: SplitOption = None, step: StepOption = "best", fp32: Fp32Option = False, data: DataOption = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+    task: TaskOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
     """Evaluate the saved weights of a run on a split, in the precision that it was trained in."""
     from surefoot.components.observe.console import format_score
     from surefoot.core.units import format_number
     from surefoot.train.look_back import evaluate_run
 
-    results, used = evaluate_run(run, step, split, data, fp32=fp32, quiet=quiet or json)
+    results, used = evaluate_run(run, step, split, data, fp32=fp32, quiet=quiet or json, use=task)
     own, last = results[0], results[-1]
     rows = {each.precision: {"loss": each.loss, **each.metrics} for each in results}
     ours, theirs = rows[own.precision], rows[last.precision]

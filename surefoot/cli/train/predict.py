@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, RunArgument, SplitOption, StepOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    RunArgument,
+    SplitOption,
+    StepOption,
+    TaskOption,
+    TracebackOption,
+)
 
 
 def predict(
@@ -16,7 +25,8 @@ def predict(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help=".safetensors or .npz", show_default="RUN/predictions-SPLIT.safetensors")
     ] = None,
-    data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
+    data: DataOption = None, task: TaskOption = None,
+    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
     """Write the model's outputs for a split to a file.
 
@@ -24,7 +34,7 @@ def predict(
     """
     from surefoot.train.look_back import predict_run
 
-    path, shapes, used = predict_run(run, step, split, data, output, quiet=quiet or json)
+    path, shapes, used = predict_run(run, step, split, data, output, quiet=quiet or json, use=task)
     if json:
         options.print_json({"run": str(run), "step": used, "file": str(path), "shapes": shapes})
         return

@@ -19,6 +19,7 @@ from surefoot.cli.options import (
     RunArgument,
     SetOption,
     StepsOption,
+    TaskOption,
     TracebackOption,
 )
 from surefoot.core.errors import EXIT_OK
@@ -34,7 +35,7 @@ def resume(
     ] = None,
     fork: Annotated[Path | None, typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is")] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
-    set_: SetOption = None, steps: StepsOption = None, data: DataOption = None,
+    set_: SetOption = None, steps: StepsOption = None, data: DataOption = None, task: TaskOption = None,
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
     accept_data: Annotated[bool, typer.Option("--accept-data", help="resume although other data come than before")] = False,
     ranks: RangeOption = None, max_restarts: RestartsOption = None,
@@ -49,11 +50,10 @@ def resume(
     from surefoot.contract import spec_file
     from surefoot.core.errors import SpecError
     from surefoot.train.resume import changes
-    from surefoot.train.resume.start import spec_of
     from surefoot.train.run import Run
 
-    before = spec_of(run)
-    after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data)).spec
+    before = spec_file.read_of_run(run, task=task, checks_task=False).spec  # a task that was moved is the same task
+    after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data), task=task).spec
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,17 +124,12 @@ class Guard:
             step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail
         )
 
+    def damaged_log(self, step: int, detail: str) -> GuardFault:
+        return GuardFault(step, "damaged-log", "the line is left out", detail)
+
     def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
         return GuardFault(
             step, "damaged-ledger", "going on; these rows stay missing", f"ledger.bin lost the rows of {num_lost} steps"
-        )
-
-    def found_on_resume(self, step: int, damaged: Sequence[str], num_lost: int, other_data: str) -> list[GuardFault]:
-        """Return a fault for each damaged checkpoint, for lost rows of the ledger, and for data that are not those trained on."""
-        found = [self.damaged_commit(step, detail) for detail in damaged]
-        found += [self.damaged_ledger(step, num_lost)] if num_lost else []
-        return found + (
-            [GuardFault(step, "other-data", "resuming all the same: --accept-data", other_data)] if other_data else []
         )
 
     def raise_if_over(self, step: int) -> None:

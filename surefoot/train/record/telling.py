@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from surefoot.components.data.loader import Loader, Told
 from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
@@ -14,6 +15,16 @@ from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
 from surefoot.train.record.compiling import Compiling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """What is wrong in the folder of a run that goes on: damaged lines of its log, commits, and rows that its ledger has lost."""
+
+    log: Sequence[str] = ()
+    commits: Sequence[str] = ()
+    num_lost_rows: int = 0
+    other_data: str = ""  # how what is read again differs from what was trained on
 
 
 class Telling:
@@ -79,6 +90,17 @@ class Telling:
         with self._clock.within(LOGGING):
             self._record(environment.fault(self.generation, fault))
             self.console.warn(f"{fault.detail}; {fault.action}")
+
+    def tell_damage(self, damage: Damage, step: int) -> None:
+        """Record and say what is damaged in the folder of a run that goes on after `step`."""
+        for line in damage.log:
+            self.fault(self._guard.damaged_log(step, line))
+        for trouble in damage.commits:
+            self.fault(self._guard.damaged_commit(step, trouble))
+        if damage.num_lost_rows:
+            self.fault(self._guard.damaged_ledger(step, damage.num_lost_rows))
+        if damage.other_data:
+            self.fault(GuardFault(step, "other-data", "resuming all the same: --accept-data", damage.other_data))
 
     def _record(self, event: events.Event) -> None:
         trouble = self.journal.write(event)

@@ -1,0 +1,95 @@
+"""Damage in a run's log costs the lines that it touches: the run goes on, to the same weights, and says which line it left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from surefoot.contract import commits, manifest
+from surefoot.contract.events import Ended, Fault, Started
+from tests.train.small import FEW, call, records, write_task
+
+Lines = list[bytes]
+
+
+def index_of(lines: Lines, kind: str, which: int = 0) -> int:
+    return [number for number, line in enumerate(lines) if json.loads(line)["kind"] == kind][which]
+
+
+def flip(lines: Lines, number: int, place: int) -> None:
+    line = bytearray(lines[number])
+    line[place] ^= 0x80
+    lines[number] = bytes(line)
+
+
+def spoil(kind: str, which: int = 0, place: int = 25) -> Callable[[Lines], None]:
+    return lambda lines: flip(lines, index_of(lines, kind, which), place)
+
+
+def join_two(lines: Lines) -> None:
+    number = index_of(lines, "step")
+    lines[number] = lines[number].rstrip(b"\n") + b"x"
+
+
+def claim_newer_format(lines: Lines) -> None:
+    number = index_of(lines, "step")
+    lines[number] = lines[number].replace(b'"v": 1', b'"v": 3')
+
+
+SPOILED: dict[str, Callable[[Lines], None]] = {
+    "a step": spoil("step"),
+    "a commit": spoil("committed"),
+    "the start": spoil("started"),
+    "the last line": lambda lines: flip(lines, -1, 30),
+    "the head of a line": spoil("step", place=11),
+    "a newline": join_two,
+    "a version": claim_newer_format,
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_run_goes_on_in_spite_of_a_damaged_line_and_names_it(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task, run = write_task(tmp_path), tmp_path / "run"
+    assert call(monkeypatch, "train", task, *FEW, "--set", "checkpoint.every=3 steps", "--run", str(run), "--quiet") == 0
+    whole = commits.check(manifest.step_folder(run, 8)).files
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:-1]  # a kill leaves no end
+    SPOILED[what](lines)
+    (run / "events.jsonl").write_bytes(b"".join(lines))
+    capfd.readouterr()
+    if what != "the start":
+        for verb in ("show", "why", "report"):
+            assert call(monkeypatch, verb, str(run)) == 0
+            assert "warning: " in capfd.readouterr().err
+    else:
+        assert call(monkeypatch, "show", str(run)) == 2
+        assert f"surefoot resume {run}" in capfd.readouterr().err
+    assert call(monkeypatch, "resume", str(run), "--quiet") == 0
+    assert "events.jsonl:" in capfd.readouterr().err
+    after = records(run)
+    assert isinstance(after[-1], Ended)
+    assert after[-1].outcome == "finished"
+    faults = [each for each in after if isinstance(each, Fault)]
+    assert {each.fault for each in faults} == {"damaged-log"}
+    assert {entry.name: entry.sha256 for entry in commits.check(manifest.step_folder(run, 8)).files if entry.tensors} == {
+        entry.name: entry.sha256 for entry in whole if entry.tensors
+    }
+    assert call(monkeypatch, "show", str(run)) == 0
+    assert call(monkeypatch, "evaluate", str(run)) == 0
+
+
+def test_a_spec_of_another_run_is_refused_although_the_start_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task, run = write_task(tmp_path), tmp_path / "run"
+    assert call(monkeypatch, "train", task, *FEW, "--run", str(run), "--quiet") == 0
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:-1]
+    flip(lines, 0, 25)
+    (run / "events.jsonl").write_bytes(b"".join(lines))
+    assert call(monkeypatch, "train", task, *FEW, "--seed", "5", "--run", str(run), "--quiet") == 2
+    assert "another spec" in capfd.readouterr().err
+    assert not [each for each in records(run) if isinstance(each, Started)]
