@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
+from surefoot.core.place import close_in_children
 
 FILE = "ledger.bin"
 BAD_FILE = f".bad-{FILE}"
@@ -65,7 +66,8 @@ class Appended:
     """
 
     def __init__(self, path: Path, header: bytes, end_of: Callable[[int], int]) -> None:
-        self._path = path
+        self._path, self._descriptor = path, -1
+        close_in_children(self)
         self._rows, self._num_written = bytearray(), 0  # since the last sync; so many bytes of them stand in the file
         self._is_spoiled = False
         try:

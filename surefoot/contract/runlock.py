@@ -19,6 +19,7 @@ from typing import Self
 
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError, hint_unwritten
+from surefoot.core.place import close_in_children
 
 try:
     import fcntl
@@ -40,9 +41,10 @@ class RunLock:
 
         Raises RunFolderError, naming the owner, when another process holds it, or when the file cannot be written.
         """
-        self._path = folder / FILE
+        self._path = folder.absolute() / FILE  # it stays the same file when the working folder changes
         self._descriptor = -1
         self._process = os.getpid()
+        close_in_children(self)
         try:
             self._open(folder)
             self.generation = max(self._previous(), after) + 1
@@ -58,7 +60,7 @@ class RunLock:
     def following(cls, folder: Path, generation: int) -> Self:
         """The lock that another process holds, for one that works with it: it can tell whether it still stands, and releases nothing."""
         made = cls.__new__(cls)
-        made._path, made._descriptor, made._process, made.generation = folder / FILE, -1, os.getpid(), generation
+        made._path, made._descriptor, made._process, made.generation = folder.absolute() / FILE, -1, os.getpid(), generation
         return made
 
     def _open(self, folder: Path) -> None:
@@ -120,6 +122,13 @@ class RunLock:
     def is_lost(self) -> bool:
         """Whether it is certain that one did, or that the folder is gone: a disk that does not answer is neither."""
         return self._stands() is False
+
+    def describe_loss(self) -> str:
+        """Why this attempt may not write: the folder is gone, or which attempt took it over."""
+        folder = self._path.parent
+        if not self._path.exists():
+            return f"{folder} is gone: it was moved or deleted"
+        return f"{folder} was taken over by a later attempt (generation {read_generation(folder)})"
 
     def _stands(self) -> bool | None:
         try:

@@ -8,10 +8,11 @@ import socket
 import stat
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from surefoot.core.errors import InputError
 from surefoot.core.process import launchers
@@ -30,6 +31,8 @@ MEANT = {
     "LOCAL_RANK": "set LOCAL_RANK to the number of this rank on its host, from 0", "MASTER_PORT": "a port is a number from 1 to 65535",
 }  # fmt: skip
 TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # and those that say how ranks talk
+
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()  # of descriptors that the children of this process do not inherit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,3 +192,23 @@ def yield_to_others(nice: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
+
+
+def close_in_children(owner: Any) -> None:
+    """Close `owner._descriptor` in every process that is forked from this one, and set it to -1 there.
+
+    A lock or a file that a forked worker inherits would stay held, or open, for as long as that worker lives, also after its parent
+    was killed. A program that is started instead (exec) inherits neither: the descriptors are opened with O_CLOEXEC.
+    """
+    if not _owners and hasattr(os, "register_at_fork") and not getattr(close_in_children, "is_registered", False):
+        os.register_at_fork(after_in_child=_close_inherited)
+        close_in_children.is_registered = True  # type: ignore[attr-defined]
+    _owners.add(owner)
+
+
+def _close_inherited() -> None:
+    for owner in list(_owners):
+        if owner._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(owner._descriptor)
+            owner._descriptor = -1

@@ -188,19 +188,23 @@ class _Record:
         program = Program.of(_script(), model)
         self._given = given_settings(objects, data)
         choice = functools.partial(
-            folder.choose, wanted, SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
+            folder.choose, folder.Wanted(wanted), SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
         )
         with folder.taken(choice, None) as (chosen, self._lock):
-            self.folder, self.generation = chosen.folder, self._lock.generation
-            self._keeper = LoopKeeper(self.folder, self._lock, objects, self._watched, save)
+            self._at, self._root, self.generation = folder.anchor(chosen.folder), chosen.folder.absolute(), self._lock.generation
+            self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save)
             notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
-            self._ledger = LoopLedger(self.folder, self._watched.promise, self.generation)
-            self._journal = Journal(self.folder)
+            self._ledger = LoopLedger(self._root, self._watched.promise, self.generation)
+            self._journal = Journal(self._root)
             self._journal.begin(self._started(model, name, program, data, notes))
         for note in notes:
             self._console.warn(note)
         self._stop_listening = self.clock.listen_to_collections()
         self.clock.switch(OTHER)
+
+    @property
+    def folder(self) -> Path:
+        return self._at()
 
     def _resume(self) -> tuple[str, ...]:
         """Go on from the newest commit; gives what to tell the user."""

@@ -162,13 +162,18 @@ def set_seeds(seed: int) -> None:
 
 def as_run(spec: RunSpec) -> RunSpec:
     """The spec with what was decided here filled in, so that it repeats the run from any folder: threads, and whole paths."""
-    tables: dict[str, dict[str, Any]] = {"train": {"threads": torch.get_num_threads()}}
+    return with_whole_paths(spec.replace(train={"threads": torch.get_num_threads()}))
+
+
+def with_whole_paths(spec: RunSpec) -> RunSpec:
+    """The spec with its relative paths resolved against the working folder of now."""
+    tables: dict[str, dict[str, Any]] = {}
     file, colon, name = (spec.task.use or "").partition(":")
     if colon and file.endswith(".py"):
         tables["task"] = {"use": f"{Path(file).expanduser().resolve()}:{name}"}
     if spec.data.folder is not None:
         tables["data"] = {"folder": str(Path(spec.data.folder).expanduser().resolve())}
-    return spec.replace(**tables)
+    return spec.replace(**tables) if tables else spec
 
 
 @functools.cache  # asked for at every commit, and 15 ms of reading

@@ -57,8 +57,30 @@ class Chosen:
         return ("no commit was there to go on from: from the start",) if self.is_again else ()
 
 
+def anchor(path: Path) -> Callable[[], Path]:
+    """What gives `path` as it was given while the working folder is that of now, and the whole path of the same place after a change."""
+    base = Path.cwd()
+    return lambda: path if path.is_absolute() or Path.cwd() == base else base / path
+
+
+class Wanted:
+    """The run folder that was asked for, None for a new one below runs/: the same place whatever the working folder is later."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = None if path is None else anchor(Path(path))
+        self._runs = anchor(Path("runs"))
+
+    def __call__(self) -> Path | None:
+        return None if self._path is None else self._path()
+
+    @property
+    def runs(self) -> Path:
+        """Where runs without a folder of their own go."""
+        return self._runs()
+
+
 def choose(
-    wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool,
+    asked: Wanted, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool,
     closed_by: Collection[str] = events.CLOSED, is_fork: bool = False, checks_log: bool = True, spec: RunSpec | None = None,
 ) -> Chosen:  # fmt: skip
     """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` has nothing left to train, and what a fork left that
@@ -67,6 +89,7 @@ def choose(
 
     Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
     """
+    wanted = asked()
     try:
         chosen = _chosen(
             wanted,
@@ -79,6 +102,7 @@ def choose(
             is_fork=is_fork,
             checks_log=checks_log,
             spec=spec,
+            runs=asked.runs,
         )
     except OSError as error:
         raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
@@ -88,10 +112,10 @@ def choose(
 
 def _chosen(
     wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
-    is_fork: bool, checks_log: bool, spec: RunSpec | None,
+    is_fork: bool, checks_log: bool, spec: RunSpec | None, runs: Path,
 ) -> Chosen:  # fmt: skip
     if wanted is None:
-        return Chosen(_next_free(Path("runs") / name), False, is_numbered=True)
+        return Chosen(_next_free(runs / name), False, is_numbered=True)
     if not wanted.exists():
         return Chosen(wanted, False)
     if not wanted.is_dir():

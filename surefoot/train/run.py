@@ -29,6 +29,7 @@ from surefoot.train.evaluate import Evaluation, evaluate
 from surefoot.train.failure import blame, causes
 from surefoot.train.failure.ending import WHOLE, tell_outcome
 from surefoot.train.failure.script_exit import script
+from surefoot.train.folder import Wanted, anchor
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
@@ -58,7 +59,7 @@ class Run:
         accept_code_change: bool = False, accept_data: bool = False, quiet: bool = False, start: Start | None = None,
     ) -> None:  # fmt: skip
         self.spec, self._start = spec, start
-        self._given_task, self._wanted = task, None if folder is None else Path(folder)
+        self._given_task, self._wanted = task, Wanted(folder)
         self._fresh, self._accept, self._accept_data, self._quiet = fresh, accept_code_change, accept_data, quiet
         self._stop: tuple[str, str] | None = None
         self._stop_code, self._asked = EXIT_INTERRUPTED, set[int]()  # and the exit codes of the signals that came
@@ -101,11 +102,9 @@ class Run:
         self._mesh = together.meshed(group, self.spec)
         program, choice, notes = group.settle(self._prepare)
         self.assembly.told.extend(heard)
-        together.check_alike(group, self.assembly, program, self._wanted)
-        with together.taken(group, choice, environment.as_run(self.spec) if self._start is None else None) as (
-            chosen,
-            self._lock,
-        ):
+        together.check_alike(group, self.assembly, program, self._wanted())
+        spec = environment.as_run(self.spec) if self._start is None else None
+        with together.taken(group, choice, spec) as (chosen, self._lock):
             self._opened.callback(self._lock.release)
             self._open(chosen, program, notes)
         self._listen()
@@ -117,6 +116,7 @@ class Run:
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
         program = Program.of(task.importable, task.task)
+        self.spec = environment.with_whole_paths(self.spec)  # before any code of the task may change the working folder
         choice = functools.partial(
             folder.choose, self._wanted, self.spec.id, task.name, program, fresh=self._fresh, accept_code_change=self._accept,
             is_fork=self._start is not None, checks_log=False, spec=self.spec,
@@ -129,21 +129,22 @@ class Run:
 
     def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
         """Open what is written to and write the first record."""
-        self.folder, self.generation, self._stop = chosen.folder, self._lock.generation, chosen.done
+        self._folder, root = anchor(chosen.folder), chosen.folder.absolute()
+        self.generation, self._stop = self._lock.generation, chosen.done
         course = self.assembly.course
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
         together.clear_drafts(self.group, self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
-        self._keeper = Keeper(self.folder, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
+        self._keeper = Keeper(root, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
-        self._home = home = together.home_of(self.group, self.folder)
+        self._home = home = together.home_of(self.group, root)
         wanted = self.spec.observe.tensorboard if self.group.is_first and chosen.done is None else False
         tensorboard = TensorBoard(home / "tensorboard", wanted=wanted, purge_step=self.step + 1 if chosen.is_again else None)
         journal = Journal(home) if chosen.done is None else NoJournal()
         self._opened.callback(journal.abandon)
-        self._ledger = together.open_ledger(self.group, self.folder, self.assembly, self.generation)
+        self._ledger = together.open_ledger(self.group, root, self.assembly, self.generation)
         self._opened.callback(self._ledger.close)
         self._ends_window = course.rhythm(self.spec.observe.every)
         self._clock = self.assembly.engine.stepper.clock
@@ -308,6 +309,11 @@ class Run:
         causes.raise_if_over(self._guard, self.assembly, summary.step)
 
     @property
+    def folder(self) -> Path:
+        """The run folder, as it was given; its whole path once the working folder has changed."""
+        return self._folder()
+
+    @property
     def is_stopping(self) -> str | None:
         """ "stopped" or "interrupted" once the run is to end, else None."""
         return self._stop[0] if self._stop is not None else None
@@ -407,7 +413,7 @@ class Run:
     def _commit(self, **how: bool) -> None:
         """Save the state; what the disk refuses ends this save, not the run."""
         if self._lock.is_lost():
-            raise StorageError(f"{self.folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+            raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
         self._close_window()
         try:
             with self._clock.within(CHECKPOINT):
@@ -464,13 +470,16 @@ class Run:
 
     def _end(self, error: BaseException | None) -> None:
         """Write how the run ended; what cannot be written then is the error, unless there is one already."""
-        self.outcome, self.cause, self.exit_code = self._outcome(error)
+        self.outcome, self.cause, self.exit_code = tell_outcome(
+            error, step=self.step, stop=self._stop, stop_code=self._stop_code, total_steps=self.assembly.course.total_steps
+        )
         script.record(self.folder, self.exit_code if self.outcome == "interrupted" else EXIT_OK)
         if self._lock.is_lost():
             return  # the log belongs to a later attempt, or is gone
         try:
             if error is not None:
-                self._tell_what_is_left()
+                with contextlib.suppress(Exception):  # the steps since the last record; the error to tell is the first one
+                    self._close_window()
             self._telling.close_tensorboard(self.step)
             self._clock.take()
             self.summary = self._scores.summary(self, self._clock.total())
@@ -480,15 +489,6 @@ class Run:
             if error is None:
                 raise
             self._telling.console.warn(f"the end of the run could not be written: {problem.message}")
-
-    def _tell_what_is_left(self) -> None:
-        """Write the steps since the last record; an error on the way is not the one to tell."""
-        with contextlib.suppress(Exception):
-            self._close_window()
-
-    def _outcome(self, error: BaseException | None) -> tuple[str, str, int]:
-        total = self.assembly.course.total_steps
-        return tell_outcome(error, step=self.step, stop=self._stop, stop_code=self._stop_code, total_steps=total)
 
 
 def drive(run: Run) -> None:

@@ -14,6 +14,7 @@ from surefoot.contract import events
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import StorageError, hint_unwritten
+from surefoot.core.place import close_in_children
 
 BLOCK_BYTES = 1 << 16
 MAX_HELD_BYTES = 1 << 20  # hours of a run that records once a second
@@ -38,7 +39,8 @@ class Journal:
     """Appends events to a run's file. What the disk refuses for too long raises StorageError; the lines before it stay whole."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / events.FILE
+        self._path, self._descriptor = folder / events.FILE, -1
+        close_in_children(self)
         self._held = b""
         self._lost_sync = False
         try:

@@ -178,7 +178,7 @@ class LoopKeeper:
         """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
         started_s = self._last_s = time.monotonic()
         if not self._lock.still_ours():
-            raise StorageError(f"{self._folder} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+            raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
         stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
