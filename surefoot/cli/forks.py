@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surefoot.control.launch.forks import MOST_BYTES, name_process
-from surefoot.core import place
-from surefoot.core.signals import dying_with
+from surefoot.core import place, signals
 
 MOST_PASSED = 8
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDINGS = tuple(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name))
 
 
 def serve(descriptor: int) -> None:
@@ -91,7 +90,7 @@ def _is_fit() -> bool:
 def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) -> None:
     """What a process that is begun by itself is given by its launcher."""
     os.setpgid(0, 0)
-    dying_with(parent)()
+    signals.dying_with(parent)()
     if not request["speaks"]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for source, target in ((nowhere, 1), (given[-1], 2)):

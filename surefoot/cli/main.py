@@ -11,7 +11,7 @@ import typer
 
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
-from surefoot.cli.operate import checkpoint, data
+from surefoot.cli.operate import archive, checkpoint, data, remove
 from surefoot.cli.prove import bench, explain, formats, ladder, memory, promise, roofline, tune_loader, verify, whatif
 from surefoot.cli.train import demo, evaluate, init, predict, resume, train
 from surefoot.core.errors import (
@@ -30,7 +30,8 @@ app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
-    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, 143 ended by SIGTERM.",
+    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, "
+    "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
 )  # fmt: skip
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP)  # another user's file, or a link in a run folder
@@ -60,6 +61,8 @@ app.command(cls=Verb, rich_help_panel=PROVE)(whatif.whatif)
 app.command(cls=Verb, rich_help_panel=PROVE)(memory.memory)
 app.command("tune-loader", cls=Verb, rich_help_panel=PROVE)(tune_loader.tune_loader)
 app.add_typer(bench.app, name="bench", rich_help_panel=PROVE)
+app.command(cls=Verb, rich_help_panel=OPERATE)(archive.archive)
+app.command(cls=Verb, rich_help_panel=OPERATE)(remove.remove)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=OPERATE)
 app.add_typer(data.app, name="data", rich_help_panel=OPERATE)
 

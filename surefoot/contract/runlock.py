@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -216,6 +217,32 @@ def probe(folder: Path) -> bool | None:
 def is_held(folder: Path) -> bool:
     """Whether a process writes the run in `folder` now; False where that cannot be known."""
     return probe(folder) is True
+
+
+@contextlib.contextmanager
+def keep_out(folder: Path) -> Iterator[None]:
+    """No process of this host begins to write the run in `folder` inside the block; nothing is written.
+
+    Raises RunFolderError where one writes it already.
+    """
+    descriptor = _open_to_read(folder)
+    try:
+        if descriptor is not None and fcntl is not None:
+            _share(descriptor, folder)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _share(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        process = _read(descriptor).get("process", "unknown")
+        raise RunFolderError(
+            f"{folder} is being written by process {process}", hint="end the run first, or wait for its end"
+        ) from None
 
 
 def _open_to_read(folder: Path) -> int | None:

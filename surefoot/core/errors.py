@@ -17,7 +17,7 @@
         `-- LostRank          8     another rank of the run is gone, or did not begin
 
 The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 129 ended by
-SIGHUP, 130 interrupted, 143 ended by SIGTERM.
+SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ EXIT_VERDICT_FAILS = 1
 EXIT_INTERNAL = 70
 EXIT_HUNG_UP = 129
 EXIT_INTERRUPTED = 130
+EXIT_USER_SIGNAL = 140
 EXIT_TERMINATED = 143
+EXIT_CPU_TIME = 152
 
 
 class SurefootError(Exception):

@@ -190,6 +190,16 @@ def format_rate(value: float | None, what: str) -> str:
     return UNKNOWN if value is None else f"{format_count(value)} {what}/s"
 
 
+def format_throughput(samples_per_s: float | None, items_per_s: float | None, unit: str) -> str:
+    """Samples per second, and what the loss counts per second where that is something else.
+
+    >>> format_throughput(1_280, 163_840, "tokens"), format_throughput(1_280, 1_280, "samples")
+    ('1.28 k samples/s, 164 k tokens/s', '1.28 k samples/s')
+    """
+    samples = format_rate(samples_per_s, "samples")
+    return samples if unit == "samples" else f"{samples}, {format_rate(items_per_s, unit)}"
+
+
 def format_bits_per_s(bytes_per_s: float | None) -> str:
     """A rate in bytes as links are sold: bits in powers of 1000.
 

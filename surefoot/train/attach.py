@@ -179,7 +179,7 @@ class _Record:
             tuple[int, int, tuple[int, ...]]
         ] = []  # (pass, place in it, samples) of the batches since the last step
         self._is_inside = self._is_over = False
-        self.step = self.num_samples = self.first_pass = self._saved_step = 0
+        self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.clock = PhaseClock(self._device)
         self.started_s = time.perf_counter()
@@ -215,6 +215,8 @@ class _Record:
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
         changed = describe_changes(loop.get("given", {}), self._given, self.folder)
+        self._training_s = float(loop.get("training_s", 0.0))
+        self._num_untimed = 0 if "training_s" in loop else self.num_samples  # an older version did not save the time
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
         return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed)
 
@@ -260,6 +262,7 @@ class _Record:
         counters = {
             "step": self.step, "num_samples": self.num_samples, "num_batches": self._num_batches, "num_passes": self._num_passes,
             "given": self._given,
+            "training_s": self._training_s,
         }  # fmt: skip
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
@@ -407,7 +410,8 @@ class _Record:
     def _ended(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
         self.clock.take()
         elapsed_s, peak_bytes = time.perf_counter() - self.started_s, peak_resident_bytes()
-        samples_per_s = self.num_samples / self._training_s if self._training_s > 0 else None
+        num_timed = self.num_samples - self._num_untimed
+        samples_per_s = num_timed / self._training_s if self._training_s > 0 else None
         summary = {
             "folder": str(self.folder), "step": self.step, "epochs": self._epoch, "score": "loss", "value": self._loss, "unit": "",
             "better": "lower", "best_value": None, "best_step": None, "loss": self._loss, "num_samples": self.num_samples,

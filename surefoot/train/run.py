@@ -228,7 +228,7 @@ class Run:
             raise InputError("this run is not open", hint="use it inside its block: with Run(spec) as run: ...")
 
     def _listen(self) -> None:
-        """Ctrl-C, SIGTERM and SIGHUP end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
+        """`ENDINGS` (Ctrl-C, SIGTERM ...) end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
         for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
                 heard = functools.partial(self._interrupt, *ending)
@@ -303,6 +303,7 @@ class Run:
             if summary is None:
                 return
             self.training_s += summary.elapsed_s
+            self._scores.count(summary.num_items)
             self._telling.write(self.assembly.stepped(self.generation, summary, self._clock.take()))
             self._telling.judge(summary.step)
             self._telling.console.step(summary)

@@ -81,9 +81,10 @@ def test_a_stop_says_why() -> None:
 @pytest.mark.parametrize(
     ("code", "how"),
     [
-        (3, How.RAISED), (2, How.RAISED), (7, How.RAISED), (70, How.RAISED), (8, P), (130, How.TOLD), (143, How.TOLD),
+        (3, How.RAISED), (2, How.RAISED), (7, How.RAISED), (70, How.RAISED), (8, P), (130, How.TOLD), (143, How.TOLD), (140, How.TOLD),
         (-signal.SIGKILL, K), (-signal.SIGSEGV, C), (-signal.SIGBUS, C), (-signal.SIGILL, C), (-signal.SIGFPE, C),
-        (-signal.SIGABRT, How.ABORTED), (-signal.SIGXCPU, How.ABORTED), (-signal.SIGTERM, How.TOLD), (-64, How.ABORTED),
+        (-signal.SIGABRT, How.ABORTED), (-signal.SIGXFSZ, How.ABORTED), (-signal.SIGTERM, How.TOLD),
+        (-signal.SIGXCPU, How.TOLD), (-64, How.ABORTED),
     ],
 )  # fmt: skip
 def test_how_a_process_ended_is_read_off_its_exit_code(code: int, how: How) -> None:

@@ -18,7 +18,7 @@ from surefoot.core.place import child_environment
 from surefoot.train.run import Run, drive
 from tests.train.small import Small, end_of, records, spec, write_task
 
-CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129}
+CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR2: 140, signal.SIGXCPU: 152}
 
 
 @pytest.mark.parametrize("number", CODES)
@@ -54,6 +54,21 @@ def test_a_second_one_ends_at_once_and_further_ones_do_not_cut_off_what_is_writt
     assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, CODES[number])
     assert end.cause == f"ended by {number.name}, at once, after step 7"
     assert manifest.steps(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
+def test_a_handler_that_the_process_has_for_a_signal_of_its_scheduler_stays(number: signal.Signals, tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(number, lambda number, frame: heard.append(number))  # as submitit has one
+    try:
+        with Run(spec(12), Small(), folder=tmp_path / "a", quiet=True) as run:
+            for report in run.steps():
+                if report.step == 7:
+                    signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+    assert heard == [number]
+    assert (end_of(tmp_path / "a").outcome, run.step) == ("finished", 12)
 
 
 def test_a_process_that_ignores_hang_ups_goes_on(tmp_path: Path) -> None:

@@ -105,6 +105,20 @@ def test_sigterm_to_any_of_them_ends_all_after_the_same_step_which_is_saved(
     assert consumed.check(run).last == last
 
 
+@pytest.mark.parametrize(
+    ("whom", "number", "code"),
+    [("supervisor", signal.SIGUSR2, 140), ("rank 1", signal.SIGUSR2, 140), (WHOM[-1], signal.SIGXCPU, 152)],
+)
+def test_other_signals_of_a_scheduler_end_all_ranks_saved(whom: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
+    over, run = supervised(tmp_path, {}), tmp_path / "run"
+    wait_for(lambda: manifest.steps(run), "no commit came")
+    send(whom, number, over)
+    assert over.wait() == code, over.said
+    found, last = ends(run), manifest.steps(run)[-1]
+    assert [(each.outcome, each.step, each.exit_code) for each in found] == [("interrupted", last, code)] * 2, found
+    commits.check(manifest.step_folder(run, last))
+
+
 @pytest.mark.parametrize("whom", ["rank 1", "supervisor"])
 def test_sigusr1_to_any_of_them_saves_once_and_goes_on(whom: str, tmp_path: Path) -> None:
     over, run = supervised(tmp_path, {}, every="99 steps"), tmp_path / "run"

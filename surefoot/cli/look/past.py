@@ -18,7 +18,7 @@ from surefoot.contract.run_folder import files
 from surefoot.control.diagnose import Goodput, Health, Phases, find_goodput, find_health, find_phases
 from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.errors import RunFolderError
-from surefoot.core.units import UNKNOWN, format_number, format_percent
+from surefoot.core.units import UNKNOWN, format_number, format_percent, format_throughput
 
 UNREADABLE = "unreadable"
 
@@ -56,9 +56,9 @@ class Past:
         return max([ended, *(each.step for each in self.steps[-1:])])
 
     @property
-    def elapsed_s(self) -> float:
-        """Seconds of the newest attempt, to its end or to the last that was written."""
-        return self.ended.elapsed_s if self.ended is not None else self.last_s - self.started.time_s
+    def elapsed_s(self) -> float | None:
+        """Seconds of the newest attempt, to its end or to the last that was written; None where the clock was set back."""
+        return self.ended.elapsed_s if self.ended is not None else self.goodput.attempts[-1].elapsed_s
 
     @property
     def scored(self) -> list[Evaluated]:
@@ -84,14 +84,21 @@ class Past:
     @property
     def samples_per_s(self) -> float | None:
         """Samples per second of training, evaluations left out."""
-        elapsed_s = sum(each.elapsed_s for each in self.steps)
-        return sum(each.num_samples for each in self.steps) / elapsed_s if elapsed_s > 0 else None
+        return self._per_s(sum(each.num_samples for each in self.steps))
 
     @property
     def items_per_s(self) -> float | None:
         """What the losses count, per second of training."""
+        return self._per_s(sum(each.num_items for each in self.steps))
+
+    def _per_s(self, count: float) -> float | None:
         elapsed_s = sum(each.elapsed_s for each in self.steps)
-        return sum(each.num_items for each in self.steps) / elapsed_s if elapsed_s > 0 else None
+        return count / elapsed_s if elapsed_s > 0 else None
+
+    @property
+    def throughput(self) -> str:
+        """Samples per second, and items where those are something else."""
+        return format_throughput(self.samples_per_s, self.items_per_s, self.started.unit)
 
     @property
     def peak_bytes(self) -> int | None:

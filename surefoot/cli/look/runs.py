@@ -20,6 +20,7 @@ HEADERS = ("run", "task", "state", "steps", "score", "time", "when")
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to look; folders inside it are searched too")] = DEFAULT,
+    sizes: Annotated[bool, typer.Option("--sizes", help="the bytes of each run's files, too")] = False,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
@@ -28,8 +29,10 @@ def runs(
     A line for each: its task, whether it finished, how far it got, its score.
     """
     from surefoot.cli.look import past
+    from surefoot.cli.operate import whole_run
     from surefoot.cli.table import print_table
     from surefoot.core.errors import RunFolderError
+    from surefoot.core.units import format_bytes
 
     if not folder.is_dir() and folder != DEFAULT:
         raise RunFolderError(f"there is no folder {folder}", hint="give the folder that holds the runs")
@@ -41,14 +44,17 @@ def runs(
         except RunFolderError as error:
             print(f"{each} cannot be read: {error.message}", file=sys.stderr)
             rows.append({"run": str(each), "state": past.UNREADABLE, "error": error.message})
-            lines.append((str(each), "", past.UNREADABLE, "", "", "", ""))
+            lines.append((str(each), "", past.UNREADABLE, "", "", "", "", *([""] if sizes else [])))
             continue
-        rows.append(found.as_row())
-        lines.append(_line(found))
+        num_bytes = whole_run.count_bytes(each) if sizes else None
+        rows.append({**found.as_row(), **({"num_bytes": num_bytes} if sizes else {})})
+        lines.append((*_line(found), *([format_bytes(num_bytes)] if sizes else [])))
     if json:
         options.print_json({"folder": str(folder), "runs": rows})
     elif lines:
-        print_table(HEADERS, lines, right=("steps", "time"))
+        print_table(
+            (*HEADERS, *(["size"] if sizes else [])), lines, right=("steps", "time", "size") if sizes else ("steps", "time")
+        )
     else:
         print(f"no runs below {folder}; surefoot train digits begins one", file=sys.stderr)
 

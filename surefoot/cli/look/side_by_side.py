@@ -8,7 +8,7 @@ from typing import Any
 from surefoot.cli.look.past import Past, format_metric
 from surefoot.cli.table import print_table, shorten
 from surefoot.core.errors import SpecError
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_rate, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_seconds
 
 NUM_EQUAL_STEPS = 5
 DIGESTS = ("code", "commit", "data")
@@ -55,9 +55,7 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
     )
     yield "steps", [f"{each.num_steps:,}" for each in runs]
     yield "time", [format_seconds(each.elapsed_s) for each in runs]
-    yield "throughput", [format_rate(each.samples_per_s, "samples") for each in runs]
-    if any(each.started.unit != "samples" for each in runs):
-        yield "", [format_rate(each.items_per_s, each.started.unit) for each in runs]
+    yield "throughput", [each.throughput for each in runs]
     yield "peak memory", [format_bytes(each.peak_bytes) for each in runs]
 
 

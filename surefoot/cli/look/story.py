@@ -12,7 +12,7 @@ from surefoot.cli.plot import overlay, terminal_style
 from surefoot.cli.table import format_time, print_pairs, print_table, print_text, shorten, without_control
 from surefoot.contract.events import Started
 from surefoot.control.diagnose import Spread
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds
 
 CURVE_ROWS = 12
 SPREAD = ("mean", "sd", "min", "p50", "p95", "p99", "max")
@@ -176,10 +176,7 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
             "goodput",
             f"{format_percent(past.goodput.share)} of {format_seconds(past.goodput.total_s)} since the first attempt began",
         )
-    rate = format_rate(past.samples_per_s, "samples")
-    if started.unit != "samples":
-        rate += f", {format_rate(past.items_per_s, started.unit)}"
-    yield "throughput", rate
+    yield "throughput", past.throughput
     yield "model FLOPs", _utilisation(past)
     yield "peak memory", format_bytes(past.peak_bytes)
     if (found := past.memory) is not None:

@@ -72,6 +72,7 @@ def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, An
 
 def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
     from surefoot.cli.table import print_pairs, print_table
+    from surefoot.control.diagnose.attempts import SET_BACK
     from surefoot.core.units import format_percent, format_seconds
 
     print("Attempts")
@@ -80,7 +81,9 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
     print("\nWhere the time went")
     total_s = found.total_s
     shares = [
-        [name, format_seconds(value), format_percent(value / total_s if total_s > 0 else None)]
+        [name, SET_BACK, ""]
+        if value is None
+        else [name, format_seconds(value), format_percent(value / total_s if total_s > 0 else None)]
         for name, value in found.parts.items()
     ]
     print_table(("part", "time", "share"), [*shares, ["total", format_seconds(total_s), ""]], right=("time", "share"), indent=2)
@@ -89,12 +92,13 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
 
 
 def _row(attempt: Attempt) -> list[str]:
+    from surefoot.control.diagnose.attempts import SET_BACK
     from surefoot.core.units import format_seconds
 
     again = f"{attempt.num_redone:,}" if attempt.num_redone else ""
     return [
         str(attempt.generation), f"{attempt.first_step:,}", f"{attempt.last_step:,}", again, attempt.outcome,
-        format_seconds(attempt.last_s - attempt.began_s), attempt.cause,
+        SET_BACK if attempt.elapsed_s is None else format_seconds(attempt.elapsed_s), attempt.cause,
     ]  # fmt: skip
 
 

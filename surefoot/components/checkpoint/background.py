@@ -122,11 +122,13 @@ class Saver:
             self.before_update()
         elif self._thread.is_alive():
             return None
+        started_s = time.perf_counter()
         self._thread.join()
         self._thread = None
         if self._crash is not None:
             raise self._crash
-        return self._done
+        done, blocked_s = self._done, time.perf_counter() - started_s
+        return done if done is None else replace(done, waited_s=done.waited_s + blocked_s)
 
     def abandon(self) -> None:
         """Wait for a save in flight and say nothing of it."""

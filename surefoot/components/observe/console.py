@@ -16,7 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 from surefoot.components.observe.meter import Summary
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds, format_throughput
 
 LINE_EVERY_S = 5.0  # plain lines: at most so often
 WIDE = 100  # columns of a terminal that has room for the time that has passed, too
@@ -106,12 +106,11 @@ class Console:
 
     def _describe(self, summary: Summary) -> str:
         """What is most worth telling first, as far as there is room."""
-        items = summary.items_per_s if self._unit != "samples" else summary.samples_per_s
         parts = [
             f"loss {format_number(summary.loss)}",
             self._score,
             f"rate {format_number(summary.learning_rate)}",
-            format_rate(items, self._unit),
+            format_throughput(summary.samples_per_s, summary.items_per_s, self._unit),
         ]
         fits = list(itertools.accumulate((part for part in parts if part), "{}  {}".format))
         return max((text for text in fits if len(text) <= self._room()), key=len, default="")
@@ -175,7 +174,10 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         ("steps", f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)"),
         ("time", format_seconds(summary["elapsed_s"])),
-        ("throughput", format_rate(summary.get("samples_per_s"), "samples")),
+        (
+            "throughput",
+            format_throughput(summary.get("samples_per_s"), summary.get("items_per_s"), summary.get("items", "samples")),
+        ),
         ("peak memory", format_bytes(summary.get("peak_bytes"))),
     ]
     if summary.get("phases"):

@@ -8,7 +8,8 @@
 | steps/s | steps of the window / its wall seconds | steps per second |
 | waiting share | seconds waiting for data / wall seconds | share of 1 |
 | phase share | seconds of the phase / wall seconds, evaluations and all that lies between steps among them | share of 1 |
-| goodput | applied steps / steps | share of 1 |
+| applied share | applied steps / steps | share of 1 |
+| goodput | productive seconds / all seconds since the first attempt began, in `surefoot why` and `show` | share of 1 |
 | model FLOPs utilisation | model FLOPs of a sample x samples/s / peak FLOP/s, in `surefoot show` after `surefoot roofline` | share of 1 |
 | scaling efficiency | n/a on one process | share of 1 |
 """

@@ -119,6 +119,11 @@ class Guard:
             step, "full-disk", f"the checkpoint of {deleted} was deleted before its time, the run continues", detail
         )
 
+    def slow_save(self, step: int, detail: str) -> GuardFault:
+        return GuardFault(
+            step, "slow-save", "the run continues and waits for the disk; a larger checkpoint.every costs less", detail
+        )
+
     def damaged_commit(self, step: int, detail: str) -> GuardFault:
         return GuardFault(
             step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail

@@ -2,18 +2,24 @@
 
 Every second from the first record to the last is in one part of a Goodput. What an attempt did after the last commit that the next one
 went on from is *rework*; the time between the last sign of one attempt and the first of the next is *down*, start-up included.
+
+Within an attempt the phases of its records count (`sum_phases`), which are of a clock that nobody sets: the shares of `why` are those of
+`show`. Between attempts there is only the clock of the day; where that was set back the time is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from surefoot.contract.events import Committed, Ended, Evaluated, Event, Started, Step
+from surefoot.contract.events import PHASES, Committed, Ended, Evaluated, Event, Started, Step
+from surefoot.control.diagnose.phases import number_of, sum_phases
 
 KILLED = "killed"
+PARTS = ("productive", "evaluate", "save", "rework", "other")
+SET_BACK = "n/a (the clock was set back)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +34,15 @@ class Attempt:
     num_redone: int
     began_s: float
     last_s: float
+    elapsed_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where the seconds of a run went, over all attempts; they add up to `total_s`. `save_s` is what the training stood still for."""
+    """Where the seconds of a run went, over all attempts; they add up to `total_s`. `save_s` is what the training stood still for.
+
+    `down_s` is None, and no part of the total, where the clock was set back between two attempts.
+    """
 
     attempts: tuple[Attempt, ...]
     total_s: float
@@ -40,14 +50,14 @@ class Goodput:
     evaluate_s: float
     save_s: float
     rework_s: float
-    down_s: float
+    down_s: float | None
     other_s: float
     median_save_s: float | None
     median_write_s: float | None
 
     @property
-    def parts(self) -> dict[str, float]:
-        """What the seconds went to, in words."""
+    def parts(self) -> dict[str, float | None]:
+        """What the seconds went to, in words; None for what is not known."""
         return {
             "productive": self.productive_s, "evaluation": self.evaluate_s, "waiting for saves": self.save_s,
             "done again": self.rework_s, "down and starting": self.down_s, "other": self.other_s,
@@ -66,7 +76,7 @@ class Goodput:
     @property
     def between_failures_s(self) -> float | None:
         """Mean time between failures; None without one."""
-        return (self.total_s - self.down_s) / self.num_failures if self.num_failures else None
+        return (self.total_s - (self.down_s or 0.0)) / self.num_failures if self.num_failures else None
 
 
 def find_goodput(events: Iterable[Event]) -> Goodput:
@@ -78,29 +88,74 @@ def find_goodput(events: Iterable[Event]) -> Goodput:
         elif groups:
             groups[-1].append(event)
     nexts = [*(_first_step(group) for group in groups[1:]), None]
-    attempts = tuple(_attempt(group, after) for group, after in zip(groups, nexts, strict=True))
-    total_s = attempts[-1].last_s - attempts[0].began_s if attempts else 0.0
-    down_s = sum(max(0.0, late.began_s - early.last_s) for early, late in pairwise(attempts))
-    productive_s = evaluate_s = save_s = rework_s = 0.0
-    for group, after in zip(groups, nexts, strict=True):
-        for event in group:
-            is_redone = after is not None and getattr(event, "step", 0) >= after
-            if isinstance(event, Step | Evaluated) and is_redone:
-                rework_s += event.elapsed_s
-            elif isinstance(event, Step):
-                productive_s += event.elapsed_s
-            elif isinstance(event, Evaluated):
-                evaluate_s += event.elapsed_s
-            elif isinstance(event, Committed):
-                save_s += event.waited_s
-    productive_s = max(0.0, productive_s - save_s)  # a save that is waited for falls into the steps around it
+    accounts = [_account(group, after) for group, after in zip(groups, nexts, strict=True)]
+    attempts = tuple(_attempt(*each) for each in zip(groups, nexts, accounts, strict=True))
+    downs = [late.began_s - early.last_s for early, late in pairwise(attempts)]
+    down_s = None if any(each < 0 for each in downs) else sum(downs)
+    sums = {name: sum(each.get(name, 0.0) for each in accounts) for name in PARTS}
     saves = [event for group in groups for event in group if isinstance(event, Committed)]
-    known_s = productive_s + evaluate_s + save_s + rework_s + down_s
     return Goodput(
-        attempts=attempts, total_s=total_s, productive_s=productive_s, evaluate_s=evaluate_s, save_s=save_s, rework_s=rework_s,
-        down_s=down_s, other_s=total_s - known_s, median_save_s=median([each.waited_s for each in saves]) if saves else None,
+        attempts=attempts, total_s=sum(sums.values()) + (down_s or 0.0), productive_s=sums["productive"], evaluate_s=sums["evaluate"],
+        save_s=sums["save"], rework_s=sums["rework"], down_s=down_s, other_s=sums["other"],
+        median_save_s=median([each.waited_s for each in saves]) if saves else None,
         median_write_s=median([each.elapsed_s for each in saves]) if saves else None,
     )  # fmt: skip
+
+
+def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
+    """The seconds of an attempt by `PARTS`; `after` is the first step that the next attempt did again. Empty where they are not known."""
+    spent = sum_phases(group)
+    if not spent:
+        return _account_without_phases(group, after)
+    windows = [event for event in group if isinstance(event, Step) and event.phases]
+    rework = dict.fromkeys(PHASES, 0.0)
+    for event in windows:
+        if _is_redone(event, after):
+            rework = {name: rework[name] + number_of(event.phases.get(name)) for name in PHASES}
+    known = {name: sum(number_of(event.phases.get(name)) for event in windows) for name in PHASES}
+    if windows and _is_redone(windows[-1], after):  # what is behind the last record belongs to it
+        rework = {name: rework[name] + max(0.0, spent[name] - known[name]) for name in PHASES}
+    kept = {name: max(0.0, spent[name] - rework[name]) for name in PHASES}
+    ended = next((event for event in group if isinstance(event, Ended)), None)
+    late_s = {"evaluate": 0.0, "other": 0.0, "rework": 0.0}
+    if ended is not None:
+        late_s["other"] = max(0.0, ended.elapsed_s - sum(spent.values()))
+    elif windows:
+        late_s = _after_last_window(group, windows[-1], after)
+    return {
+        "save": kept.pop("checkpoint"), "evaluate": kept.pop("evaluation") + late_s["evaluate"], "productive": sum(kept.values()),
+        "rework": sum(rework.values()) + late_s["rework"], "other": late_s["other"],
+    }  # fmt: skip
+
+
+def _after_last_window(group: Sequence[Event], window: Step, after: int | None) -> dict[str, float]:
+    """What an attempt without an end recorded behind its last steps: evaluations, and the time to its last sign."""
+    evaluated = [event for event in group[group.index(window) :] if isinstance(event, Evaluated)]
+    evaluate_s = sum(event.elapsed_s for event in evaluated)
+    other_s = max(0.0, group[-1].time_s - window.time_s - evaluate_s)
+    is_redone = _is_redone(window, after)
+    return {"evaluate": 0.0 if is_redone else evaluate_s, "rework": evaluate_s if is_redone else 0.0, "other": other_s}
+
+
+def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[str, float]:
+    """The same of a log of an older version, whose times are those of the clock of the day."""
+    total_s = group[-1].time_s - group[0].time_s
+    sums = dict.fromkeys(PARTS, 0.0)
+    for event in group:
+        if isinstance(event, Step | Evaluated) and _is_redone(event, after):
+            sums["rework"] += event.elapsed_s
+        elif isinstance(event, Step):
+            sums["productive"] += event.elapsed_s
+        elif isinstance(event, Evaluated):
+            sums["evaluate"] += event.elapsed_s
+        elif isinstance(event, Committed):
+            sums["save"] += event.waited_s
+    sums["productive"] = max(0.0, sums["productive"] - sums["save"])  # a save that is waited for falls into the steps around it
+    return {**sums, "other": total_s - sum(sums.values())} if total_s >= 0 else {}
+
+
+def _is_redone(event: Step | Evaluated, after: int | None) -> bool:
+    return after is not None and event.step >= after
 
 
 def _first_step(group: Sequence[Event]) -> int:
@@ -108,7 +163,7 @@ def _first_step(group: Sequence[Event]) -> int:
     return started.first_step if isinstance(started, Started) else 1
 
 
-def _attempt(group: Sequence[Event], after: int | None) -> Attempt:
+def _attempt(group: Sequence[Event], after: int | None, account: Mapping[str, float]) -> Attempt:
     started, last = group[0], group[-1]
     first = _first_step(group)
     came_to = max((event.step for event in group if isinstance(event, Step | Ended)), default=first - 1)
@@ -117,4 +172,5 @@ def _attempt(group: Sequence[Event], after: int | None) -> Attempt:
         outcome=last.outcome if isinstance(last, Ended) else KILLED,
         cause=last.cause if isinstance(last, Ended) else "no end was recorded",
         num_redone=0 if after is None else max(0, came_to - after + 1), began_s=started.time_s, last_s=last.time_s,
+        elapsed_s=sum(account.values()) if account else None,
     )  # fmt: skip

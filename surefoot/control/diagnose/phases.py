@@ -71,19 +71,36 @@ def newest_attempt(events: Iterable[Event]) -> list[Event]:
     return attempt
 
 
+def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
+    """The seconds of each phase of one attempt: of all of it where its end is recorded, else up to its last record of steps.
+
+    Empty where the records hold no phases, as those of older versions. Whatever tells where time went reads it here.
+    """
+    steps = [event for event in attempt if isinstance(event, Step) and event.phases]
+    whole = _whole(attempt)  # the last evaluation and commit are behind the last record of steps
+    sums = {
+        name: number_of(whole.get(name)) if whole else sum(number_of(event.phases.get(name)) for event in steps)
+        for name in PHASES
+    }
+    return sums if sum(sums.values()) > 0 else {}
+
+
+def _whole(attempt: Sequence[Event]) -> Mapping[str, Any]:
+    """The phases of a whole attempt as its end says; empty without one."""
+    ended = next((event for event in attempt if isinstance(event, Ended)), None)
+    phases = ended.summary.get("phases") if ended is not None else None
+    return phases if isinstance(phases, Mapping) else {}
+
+
 def find_phases(events: Iterable[Event]) -> Phases | None:
     """Of the newest attempt among `events`, in the order written; None where its records hold no phases, as those of older versions."""
     attempt = newest_attempt(events)
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
-    sums = {name: sum(number_of(event.phases.get(name)) for event in steps) for name in PHASES}
-    whole = ended.summary.get("phases") if ended is not None else None
-    is_whole = isinstance(whole, Mapping) and bool(whole)
-    if isinstance(whole, Mapping) and is_whole:  # the last evaluation and commit lie behind the last record of steps
-        sums = {name: number_of(whole.get(name)) for name in PHASES}
-    total_s = sum(sums.values())
-    if total_s <= 0:
+    sums = sum_phases(attempt)
+    if not sums:
         return None
+    total_s = sum(sums.values())
     every = [number_of(each) for event in steps for each in event.step_s]
     outliers = [_outlier(row) for event in steps for row in event.outliers]
     told = tuple(
@@ -92,7 +109,7 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
         if seconds
     )
     return Phases(
-        phases=told, total_s=total_s, wall_s=ended.elapsed_s if ended is not None and is_whole else None,
+        phases=told, total_s=total_s, wall_s=ended.elapsed_s if ended is not None and _whole(attempt) else None,
         num_steps=sum(event.num_steps for event in steps), step=_spread(every),
         outliers=tuple(sorted(outliers, key=lambda row: -row["elapsed_s"])[:MOST_OUTLIERS]),
         causes=dict(Counter(row["cause"] for row in outliers).most_common()),

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from surefoot.core.errors import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, InputError, LostRank
+from surefoot.core.errors import InputError, LostRank
+from surefoot.core.signals import ENDINGS
 
 FIRST_WAIT = 3  # commits until a place that was left out is tried again; twice as many each time that it fails again
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # by a fault of the code, or of memory or processor
-TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
 
 class How(Enum):
@@ -92,7 +93,7 @@ def read_code(code: int) -> How:
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']
     """
     if code >= 0:
-        codes = {LostRank.exit_code: How.PARTED, **dict.fromkeys((EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED), How.TOLD)}
+        codes = {LostRank.exit_code: How.PARTED, **dict.fromkeys((code for _, _, code in ENDINGS.values()), How.TOLD)}
         return codes.get(code, How.RAISED)
     if -code == signal.SIGKILL:
         return How.KILLED

@@ -31,10 +31,13 @@ LOOK_S = 0.05
 MOST_SAID = 200  # lines of a rank that are kept, after its first error
 GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
 LOST = LostRank.exit_code
-ENDED = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # from outside: what a rank did then is not why
+ENDED = (
+    signal.SIGKILL,
+    *(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name)),
+)  # from outside: what a rank did then is not why
 STALL_LOOK_S = 0.5
 FLAGS = ("--ranks", "--max-restarts")
-HEARD = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+HEARD = (*signals.ENDINGS, "SIGUSR1")
 
 
 @dataclass(eq=False)

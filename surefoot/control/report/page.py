@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
 
 def _time(runs: Sequence[RunRows]) -> Iterator[Part]:
     phases = [{} if run.phases is None else {each.name: each.total_s for each in run.phases.phases} for run in runs]
-    for title, found in (("Phases of the newest attempt", phases), ("All attempts", [run.goodput.parts for run in runs])):
+    for title, found in (("Phases of the newest attempt", phases), ("All attempts", [_known(run.goodput.parts) for run in runs])):
         drawn = spent.draw_bars(title, runs, found)
         if drawn is not None:
             yield Part(figures=[drawn[0]], tables=[drawn[1]])
@@ -135,6 +135,10 @@ def _time(runs: Sequence[RunRows]) -> Iterator[Part]:
         if run.phases is not None:
             title = f"{run.name}, a step" if len(runs) > 1 else "A step"
             yield Part(title=title, tables=list(spent.tables_of_steps(run.phases)), notes=list(spent.tell_phases(run.phases)))
+
+
+def _known(parts: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: seconds for name, seconds in parts.items() if seconds is not None}
 
 
 def _roofline(run: RunRows, title: str) -> Iterator[Part]:

@@ -35,6 +35,9 @@ class Scores:
         self.best_step: int | None = None
         self.last: Evaluation | None = None
         self.last_step = 0
+        self.num_items: float | None = (
+            0.0  # what the losses counted, in all attempts; None where an older version did not save it
+        )
         self.owed: str | None = None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
 
     def state(self) -> dict[str, Any]:
@@ -42,7 +45,7 @@ class Scores:
         return {
             "best": _without_time(self.best), "best_step": self.best_step, "since_best": self._since_best,
             "last": _without_time(self.last), "last_step": self.last_step,
-            "owed": self.owed,
+            "owed": self.owed, "num_items": self.num_items,
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -50,7 +53,11 @@ class Scores:
         self.best = Evaluation(**state["best"]) if state["best"] else None
         self.last = Evaluation(**state["last"]) if state["last"] else None
         self.best_step, self.last_step, self._since_best = state["best_step"], state["last_step"], state["since_best"]
-        self.owed = state.get("owed")
+        self.owed, self.num_items = state.get("owed"), state.get("num_items")
+
+    def count(self, num_items: float) -> None:
+        """Add what the losses of some steps counted."""
+        self.num_items = None if self.num_items is None else self.num_items + num_items
 
     def take_owed(self) -> str | None:
         """The split to evaluate before the next step, once: the best commit and a plateau schedule depend on it."""
@@ -111,10 +118,15 @@ class Scores:
             "better": last.better if last else None,
             "best_value": best.value if best else None, "best_step": self.best_step, "loss": last.loss if last else None,
             "num_samples": run.num_samples, "elapsed_s": elapsed_s, "training_s": run.training_s,
-            "samples_per_s": run.num_samples / run.training_s if run.training_s > 0 else None,
+            "samples_per_s": _per_s(run.num_samples, run.training_s), "items_per_s": _per_s(self.num_items, run.training_s),
+            "items": run.task.unit,
             "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
             **timing_rows(timing), **_noise_row(self._assembly),
         }  # fmt: skip
+
+
+def _per_s(count: float | None, elapsed_s: float) -> float | None:
+    return None if count is None or elapsed_s <= 0 else count / elapsed_s
 
 
 def _noise_row(assembly: Assembly) -> dict[str, Any]:

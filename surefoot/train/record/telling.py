@@ -85,6 +85,10 @@ class Telling:
         """Record that older checkpoints were deleted since the disk had no room for another one."""
         self.fault(self._guard.full_disk(step, deleted))
 
+    def slow_save(self, step: int, words: str) -> None:
+        """Record that saves take longer than the time between them."""
+        self.fault(self._guard.slow_save(step, words))
+
     def fault(self, fault: GuardFault) -> None:
         """Record what went wrong, and say it even to who wants quiet."""
         with self._clock.within(LOGGING):

@@ -24,6 +24,7 @@ from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.resume import same
 from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
+from surefoot.train.resume.slow_save import SaveRhythm
 from surefoot.train.resume.state import CLOCK, LiveState
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Keeper:
             group=group if self._all_save else ALONE,
         )  # fmt: skip
         self._patience = Patience(None if table.max_unsaved == "never" else float(Duration.parse(table.max_unsaved).value))
+        self._pace = SaveRhythm(self._every_s)
+        self._took: tuple[int, float] | None = None
         self._saver = checkpoint.Saver(self._write)
         self._stamp = Stamp()
         self._last_s = time.monotonic()
@@ -136,7 +139,12 @@ class Keeper:
         self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
         tell: Callable[[Saved], None], *, last: bool, asked: bool, copied: bool,
     ) -> None:  # fmt: skip
+        is_regular = not (last or asked or copied)
+        period_s = self._pace.measure(is_regular=is_regular)
         self.settle(tell, wait=True)
+        if self._took is not None and period_s is not None:
+            self._pace.compare(*self._took, period_s)
+        self._took = None
         of_ranks = self._state.gather()
         if not (self._group.is_first or self._all_save):
             self.saved_step, self.is_asked = step, False
@@ -157,6 +165,7 @@ class Keeper:
                 self.before_update()
         else:
             tell(self._taken(self._saver.save_now(_together(content, moving))))
+        self._pace.resumed(is_regular=is_regular)
 
     def _are_on_disk(self, content: Content, *, texts: bool) -> bool:
         is_there = self._is_on_disk(content, texts=texts)
@@ -208,9 +217,11 @@ class Keeper:
         )  # fmt: skip
 
     def report(self, telling: Telling, step: int) -> None:
-        """Record what a save has cost besides itself: checkpoints that made room for it, and what the store refused."""
+        """Record what a save has cost besides itself: checkpoints that made room for it, time, and what the store refused."""
         if deleted := self._room.take_deleted():
             telling.room_made(list_steps(deleted), step)
+        if (slow := self._pace.take()) is not None:
+            telling.slow_save(slow.step, slow.words)
         troubles, self._store_troubles = self._store_troubles, []
         for trouble in troubles:
             telling.give_up("its copy in the store", trouble, step)
@@ -238,6 +249,8 @@ class Keeper:
         if saved.manifest is not None:
             self.saved_step = saved.step
             self._patience.saved()
+        self._took = (saved.step, saved.elapsed_s)
+        self._pace.compare(saved.step, saved.elapsed_s, None)
         return saved
 
     def check_saved(self, step: int) -> None:

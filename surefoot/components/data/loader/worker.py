@@ -34,7 +34,7 @@ def serve(
         ("SIGINT", signal.SIG_IGN),
         ("SIGTERM", signal.SIG_DFL),
         ("SIGHUP", signal.SIG_IGN),
-        ("SIGUSR1", signal.SIG_IGN),
+        *((name, signal.SIG_IGN) for name in ("SIGUSR1", "SIGUSR2", "SIGXCPU")),
     ):
         if hasattr(signal, name):  # Ctrl-C reaches the whole group: the run finishes its step first, and needs what is being read
             signal.signal(getattr(signal, name), what)

@@ -1,0 +1,56 @@
+"""`surefoot remove`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surefoot.cli.options import RunArgument, TracebackOption
+
+GONE = ".removed-"
+
+
+def remove(
+    run: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="remove it without asking")] = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Delete a run folder with everything in it.
+
+    Refused while the run is running. Links inside are removed, never what they point at.
+    """
+    import shutil
+    import sys
+
+    from surefoot.cli.operate.whole_run import check_is_run, count_bytes, holding, list_files
+    from surefoot.core.errors import InputError
+    from surefoot.core.units import format_bytes
+
+    check_is_run(run)
+    what = f"{run}: {len(list_files(run)):,} files, {format_bytes(count_bytes(run))}"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise InputError(f"{what} would be deleted, and nobody can be asked", hint="give --yes")
+        typer.confirm(f"Delete {what}?", abort=True, err=True)
+    hidden = _hide(run)
+    try:
+        with holding(run):
+            run.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise InputError(
+            f"{run} cannot be deleted: {error.strerror}",
+            hint=f"delete what is left by hand: {hidden if hidden.exists() else run}",
+        ) from error
+    print(f"deleted {what}")
+
+
+def _hide(run: Path) -> Path:
+    """A free name beside it that no verb looks at: a kill in the middle leaves no half of a run."""
+    run = run.resolve()
+    number = 1
+    while (hidden := run.with_name(f"{GONE}{run.name}" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    return hidden

@@ -1,0 +1,58 @@
+"""A run folder as a whole: its files, their size, and the right to take it away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from surefoot.contract import events, runlock
+from surefoot.core.errors import RunFolderError
+
+
+def list_files(run: Path) -> list[tuple[Path, os.stat_result]]:
+    """Every regular file below `run`, in order of name; links are not followed and not listed, what vanishes meanwhile is left out."""
+    found = []
+    for folder, inside, names in os.walk(run):
+        inside.sort()
+        for name in sorted(names):
+            path = Path(folder) / name
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG((status := path.lstat()).st_mode):
+                    found.append((path, status))
+    return found
+
+
+def count_bytes(run: Path) -> int:
+    """The bytes of a run's files; one that several commits link counts once."""
+    return sum({(status.st_dev, status.st_ino): status.st_size for _, status in list_files(run)}.values())
+
+
+def check_is_run(run: Path) -> None:
+    """Raise RunFolderError for what is no run folder, or a link to one."""
+    log = run / events.FILE
+    if run.is_symlink() or log.is_symlink() or not log.is_file():
+        what = "is a link" if run.is_symlink() else f"is no run: it holds no {events.FILE}"
+        raise RunFolderError(f"{run} {what}", hint="surefoot runs lists the runs below a folder")
+
+
+@contextlib.contextmanager
+def holding(run: Path) -> Iterator[None]:
+    """Nobody writes the run inside the block. Raises RunFolderError while a process does, or where another host's cannot be seen."""
+    from surefoot.control.diagnose import find_health
+
+    check_is_run(run)
+    owner = runlock.find_owner(run)
+    try:
+        every = list(events.read(run))
+    except RunFolderError:
+        every = []  # damaged: nothing of it says whether it is running, so that the lock has to
+    if any(isinstance(event, events.Started) for event in every) and find_health(owner, every).state == "unknown":
+        raise RunFolderError(
+            f"{run} may be running on {owner.host or 'another host'}, whose processes cannot be seen from this one",
+            hint="run this command there",
+        )
+    with runlock.keep_out(run):
+        yield
