@@ -70,11 +70,12 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
 
     What is bad input before a run is no longer that once something was written: bad data become a bad record, the rest the user's own.
     """
-    if isinstance(error, SurefootError) and not isinstance(error, InputError) and not is_out_of_memory(error):
+    is_short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
+    if isinstance(error, SurefootError) and not isinstance(error, InputError) and not is_short:
         if not error.message.startswith(place):
             error.message = f"{place} {error.message}"
         return error
-    if is_out_of_memory(error):
+    if is_short:
         short = OutOfMemory(f"{place} {describe(error)}", hint="use smaller batches: train.microbatch, evaluate.batch")
         short.__cause__ = error
         return short
