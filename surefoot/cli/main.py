@@ -19,12 +19,14 @@ from surefoot.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     InputError,
+    OutOfMemory,
     StorageError,
     SurefootError,
     UserCodeError,
     hint_unread,
     hint_unwritten,
 )
+from surefoot.core.process.refused import is_refused
 
 app = typer.Typer(
     name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
@@ -73,8 +75,11 @@ def main() -> None:
     try:
         code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
-        _tell(error)
-        code = error.exit_code
+        if not isinstance(error, OutOfMemory) and is_refused(error):
+            code = _tell_refused(error, error.message)
+        else:
+            _tell(error)
+            code = error.exit_code
     except typer.Exit as leave:
         code = leave.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -105,6 +110,20 @@ def _flush(code: int) -> int:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try again at its end, and complain
         return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
+
+
+def _tell_refused(error: Exception, message: str = "") -> int:
+    """What the host, the container or `ulimit -v` refused outside of a step, such as the parts of torch or the weights of a model."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    message = message or f"memory was refused: {type(error).__name__}: {text}"
+    try:
+        from surefoot.core.process.memory import find_limit
+
+        most = f"this process may use at most {find_limit().words}"
+        _tell(OutOfMemory(message, hint=f"{most}: raise that, or use a smaller model or batch"))
+    except (MemoryError, ImportError):  # even the words need memory
+        os.write(2, f"error: {message}\n".encode(errors="replace"))
+    return OutOfMemory.exit_code
 
 
 def _tell_unwritten(error: OSError) -> int:
@@ -167,6 +186,8 @@ def _tell_other(error: Exception) -> int:
     if callable(show_usage):  # a usage error of the command line
         show_usage(file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
+    if is_refused(error):
+        return _tell_refused(error)
     if _wants_traceback():
         import traceback
 

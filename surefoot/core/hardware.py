@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
+from surefoot.core.process.memory import find_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def find_published(device: str) -> Peaks | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One host as the operating system describes it; `memory_bytes` is installed memory, `cores` what this process may use."""
+    """One host as the operating system describes it; `memory_bytes` and `cores` are what this process may use, in its container too."""
 
     system: str
     processor: str
@@ -84,7 +84,7 @@ def find_machine() -> Machine:
         system=f"{platform.system()} {platform.release()}",
         processor=_processor_name() or platform.processor() or platform.machine(),
         cores=count_cores(),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=find_limit().num_bytes,
         python=platform.python_version(),
     )
 

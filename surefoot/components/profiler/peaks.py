@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 
 from surefoot.components.profiler.formulas import DTYPES
 from surefoot.core.cost.shape import product_flops
 from surefoot.core.hardware import Peaks, find_machine
+from surefoot.core.process.memory import find_limit
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]
@@ -36,7 +36,7 @@ def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: S
     """Measure the device; of a CPU with `threads`, those that torch uses now by default. A dtype that it has no product for is left out."""
     with _threads(threads if device.type == "cpu" else None):
         wanted = {name: _Products(device, dtype) for dtype, name in DTYPES.items() if dtypes is None or name in dtypes}
-        size = min(COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"]), psutil.virtual_memory().total // 16)
+        size = min(COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"]), find_limit().num_bytes // 16)
         copied, cached = 0.0, 0.0
         for _ in range(PASSES):
             for products in wanted.values():

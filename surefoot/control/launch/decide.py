@@ -28,6 +28,7 @@ class How(Enum):
     APART = "the ranks did not do the same"
     LEFT = "a rank left as if the run were over"
     KILLED = "it was killed"
+    SHORT = "the kernel killed it for memory"
     CRASHED = "it crashed"
     HUNG = "it kept the others waiting"
     PARTED = "the ranks lost each other"

@@ -68,6 +68,11 @@ class Places:
         self._course, self._commits = Course(), Commits(run)
         self.now = choose(rules, self._course)
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether fewer ranks may do: they need less memory."""
+        return len(self._rules.numbers) > 1
+
     def has_more(self) -> bool:
         """Whether more of them may have a rank now."""
         return self._run is not None and has_more(self._rules, self._course, self.now, self._commits.count)

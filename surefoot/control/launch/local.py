@@ -23,9 +23,10 @@ from surefoot.control.launch.elastic import End, Places
 from surefoot.control.launch.forks import Forked, ForkServer
 from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
 from surefoot.core import flight, place, signals
-from surefoot.core.errors import EXIT_OK, InputError, LostRank
+from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
 from surefoot.core.flight import Seen
 from surefoot.core.hardware import count_cores
+from surefoot.core.process import memory
 
 LOOK_S = 0.05
 MOST_SAID = 200  # lines of a rank that are kept, after its first error
@@ -93,7 +94,7 @@ def _fill_standard_streams() -> None:
 
 def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge) -> End:
     """All ranks once, from their beginning to the end of the last one."""
-    num_ranks, asked = len(places.now), list[int]()
+    num_ranks, asked, num_kills = len(places.now), list[int](), memory.count_kills()
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
         ranks: list[Rank] = []
@@ -115,10 +116,24 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
             hung, is_recalled = _watch(ranks, say, judge, told, places)
         seen = as_left(look(dict.fromkeys(range(num_ranks), 0), told), told)
     end = _judge(ranks, say, judge, seen) if hung is None else End(LOST, hung)
+    end = _name_memory(end, memory.count_kills() - num_kills, say, places)
     fault = end.fault
     if fault is not None and fault.place is not None:
         fault = fault._replace(place=places.now[fault.place])
     return end._replace(fault=fault, is_asked=bool(asked), is_recalled=is_recalled)
+
+
+def _name_memory(end: End, num_kills: int, say: Callable[[str], None], places: Places) -> End:
+    """`end` with the exit code of memory, where the kernel killed a rank for it; as many ranks again would end alike."""
+    if num_kills <= 0 or end.fault is None or end.fault.how is not How.KILLED:
+        return end
+    say(
+        f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's cgroup for memory; all ranks together may "
+        f"use {memory.find_limit().words}"
+    )
+    say("hint: use a smaller train.microbatch, memory.recompute, layout.shard or fewer ranks, or raise the limit")
+    how = end.fault.how if places.is_elastic else How.SHORT
+    return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how))
 
 
 def _start(server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: Told, *, local_rank: int) -> Rank:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError, StorageError, TaskError
+from surefoot.core.process.memory import find_available_bytes
 from surefoot.core.statistics import FIRST_LOOK, Interval, looks, sequential_ratio
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
@@ -159,7 +158,7 @@ class Workbench:
 
         So do arms of several ranks, which wait for each other within a step.
         """
-        fits = len(arms) * self._peak_bytes * ROOM <= psutil.virtual_memory().available
+        fits = len(arms) * self._peak_bytes * ROOM <= find_available_bytes()
         takes_turns = fits and self.device == "cpu" and all(arm.ranks == 1 for arm in arms)
         return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=takes_turns)
 

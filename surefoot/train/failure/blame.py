@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-import torch
-
 from surefoot.core.errors import (
     EXIT_OK,
     BadRecordError,
@@ -17,6 +15,7 @@ from surefoot.core.errors import (
     UserCodeError,
 )
 from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_torch
+from surefoot.core.process.refused import is_refused
 
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
 
@@ -56,9 +55,7 @@ def find_exit_code(leave: SystemExit) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation was refused, on the host or the device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("can't allocate memory", "std::bad_alloc"))
+    return is_refused(error)
 
 
 def is_lost_together(error: BaseException) -> bool:
@@ -73,11 +70,12 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
 
     What is bad input before a run is no longer that once something was written: bad data become a bad record, the rest the user's own.
     """
-    if isinstance(error, SurefootError) and not isinstance(error, InputError):
+    is_short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
+    if isinstance(error, SurefootError) and not isinstance(error, InputError) and not is_short:
         if not error.message.startswith(place):
             error.message = f"{place} {error.message}"
         return error
-    if is_out_of_memory(error):
+    if is_short:
         short = OutOfMemory(f"{place} {describe(error)}", hint="use smaller batches: train.microbatch, evaluate.batch")
         short.__cause__ = error
         return short

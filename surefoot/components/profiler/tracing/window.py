@@ -25,6 +25,7 @@ from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
 from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import InputError, hint_unwritten
+from surefoot.core.process.memory import find_available_bytes
 
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
@@ -148,7 +149,7 @@ class Profiler:
         if looks < 2:
             return False
         recorded = (self._resident[-1] - self._resident[0]) / (looks - 1) * looks
-        self._is_short = recorded * CLOSING > psutil.virtual_memory().available / 2
+        self._is_short = recorded * CLOSING > find_available_bytes() / 2
         return self._is_short
 
     def _begin_capture(self) -> None:

@@ -1,0 +1,105 @@
+"""How much memory this process may use: the limits of its cgroups and of `ulimit -v`; and what the kernel killed for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from surefoot.core.process.refused import address_space_bytes
+from surefoot.core.units import format_bytes
+
+ROOT = Path("/")  # where the files of the kernel are
+UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for no limit
+
+
+class Limit(NamedTuple):
+    """`num_bytes` of memory, and who sets them, in words."""
+
+    num_bytes: int
+    source: str
+
+    @property
+    def words(self) -> str:
+        return f"{format_bytes(self.num_bytes)} ({self.source})"
+
+
+def find_limit(root: Path | None = None) -> Limit:
+    """The least of the memory of the host, the limits of the cgroups of this process and `ulimit -v`."""
+    return min(_limits(root), key=lambda each: each.num_bytes)
+
+
+def _limits(root: Path | None) -> Iterator[Limit]:
+    yield Limit(psutil.virtual_memory().total, "memory of the host")
+    for folder in _cgroups(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            number = _number(folder / name)
+            if number is not None and number < UNLIMITED:
+                yield Limit(number, f"{name} of the cgroup")
+    if (space := address_space_bytes()) is not None:
+        yield Limit(space, "ulimit -v")
+
+
+def find_available_bytes(root: Path | None = None) -> int:
+    """The bytes that this process may still take: the least of what the host, its cgroups and `ulimit -v` have left."""
+    left = [psutil.virtual_memory().available]
+    for folder in _cgroups(root):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, taken = _number(folder / most), _number(folder / used)
+            if limit is not None and taken is not None and limit < UNLIMITED:
+                cached = _entries(folder / "memory.stat").get("inactive_file", 0)  # given back before anything is refused
+                left.append(max(0, limit - max(0, taken - cached)))
+    if (space := address_space_bytes()) is not None:
+        left.append(max(0, space - psutil.Process().memory_info().vms))
+    return int(min(left))
+
+
+def count_kills(root: Path | None = None) -> int:
+    """How many processes of this process's cgroup the kernel has killed for memory; 0 where it does not count them."""
+    return max(
+        (
+            _entries(folder / name).get("oom_kill", 0)
+            for folder in _cgroups(root)
+            for name in ("memory.events", "memory.oom_control")
+        ),
+        default=0,
+    )
+
+
+def _cgroups(root: Path | None) -> Iterator[Path]:
+    """The folders of the memory cgroups of this process, from its own up to the topmost that is seen from here."""
+    top = ROOT if root is None else root
+    for line in _text(top / "proc" / "self" / "cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            base = top / "sys" / "fs" / "cgroup"
+        elif "memory" in controllers.split(","):
+            base = top / "sys" / "fs" / "cgroup" / "memory"
+        else:
+            continue
+        own = base / path.strip("/")
+        if (
+            not own.is_dir() or ".." in own.parts
+        ):  # the path is that of the host, and the container sees its own group as the topmost
+            own = base
+        yield from (own, *(each for each in own.parents if each == base or base in each.parents))
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _entries(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines such as `oom_kill 2`, by name."""
+    rows = (line.split() for line in _text(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,44 @@
+"""Whether an error says that memory was refused. Imports nothing that is large: there may be no memory for it."""
+
+from __future__ import annotations
+
+import errno
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]
+
+# how C++, torch's allocators and the C library say that memory is refused; CUDA's and Python's errors have types of their own
+REFUSED = (
+    "std::bad_alloc", "can't allocate memory", "annot allocate memory", "not enough memory: you tried to allocate",
+    "failed to map segment from shared object",
+)  # fmt: skip
+NO_THREAD = "can't start new thread"  # under `ulimit -v` its stack found no room; else there are too many threads
+TYPES = ("OutOfMemoryError", "AcceleratorOutOfMemoryError")
+
+
+def is_refused(error: BaseException | None) -> bool:
+    """Whether `error`, or what it was raised from, says that memory was refused: on the host or a device.
+
+    >>> is_refused(MemoryError()), is_refused(RuntimeError("std::bad_alloc")), is_refused(RuntimeError("a wrong shape"))
+    (True, True, False)
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ in TYPES:
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        words = (*REFUSED, NO_THREAD) if address_space_bytes() is not None else REFUSED
+        if isinstance(error, RuntimeError | ImportError) and any(each in str(error) for each in words):
+            return True
+        error = error.__cause__
+    return False
+
+
+def address_space_bytes() -> int | None:
+    """What `ulimit -v` permits this process; None where it does not limit it."""
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
