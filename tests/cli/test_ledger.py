@@ -16,6 +16,7 @@ from surefoot.contract import ledger
 from surefoot.contract.ledger import HEADER_BYTES, ROW, Ledger, Plan
 from surefoot.contract.loop_ledger import LoopLedger, Promise
 from surefoot.core.errors import InputError, RunFolderError
+from tests.cli import past_runs
 from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
 from tests.conftest import ROOT
@@ -219,3 +220,38 @@ def test_a_pipe_in_place_of_the_ledger_is_told_and_not_waited_for(tmp_path: Path
     os.mkfifo(tmp_path / "ledger.bin")
     with pytest.raises(RunFolderError, match="is no ledger, but a pipe"):
         ledger.read_plan(tmp_path)
+
+
+NOTHING = {
+    "of a run without a row": lambda folder: ledger.Ledger(folder, PLAN, 1).close(),
+    "of a loop without a batch": lambda folder: LoopLedger(folder, Promise(samples=8, once=True, all=True), 1).close(),
+}
+
+
+@pytest.mark.parametrize("words", [(), ("--json",), ("--sample", "3")])
+@pytest.mark.parametrize("what", NOTHING)
+def test_there_is_no_verdict_over_a_ledger_without_a_step(
+    what: str, words: tuple[str, ...], surefoot: Command, tmp_path: Path
+) -> None:
+    NOTHING[what](tmp_path)
+    answer = surefoot("ledger", tmp_path, *words)
+    assert answer.code == 2
+    assert "holds no step, so there is no verdict" in answer.err
+    assert "exactly once" not in answer.out + answer.err
+
+
+def test_a_verdict_says_where_it_ends(surefoot: Command, tmp_path: Path) -> None:
+    """A run that failed after step 10 and had saved after step 4."""
+    run = write(tmp_path / "run", (1, 4))
+    log = [past_runs.started(), past_runs.step(10, 1.0)]
+    (run / "events.jsonl").write_text("".join(each.as_line() for each in log))
+    answer = surefoot("ledger", run)
+    assert answer.code == 0
+    assert "the verdict ends at step 4: the log goes on to step 10" in answer.err
+
+
+def test_a_check_of_no_commit_is_no_verdict(surefoot: Command, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    answer = surefoot("checkpoint", "check", "run")
+    assert answer.code == 2
+    assert "holds no commit, so there is nothing to check" in answer.err

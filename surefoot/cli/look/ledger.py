@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,8 @@ def ledger(
     from surefoot.components.data import consumed
 
     found = consumed.check(run)
+    _check_any(run, found.last - found.after)
+    _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
     if json:
         options.print_json({
@@ -50,6 +53,30 @@ def ledger(
         told = ", ".join(f"step {use.step:,} (epoch {use.epoch:,})" for use in uses) or "not yet"
         print(f"sample {sample:,}: {told}")
     return int(not found.holds)
+
+
+def _check_any(run: Path, count: int) -> None:
+    """Raise RunFolderError for a ledger without a row: there is nothing to give a verdict over."""
+    from surefoot.core.errors import RunFolderError
+
+    if not count:
+        raise RunFolderError(
+            f"the ledger of {run} holds no step, so there is no verdict",
+            hint="rows reach the disk with each commit: save more often with --set 'checkpoint.every=10 steps'",
+        )
+
+
+def _tell_unjudged(run: Path, last: int) -> None:
+    """Warn of steps that the log tells of and the ledger does not: the verdict is not over them."""
+    from surefoot.contract import events
+
+    if not (run / events.FILE).is_file():
+        return
+    kept = events.newest(events.read(run, events.Started, events.Step))
+    newest = max((each.step for each in kept if isinstance(each, events.Step)), default=0)
+    if newest > last:
+        rest = f"the log goes on to step {newest:,}, without rows in the ledger"
+        print(f"warning: the verdict ends at step {last:,}: {rest}", file=sys.stderr)
 
 
 def _tell(found: Consumed) -> None:
@@ -91,6 +118,8 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     from surefoot.contract import loop_ledger
 
     found = loop_ledger.check(run)
+    _check_any(run, found.num_batches)
+    _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)
     if json:
         fields = asdict(found) | {"faults": [each._asdict() for each in found.faults], "attempts": list(found.attempts)}

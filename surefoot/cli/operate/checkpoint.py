@@ -122,10 +122,13 @@ def check(
     """
     from surefoot.cli.operate import stored
     from surefoot.cli.table import without_control
+    from surefoot.core.errors import RunFolderError
     from surefoot.core.units import format_bytes
 
     is_run = (Path(run) / "checkpoints").is_dir()
     found = list(stored.check_run(Path(run))) if is_run else [stored.check_commit(stored.find_commit(run))]
+    if not found:
+        raise RunFolderError(f"{run} holds no commit, so there is nothing to check", hint=stored.COMMIT_HINT)
     damaged = [each for each in found if not each.is_sound]
     moved = _set_aside(Path(run), damaged, found[0].folder if found else None) if repair and damaged else {}
     goes_on = stored.newest_sound(found)
