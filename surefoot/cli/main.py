@@ -76,7 +76,7 @@ def main() -> None:
         code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
         if not isinstance(error, OutOfMemory) and is_refused(error):
-            code = _tell_refused(error, error.message)
+            code = _tell_no_memory(error, error.message)
         else:
             _tell(error)
             code = error.exit_code
@@ -112,7 +112,7 @@ def _flush(code: int) -> int:
         return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
 
 
-def _tell_refused(error: Exception, message: str = "") -> int:
+def _tell_no_memory(error: Exception, message: str = "") -> int:
     """What the host, the container or `ulimit -v` refused outside of a step, such as the parts of torch or the weights of a model."""
     text = next(iter(str(error).strip().splitlines()), "")
     message = message or f"memory was refused: {type(error).__name__}: {text}"
@@ -187,7 +187,7 @@ def _tell_other(error: Exception) -> int:
         show_usage(file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     if is_refused(error):
-        return _tell_refused(error)
+        return _tell_no_memory(error)
     if _wants_traceback():
         import traceback
 

@@ -164,9 +164,8 @@ class Run:
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        damage = Damage(
-            log=self._damaged, commits=troubles, num_lost_rows=self._ledger.count_lost(self.step), other_data=self._other_data
-        )
+        num_lost = self._ledger.count_lost(self.step)
+        damage = Damage(log=self._damaged, commits=troubles, num_lost_rows=num_lost, other_data=self._other_data)
         self._telling.tell_damage(damage, self.step)
         for note in (*said, f"run folder {self.folder}"):
             self._telling.say(note)
