@@ -1,13 +1,17 @@
 """A tree of tensors, arrays and plain values as JSON beside named tensors, and back: state of any kind without a pickle.
 
 What JSON has stands as it is. Anything else is an object with the key "$": a tensor, an array, a number that JSON has not, bytes,
-a tuple, a dict whose keys are no plain strings, a dtype.
+a tuple, a dict whose keys are no plain strings, a dtype, one of the containers of `collections`. What would come back as something
+else is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +34,8 @@ ODD = (
     RuntimeError,
     OverflowError,
 )  # RecursionError is a RuntimeError
+CONTAINERS = {OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict", deque: "deque", torch.Size: "size"}
+FACTORIES: dict[str, Any] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "None": None}
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -48,6 +54,8 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
             f"{place[:SHOWN]}... goes more than {MAX_DEPTH} levels deep, or holds itself",
             hint="keep state flat, each object in it once",
         )
+    if isinstance(value, enum.Enum):
+        raise TaskError(f"{place} is {value!r}, a member of an Enum, which a checkpoint cannot hold", hint="give its .value")
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) is int:
@@ -57,7 +65,7 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
                 hint="keep it as bytes: number.to_bytes(...)",
             )
         return value
-    if isinstance(value, float):
+    if isinstance(value, float) and not isinstance(value, np.generic):
         return float(value) if math.isfinite(value) else {MARK: "float", "value": str(float(value))}
     if isinstance(value, Tensor):
         return {MARK: "tensor", "name": _named(value.detach(), place, tensors)}
@@ -65,22 +73,74 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         return {MARK: "array", "name": _named(_as_tensor(value, place), place, tensors), "scalar": isinstance(value, np.generic)}
     if isinstance(value, bytes | bytearray):
         return {
-            MARK: "bytes",
+            MARK: "bytes" if isinstance(value, bytes) else "bytearray",
             "name": _named(torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)[: len(value)], place, tensors),
         }
     if isinstance(value, torch.dtype):
         return {MARK: "dtype", "value": str(value)}
-    if isinstance(value, list):
+    if type(value) in CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return _split_container(value, place, tensors, depth + 1)
+    if type(value) is list:
         return [_split(part, f"{place}/{number}", tensors, depth + 1) for number, part in enumerate(value)]
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         items = [_split(part, f"{place}/{number}", tensors, depth + 1) for number, part in enumerate(value)]
         return {MARK: "tuple", "items": items}
-    if isinstance(value, Mapping):
+    if type(value) is dict:
         return _split_mapping(value, place, tensors, depth + 1)
-    raise TaskError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold",
-        hint="keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them",
+    kind = next((kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind)), None)
+    plain = (
+        f"give a plain one: {kind}(value)"
+        if kind
+        else "keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them"
     )
+    raise TaskError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold", hint=plain)
+
+
+def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    """A container of the standard library's `collections`, a namedtuple, or a torch.Size."""
+    if isinstance(value, Mapping):
+        made = {MARK: CONTAINERS[type(value)], "value": _split_mapping(value, place, tensors, depth)}
+        if isinstance(value, defaultdict):
+            factory = value.default_factory
+            name = next((name for name, known in FACTORIES.items() if known is factory), None)
+            if name is None:
+                raise TaskError(
+                    f"{place} is a defaultdict of {factory!r}, which a checkpoint cannot hold",
+                    hint=f"use one of {', '.join(FACTORIES)}, or give a dict",
+                )
+            made["factory"] = name
+        return made
+    items = [_split(part, f"{place}/{number}", tensors, depth) for number, part in enumerate(value)]
+    if isinstance(value, deque):
+        return {MARK: "deque", "items": items, "maxlen": value.maxlen}
+    if isinstance(value, torch.Size):
+        return {MARK: "size", "items": items}
+    kind = type(value)
+    return {MARK: "namedtuple", "items": items, "fields": list(value._fields), "type": f"{kind.__module__}:{kind.__qualname__}"}
+
+
+def _join_container(kind: str, value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    if "value" in value:
+        held = _join(value["value"], tensors)
+        if kind == "defaultdict":
+            return defaultdict(FACTORIES[value["factory"]], held)
+        return Counter(held) if kind == "Counter" else OrderedDict(held)
+    items = [_join(part, tensors) for part in value["items"]]
+    if kind == "deque":
+        return deque(items, maxlen=value["maxlen"])
+    if kind == "size":
+        return torch.Size(items)
+    return _named_type(value["type"], tuple(value["fields"]))._make(items)
+
+
+def _named_type(known: str, fields: tuple[str, ...]) -> Any:
+    """The namedtuple of that module and name, where it is loaded already and has these fields; else another one with these fields."""
+    module, _, name = known.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    is_it = isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields
+    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024 - its fields are those of a file
 
 
 def _split_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int) -> Any:
@@ -143,8 +203,9 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "array":
         array = tensors[value["name"]].numpy()
         return array[()] if value["scalar"] else array
-    if kind == "bytes":
-        return tensors[value["name"]].numpy().tobytes()
+    if kind in ("bytes", "bytearray"):
+        made = tensors[value["name"]].numpy().tobytes()
+        return made if kind == "bytes" else bytearray(made)
     if kind == "float":
         return float(value["value"])
     if kind == "dtype":
@@ -153,4 +214,6 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tuple(_join(part, tensors) for part in value["items"])
     if kind == "dict":
         return {_join(key, tensors): _join(part, tensors) for key, part in value["items"]}
+    if kind in (*CONTAINERS.values(), "namedtuple"):
+        return _join_container(kind, value, tensors)
     raise RunFolderError(f"unknown kind {str(kind)[:40]!r}")
