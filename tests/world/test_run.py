@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from surefoot.components.data import Arrays, Keys, consumed
 from surefoot.components.metrics import Mean, accuracy, perplexity
-from surefoot.contract import manifest
+from surefoot.contract import events, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term, Update
 from surefoot.core import place
@@ -479,3 +479,22 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
         return [run.step, run.outcome, run.exit_code]
 
     assert run_ranks(2, job, tmp_path / "ranks") == [[4, "interrupted", EXIT_TERMINATED]] * 2
+
+
+class Remembering(Sentences):
+    """Keeps something of its own, which its microbatches move."""
+
+    def __init__(self, *names: str) -> None:
+        self.kept = {name: torch.zeros(2) for name in names}
+
+    def state(self) -> dict[str, Tensor]:
+        return self.kept
+
+
+@pytest.mark.parametrize("names", [("baseline",), ("baseline", "an environment"), ()])
+def test_the_state_of_a_task_that_each_rank_has_for_itself_is_named_at_the_start(names: tuple[str, ...], tmp_path: Path) -> None:
+    run_ranks(2, lambda rank: train(tmp_path / "run", Remembering(*names), most=1), tmp_path / "ranks")
+    started = next(event for event in events.read(tmp_path / "run") if isinstance(event, events.Started))
+    said = [note for note in started.notes if "a copy of its own" in note]
+    assert len(said) == bool(names)
+    assert all(repr(name) in said[0] for name in names)

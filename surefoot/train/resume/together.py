@@ -125,9 +125,20 @@ def _is_time(text: str) -> bool:
     return text != "never" and Duration.parse(text).unit == "s"
 
 
+def _describe_task_state(group: Group, assembly: Assembly) -> list[str]:
+    """Return a line where several ranks have a `state()` of the task each, which their own batches may move apart."""
+    if group.is_alone or assembly.task.state is None:
+        return []
+    names = ", ".join(map(repr, assembly.task.state()))
+    moves = f"state() names {names}: each of {group.size} ranks has a copy of its own, which its own microbatches alone move"
+    saved = "rank 0's is saved, and all ranks resume with it"
+    return [f"{moves}; {saved}. Keep in it what is the same on all ranks, or sum it over them in the task"] if names else []
+
+
 def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
     """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
     rank starts with rank 0's weights."""
+    assembly.told.extend(_describe_task_state(group, assembly))
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
