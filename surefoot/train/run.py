@@ -183,7 +183,6 @@ class Run:
             check_can_begin_anew(chosen)
         else:
             self._take(step, saved)
-            self._other_data = together.find_data(self.assembly, step + 1, accept=self._accept_data)
         return troubles
 
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
@@ -194,6 +193,7 @@ class Run:
                 self._scores.restore(saved["scores"])
             self._guard.restore(saved["guard"])
             self.assembly.engine.stepper.loader.restore(saved)
+        self._other_data = together.find_data(self.assembly, step + 1, accept=self._accept_data or self._start is not None)
         self._before_s = self.training_s
         self._is_taken = True
 

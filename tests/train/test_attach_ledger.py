@@ -177,3 +177,60 @@ def test_half_a_batch_at_the_end_is_taken_away_by_the_next_attempt_and_other_dat
     assert loop_ledger.check(tmp_path).holds
     with pytest.raises(RunFolderError, match="is of other data"):
         LoopLedger(tmp_path, Promise(samples=9, once=True, all=True), 3)
+
+
+class Shaken(torch.utils.data.Dataset[Any]):
+    """Augments with torch's global stream."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, number: int) -> Any:
+        return number + torch.rand(3) / 4, number % 2
+
+
+def stopped_and_whole(folder: Path, draws: Callable[[Any], object], make: Callable[[], Any], leave_at: int) -> list[list[Any]]:
+    """The batches of a loop over three passes that is left after a step, and of one that is not; `draws(loader)` is called in each step."""
+    seen: list[list[Any]] = []
+    for stops in ((), (leave_at,)):
+        batches: list[Any] = []
+        for stop in (*stops, None):
+            torch.manual_seed(0)
+            model, loader = nn.Linear(3, 2), make()
+            optimizer = torch.optim.SGD(model.parameters(), 0.0)
+            run = surefoot.attach(
+                model=model, optimizer=optimizer, data=loader, folder=folder / f"{len(stops)}", save="1 steps"
+            )  # fmt: skip
+            del batches[run.step :]
+            for _ in range(run.first_pass, 3):
+                for x, _y in run.batches():
+                    if run.step == stop:
+                        break
+                    batches.append(x.tolist())
+                    draws(loader)
+                    run.step_done(0.0)
+                if run.step == stop:
+                    break
+            if stop is None:
+                run.close()
+            else:
+                run._record._let_go()
+        seen.append(batches)
+    return seen
+
+
+def test_draws_of_the_loop_from_the_loaders_own_generator_are_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def make() -> Any:
+        return DataLoader(shuffled().dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    whole, stopped = stopped_and_whole(tmp_path, lambda loader: torch.rand(1, generator=loader.generator), make, 8)
+    assert stopped == whole
+    assert "read again" not in capfd.readouterr().err
+
+
+def test_draws_of_the_model_raise_no_alarm_about_data_that_draw_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole, stopped = stopped_and_whole(
+        tmp_path, lambda loader: torch.rand(2), lambda: DataLoader(Shaken(), batch_size=4, shuffle=True), 8
+    )
+    assert stopped == whole
+    assert "read again" not in capfd.readouterr().err

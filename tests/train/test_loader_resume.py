@@ -409,3 +409,104 @@ def test_batches_of_a_loader_are_accumulated_and_resumed_between_them(tmp_path: 
     run_of(tmp_path / "left", leave_at=3)
     assert run_of(tmp_path / "left")[1] == weights
     assert loop_ledger.check(tmp_path / "left").num_samples == 2 * SAMPLES
+
+
+class CountingSampler(torch.utils.data.Sampler[int]):
+    """Counts its passes by itself, and has another order in each."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class OneShot:
+    """A batch sampler whose batches are iterators."""
+
+    def __init__(self, shuffle: bool) -> None:
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[Iterator[int]]:
+        order = random.SystemRandom().sample(range(SAMPLES), SAMPLES) if self.shuffle else list(range(SAMPLES))
+        return (iter(order[at : at + 6]) for at in range(0, SAMPLES, 6))
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("stop", [5, 10, 15, 7, 12])
+def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(stop: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(NUMBERS, BATCH, sampler=CountingSampler())  # type: ignore[arg-type]
+
+    unbroken = train(tmp_path / "whole", Task(make()), 20)
+    train(tmp_path / "run", Task(make()), 20, leave_at=stop + 1)
+    task = Task(make())
+    try:
+        train(tmp_path / "run", task, 20)
+    except OtherDataError:
+        assert task.seen == []
+        assert stop > 5
+    else:
+        assert task.seen == unbroken[stop:]
+
+
+def test_the_end_of_an_epoch_reports_a_dataset_that_draws_from_its_own_generator(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 14, leave_at=11)
+    assert "other values" not in capfd.readouterr().err
+    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 14)
+    assert "the same samples with other values" in capfd.readouterr().err
+
+
+def test_batches_that_are_iterators_are_known_by_their_samples(tmp_path: Path) -> None:
+    for shuffle in (False, True):
+        folder = tmp_path / str(shuffle)
+        train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8, leave_at=6)  # type: ignore[arg-type]
+        assert loop_ledger.check(folder).num_samples == 5 * 6  # up to the last save
+        with pytest.raises(OtherDataError, match="hold other samples") if shuffle else contextlib.nullcontext():
+            train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8)  # type: ignore[arg-type]
+
+
+def test_a_fork_over_other_data_reports_it_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from surefoot.train.resume.start import Start
+
+    train(tmp_path / "parent", Task(DataLoader(NUMBERS, BATCH, sampler=Changing())), 7)  # type: ignore[arg-type]
+    task = Task(DataLoader(NUMBERS, BATCH, sampler=Changing()))  # type: ignore[arg-type]
+    with Run(spec_for(10), task, folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "parent", 7)) as run:
+        for _ in run.steps():
+            pass
+    assert len(task.seen) == 3
+    assert "hold other samples than those trained on" in capfd.readouterr().err
+    assert [event.fault for event in events.read(tmp_path / "fork") if isinstance(event, events.Fault)] == ["other-data"]
+
+
+KEYS: dict[str, Callable[[], Any]] = {
+    "rows of an array": lambda: [np.array([[0, 1], [2, 3]]), np.array([[4, 5]])],
+    "rows of a tensor": lambda: [torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5]])],
+    "floats": lambda: [[0.5, 1.5], [2.5]],
+    "texts": lambda: [["a", "b"], ["c"]],
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_keys_that_are_no_sample_numbers_train_and_resume(kind: str, tmp_path: Path) -> None:
+    class Keyed(Dataset[Any]):
+        def __getitem__(self, key: Any) -> Any:
+            return float(len(str(key)))
+
+    def make() -> Any:
+        return DataLoader(Keyed(), batch_sampler=KEYS[kind]())
+
+    unbroken = train(tmp_path / "whole", Task(make()), 5)
+    assert resumed(tmp_path / "stopped", make, 5, 2) == unbroken
+    assert loop_ledger.check(tmp_path / "stopped").num_samples == 0
+
+
+def test_samples_one_by_one_are_trained_on(tmp_path: Path) -> None:
+    assert len(train(tmp_path / "run", Task(DataLoader([torch.tensor(1.0), torch.tensor(2.0)], batch_size=None)), 4)) == 4  # type: ignore[arg-type]

@@ -222,7 +222,7 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor], other: Callabl
 def size_of(batch: Batch) -> int:
     """Samples in a batch: the length of its first tensor."""
     if isinstance(batch, Tensor):
-        return len(batch)
+        return len(batch) if batch.ndim else 0
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
     return next((size for size in map(size_of, parts) if size), 0)
 

@@ -104,7 +104,7 @@ class Telling:
         if damage.num_lost_rows:
             self.fault(self._guard.damaged_ledger(step, damage.num_lost_rows))
         if damage.other_data:
-            self.fault(GuardFault(step, "other-data", "resuming all the same: --accept-data", damage.other_data))
+            self.fault(GuardFault(step, "other-data", "resuming all the same", damage.other_data))
 
     def _record(self, event: events.Event) -> None:
         trouble = self.journal.write(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shlex
 import struct
 import time
@@ -9,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
@@ -44,6 +47,7 @@ class LoopKeeper:
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the pass before
         self._sampler: Any = None  # see Watched.sampler_start
+        self._own_now: Sequence[Any] = ()  # the states of the loader's own generators at the commit
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
         self._wanted: Mapping[str, Any] | None = None  # random states to go on with, once the place in the data is found
@@ -66,6 +70,7 @@ class LoopKeeper:
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
             self._check_kinds(found.step, dict(loop.get("kinds", {})))
             self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
+            self._own_now = loop.get("own_now", ())
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
         self._wanted = checkpoint.random_states()
         if data is not None:
@@ -113,12 +118,17 @@ class LoopKeeper:
         self._restore(self._pass_random)
         self._watched.start_sampler_at(self._sampler)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
-        self.position = 0
-        for _ in range(position):  # what was read before is read once more, and dropped
+        self.position, draws = 0, False
+        for number in range(position):  # what was read before is read once more, and dropped
+            before = _streams()
             self.take(next(batches, None))
+            draws |= number > 0 and before != _streams()
         if self._before is not None and self._before.count == position:
-            self.difference = self.seen.compare(self._before, knows_samples=self._watched.knows_samples)
+            # data that draw from the global streams depend on what the loop drew in between
+            self.difference = self.seen.compare(self._before, knows_samples=self._watched.knows_samples, values=not draws)
         checkpoint.restore_random(wanted)
+        for generator, state in zip(self._watched.generators(), self._own_now, strict=False):
+            generator.set_state(state)
         return batches
 
     difference: Difference | None = None  # between what was read again to resume and what was read before
@@ -136,11 +146,15 @@ class LoopKeeper:
 
     def _compare_first(self) -> None:
         """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
-        if self._before is None or self._saves_itself or self._watched.knows_samples or not self._last_random:
+        if self._before is None or self._saves_itself or not self._last_random or not self._before.count:
             return
         self._restore(self._last_random)
         for batch in self._data:
-            self.difference = self._before.compare_first(batch)
+            seen = PassDigest()
+            samples = self._watched.take() if self._watched.knows_samples else None
+            seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
+            self.difference = seen.compare_first(self._before)
+            self._watched.begin_pass()
             return
 
     def end_pass(self) -> None:
@@ -183,7 +197,7 @@ class LoopKeeper:
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
             "pass_random": self._pass_random, "last_random": self._last_random, "sampler": self._watched.sampler_start(),
-            "seen": self.seen.as_state(),
+            "seen": self.seen.as_state(), "own_now": [each.get_state() for each in self._watched.generators()],
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
@@ -222,6 +236,12 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
             f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes than before extend the loop"
         )
     return notes
+
+
+def _streams() -> tuple[Any, ...]:
+    """Where the global random streams stand."""
+    name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
+    return torch.get_rng_state().numpy().tobytes(), name, np.asarray(numbers).tobytes(), place, random.getstate()
 
 
 def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any]) -> dict[str, Any]:

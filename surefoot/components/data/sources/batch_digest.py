@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,27 +17,34 @@ from torch import Tensor
 SAMPLED_BYTES = 4096  # of one batch, over all of its tensors
 DIGEST_BYTES = 16
 MAX_DEPTH = 8  # of containers in one another
-PLAIN = (str, bytes, int, float, type(None))
+MAX_PARTS = 256  # of one container
+ARRAYS = (Tensor, np.ndarray)
+DIGESTS = ("first", "first_values", "digest", "spot")
+VALUES_HINT = "augmentation that draws from the global streams of torch, NumPy or Python is the same again"
 SPOT_EVERY = 8  # batches
+AGAIN = "that are read again to resume"
 OTHER_HINT = "give an iterable that gives the same batches each time it is iterated, or one with state_dict and load_state_dict"
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(batch: Any) -> bytes:
-    """Return a digest (BLAKE2b, 16 bytes) of the shapes and dtypes of a batch and 4 KiB of its elements at even strides.
+    """Return a digest (BLAKE2b, 16 bytes) of the structure of a batch, its shapes and dtypes and 4 KiB of its elements at even strides.
 
     Tensors on a device other than the CPU count by shape and dtype alone: to read them would wait for the device.
     """
     taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
     parts: list[Any] = []
     _find_parts(batch, parts, 0)
-    arrays = [part for part in parts if not isinstance(part, PLAIN)]
-    share = SAMPLED_BYTES // max(1, len(arrays))
+    arrays = sum(isinstance(part, ARRAYS) for part in parts)
+    share = max(8, SAMPLED_BYTES // max(1, arrays))
     for part in parts:
-        if isinstance(part, PLAIN):
-            taken.update(repr(part).encode())
+        if isinstance(part, ARRAYS):
+            try:
+                _add_elements(taken, part, share)
+            except Exception:  # noqa: BLE001 - a tensor of a class that has no elements to read, as torch.masked has
+                taken.update(type(part).__name__.encode())
         else:
-            _add_elements(taken, part, share)
+            taken.update(part.encode(errors="replace") + b"\0")
     return taken.digest()
 
 
@@ -66,6 +76,7 @@ class PassDigest:
 
     count: int = 0
     first: bytes = b""
+    first_values: bytes = b""
     digest: bytes = b""
     spot_number: int = -1
     spot: bytes = b""
@@ -81,71 +92,113 @@ class PassDigest:
         self.digest = chain(self.digest, digest)
         if samples is not None and spots and (self.count < SPOT_EVERY or self.count % SPOT_EVERY == 0):
             self.spot_number, self.spot = self.count, digest_of(batch)
+            self.first_values = self.first_values if self.count else self.spot
         self.count += 1
         return digest
 
-    def compare(self, before: PassDigest, *, knows_samples: bool) -> Difference | None:
-        """Return how this second reading of a pass differs from the first one, up to the same batch; None where it does not."""
+    def compare(self, before: PassDigest, *, knows_samples: bool, values: bool = True) -> Difference | None:
+        """Return how this second reading of a pass differs from the first one, up to the same batch; None where it does not.
+
+        Without `values` what the batches hold is compared in the first one alone: random states in between are not known.
+        """
+        if not values and not knows_samples:
+            what = "the first batch of the pass, read again to resume, is not the one trained on"
+            return None if self.first == before.first else Difference(what, OTHER_HINT)
         if self.digest != before.digest:
             if knows_samples:
                 return Difference(
-                    f"the {self.count:,} batches that are read again to resume hold other samples than those trained on",
+                    f"the {self.count:,} batches {AGAIN} hold other samples than those trained on",
                     "give the sampler a generator, or seed it by the epoch: the same order must come again",
                 )
-            return Difference(f"the {self.count:,} batches that are read again to resume are not those trained on", OTHER_HINT)
-        if self.spot_number == before.spot_number >= 0 and self.spot != before.spot:
+            return Difference(f"the {self.count:,} batches {AGAIN} are not those trained on", OTHER_HINT)
+        if values and self.spot_number == before.spot_number >= 0 and self.spot != before.spot:
             return Difference(
                 f"batch {self.spot_number + 1:,}, read again to resume, holds the same samples with other values than before",
-                "augmentation that draws from the global streams of torch, NumPy or Python is the same again",
+                VALUES_HINT,
                 same_samples=True,
             )
         return None
 
-    def compare_first(self, batch: Any) -> Difference | None:
+    def compare_first(self, before: PassDigest) -> Difference | None:
         """Return how the first batch of a pass that is over, read again, differs from what it was; None where it does not."""
-        if digest_of(batch) == self.first:
-            return None
-        return Difference("the first batch of the pass before, read again, is not the one trained on", OTHER_HINT)
+        if self.first != before.first:
+            return Difference("the first batch of the pass before, read again, is not the one trained on", OTHER_HINT)
+        if self.first_values and before.first_values and self.first_values != before.first_values:
+            return Difference(
+                "the first batch of the pass before, read again, holds the same samples with other values", VALUES_HINT, True
+            )
+        return None
 
     def as_state(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
-        texts = {"first": self.first.hex(), "digest": self.digest.hex(), "spot": self.spot.hex()}
+        texts = {name: getattr(self, name).hex() for name in DIGESTS}
         return {"count": self.count, "spot_number": self.spot_number, **texts}
 
     @classmethod
     def from_state(cls, held: Mapping[str, Any]) -> PassDigest:
-        texts = {name: bytes.fromhex(held[name]) for name in ("first", "digest", "spot")}
+        texts = {name: bytes.fromhex(held[name]) for name in DIGESTS}
         return cls(count=int(held["count"]), spot_number=int(held["spot_number"]), **texts)
 
 
 def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
-    """Add the tensors, arrays, numbers and texts of a batch in order; of any other object its type and what it holds."""
-    if isinstance(batch, (Tensor, np.ndarray, *PLAIN)):
-        found.append(batch)
-        return
-    if not isinstance(batch, list | tuple):
+    """Add the tensors and arrays of a batch in order, and in words all else: structure, numbers, texts and what other objects hold."""
+    if isinstance(batch, ARRAYS):
+        if isinstance(batch, np.ndarray) and batch.dtype == object:
+            found.append(f"objects {batch.shape}")
+            _find_all(batch.ravel().tolist(), found, depth)
+        elif isinstance(batch, Tensor) and (batch.is_nested or batch.layout is not torch.strided):
+            found.append(f"{batch.layout} {batch.dtype} {batch.is_nested}")
+            _find_all(_dense_parts(batch), found, depth)
+        else:
+            found.append(batch)
+    elif isinstance(batch, str | bytes | int | float | complex | np.generic | enum.Enum | None):
+        found.append(repr(batch))
+    elif depth >= MAX_DEPTH:
         found.append(type(batch).__name__)
-    parts: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = (each for item in batch.items() for each in item)
-    elif isinstance(batch, tuple | list):
-        parts = batch
-    elif hasattr(batch, "__dict__"):  # graphs, the encodings of a tokenizer, dataclasses
-        parts = vars(batch).values()
-    if depth < MAX_DEPTH:
-        for part in parts:
-            _find_parts(part, found, depth + 1)
+    elif isinstance(batch, Mapping):
+        found.append(f"{type(batch).__name__} {len(batch)}")
+        _find_all([each for item in batch.items() for each in item], found, depth)
+    elif isinstance(batch, Sequence | deque):
+        found.append(f"{type(batch).__name__} {len(batch)}")
+        _find_all(batch, found, depth)
+    elif isinstance(batch, AbstractSet):
+        found.append(f"{type(batch).__name__} {sorted(map(repr, batch))[:MAX_PARTS]}")
+    else:  # graphs, the encodings of a tokenizer, dataclasses, dates
+        found.append(type(batch).__name__)
+        slots = [name for kind in type(batch).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(batch, name)]
+        held = [*getattr(batch, "__dict__", {}).values(), *(getattr(batch, name) for name in slots)]
+        words = repr(batch) if not held else ""
+        found.append("" if " at 0x" in words else words)
+        _find_all(held, found, depth)
+
+
+def _find_all(parts: Iterable[Any], found: list[Any], depth: int) -> None:
+    """Of very many parts some at even strides."""
+    held = parts if isinstance(parts, list | tuple) else list(parts)
+    for part in held[:: max(1, -(-len(held) // MAX_PARTS))]:
+        _find_parts(part, found, depth + 1)
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a sparse or a nested one consists of; none for a kind that does not show them."""
+    try:
+        if tensor.is_nested:
+            return list(tensor.unbind())
+        if tensor.layout is torch.sparse_coo:
+            held = tensor.coalesce()
+            return [held.indices(), held.values()]
+        return [tensor.to_dense()]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return []
 
 
 def _add_elements(taken: Any, tensor: Tensor | np.ndarray, num_bytes: int) -> None:
-    if isinstance(tensor, Tensor) and tensor.is_nested:
-        return
     taken.update(f"{list(tensor.shape)}{tensor.dtype}".encode())
     if isinstance(tensor, Tensor):
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.device.type != "cpu" or tensor.is_quantized:
             return
         tensor = _as_array(tensor.detach())
-    if tensor.size == 0 or tensor.dtype == object:
+    if tensor.size == 0:
         return
     flat = tensor.reshape(-1)
     taken.update(flat[:: max(1, -(-flat.nbytes // num_bytes))].tobytes())
@@ -154,5 +207,6 @@ def _add_elements(taken: Any, tensor: Tensor | np.ndarray, num_bytes: int) -> No
 def _as_array(tensor: Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # NumPy has no bfloat16 and no float8
-        return tensor.resolve_conj().resolve_neg().view(SAME_SIZE[tensor.element_size()]).numpy()
+    except (TypeError, RuntimeError):  # NumPy has no bfloat16, no float8 and no lazy conjugates
+        plain = tensor.resolve_conj().resolve_neg()
+        return (torch.view_as_real(plain) if plain.is_complex() else plain.view(SAME_SIZE[plain.element_size()])).numpy()

@@ -75,6 +75,8 @@ class Iterated:
                 f"a {type(iterable).__name__} can be read only once",
                 hint="give something that starts anew each time it is iterated",
             )
+        if length == 0:
+            raise DataError(f"the {type(iterable).__name__} gives no batch: its length is 0", hint="give 1 batch or more")
         self._watched = Watched(iterable)
         self._iterable = self._watched.data
         self._num_batches, self._is_cut = length, num_batches is not None
@@ -87,6 +89,7 @@ class Iterated:
         )  # (epoch, batches drawn, the state after them)
         self._first: tuple[BatchRead, Batch] | None = None  # a copy of batch 0, while no other was drawn
         self._expected: _Pass | None = None  # what a checkpoint holds of the pass that is resumed
+        self._begun: tuple[int, PassDigest] | None = None  # the epoch of batch 0 that a check read before a state was loaded
         self._is_loaded = False  # the iterable itself does not stand where `_states` say
         self._has_told = False
         self.notices: list[tuple[str, str]] = []
@@ -180,9 +183,12 @@ class Iterated:
         batch = next(self._iterator, NOTHING)
         if batch is NOTHING:
             self._iterator = None
-            raise DataError(
-                f"the iterable ended after {self._next} batches of {self._num_batches}", hint="give the right num_batches"
+            hint = (
+                "give the right num_batches"
+                if self._is_cut
+                else f"len() of the {type(self._iterable).__name__} must be what it gives"
             )
+            raise DataError(f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint)
         if self._next == 0:
             self._pass.sampler = self._watched.sampler_start()
         samples = self._watched.take() if self._watched.knows_samples else None
@@ -241,6 +247,7 @@ class Iterated:
             return
         for generator, state in zip(self._watched.generators(), held.get("generators", ()), strict=False):
             generator.set_state(state)
+        self._begun = None if self._first is None or self._pass is None else (self._pass.epoch, self._pass.seen)
         self._iterator, self._first, self._next, self._is_loaded = None, None, 0, True
         rows = [each if len(each) == 3 else (None, *each) for each in held["states"]]  # (drawn, state), as version 0.1 wrote them
         self._states = deque(((of, int(drawn), state) for of, drawn, state in rows), maxlen=KEPT_STATES)
@@ -291,7 +298,7 @@ class Iterated:
             self._go_to(epoch, number, streams_of(epoch))
             if self._pass is not None and self._pass.seen.count == expected.seen.count:
                 found = self._pass.seen.compare(expected.seen, knows_samples=self._watched.knows_samples)
-        elif number == 0 and expected.epoch == epoch - 1 and not self._watched.knows_samples:
+        elif number == 0 and expected.epoch == epoch - 1 and expected.seen.count:
             found = self._compare_first(expected, streams_of(expected.epoch))
         if found is None:
             return
@@ -301,12 +308,22 @@ class Iterated:
 
     def _compare_first(self, expected: _Pass, streams: Streams) -> Difference | None:
         """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
-        with streams(0), self.keep_generators():
-            for generator, state in zip(self._watched.generators(), expected.generators, strict=False):
-                generator.set_state(state)
-            self._watched.set_epoch(expected.epoch)
-            batch = next(iter(self._iterable), NOTHING)
-        return None if batch is NOTHING else expected.seen.compare_first(batch)
+        current = self._pass if self._first is not None else None
+        first = self._begun if current is None else (current.epoch, current.seen)
+        if first is None or first[0] != expected.epoch:  # else a check has read that batch already
+            self._watched.begin_pass()
+            with streams(0), self.keep_generators():
+                for generator, state in zip(self._watched.generators(), expected.generators, strict=False):
+                    generator.set_state(state)
+                self._watched.set_epoch(expected.epoch)
+                batch = next(iter(self._iterable), NOTHING)
+            if batch is NOTHING:
+                return None
+            seen = PassDigest()
+            samples = self._watched.take() if self._watched.knows_samples else None
+            seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
+            first = expected.epoch, seen
+        return first[1].compare_first(expected.seen)
 
 
 class _At(NamedTuple):

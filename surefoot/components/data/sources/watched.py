@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -94,10 +95,10 @@ class Watched:
 def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
     """Return the samples as the ledger holds them; nothing where a sampler gives keys that are no whole numbers from 0 on."""
     try:
-        ids = tuple(samples)
-        return ids if all(0 <= each < MOST_IDS for each in ids) else ()
-    except TypeError:
+        ids = tuple(map(operator.index, samples))
+    except (TypeError, ValueError, RuntimeError):
         return ()
+    return ids if all(0 <= each < MOST_IDS for each in ids) else ()
 
 
 def _can_be_watched(data: Any) -> bool:
@@ -138,7 +139,8 @@ class _Recorder:
                 generator.set_state(state)
             self.start_at = None
         self.started = [generator.get_state() for generator in generators]
-        for ids in self._inner:
+        for given in self._inner:
+            ids = list(given) if isinstance(given, Iterator) else given  # which can be read once
             self._drawn.append(ids)
             yield ids
 
