@@ -64,10 +64,18 @@ SplitOption = Annotated[str | None, typer.Option("--split", metavar="NAME", help
 def overrides(
     set_: list[str] | None, *, steps: int | None = None, seed: int | None = None, data: str | None = None
 ) -> list[tuple[str, Any, str]]:
-    """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set."""
+    """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set.
+
+    Raises SpecError for a key that --set gives two values.
+    """
     from surefoot.contract.spec_file import parse_set
+    from surefoot.core.errors import SpecError
 
     found = [parse_set(text) for text in set_ or []]
+    values: dict[str, Any] = {}
+    for key, value, _ in found:
+        if values.setdefault(key, value) != value:
+            raise SpecError(f"--set gives {key} two values, {values[key]!r} and {value!r}", hint=f"give --set {key}=VALUE once")
     if steps is not None:
         found.append(("train.length", f"{steps} steps", "--steps"))
     if seed is not None:

@@ -21,9 +21,85 @@ class Other(Digits):
 """
 
 
-def verify(spec: str, layouts: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-P", "-m", "surefoot", "verify", spec, "--layouts", layouts, "--steps", "1", "--json"]
-    return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+TASKS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from surefoot import Loss
+from surefoot.components.data import Arrays
+
+class Base:
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    def data(self, split):
+        g = torch.Generator().manual_seed(1)
+        return Arrays(x=torch.randn(64, 8, generator=g), y=torch.randint(0, 4, (64,), generator=g))
+    def forward(self, model, batch):
+        return model(batch["x"])
+    def loss(self, output, batch):
+        return Loss.sum(F.cross_entropy(output, batch["y"], reduction="sum"), count=len(output))
+
+class Norm(nn.Module):
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+class Logits(Base):
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 16), Norm(), nn.Linear(16, 4))
+    def loss(self, output, batch):
+        return super().loss(output.float(), batch)
+
+class Halves(Base):
+    def loss(self, output, batch):
+        each = F.cross_entropy(output, batch["y"], reduction="none")
+        return Loss.sum(each.bfloat16().sum(), count=len(each))
+
+class Bytes(Base):
+    def data(self, split):
+        g = torch.Generator().manual_seed(1)
+        return Arrays(x=torch.randint(0, 255, (64, 8), generator=g, dtype=torch.uint8), y=torch.randint(0, 4, (64,), generator=g))
+    def forward(self, model, batch):
+        return model(batch["x"].float() / 255)
+
+class Contrastive(Base):
+    def loss(self, output, batch):
+        unit = F.normalize(output, dim=-1)
+        return Loss.sum(F.cross_entropy(unit @ unit.T / 0.1, torch.arange(len(unit)), reduction="sum"), count=len(unit))
+
+class Hardest(Base):  # the worst three of whatever batch there is
+    def loss(self, output, batch):
+        each = F.cross_entropy(output, batch["y"], reduction="none")
+        return Loss.sum(each.sum() + each.topk(3).values.sum(), count=len(each))
+
+class Whitened(Base):
+    def loss(self, output, batch):
+        return super().loss(output / (output.std(0, keepdim=True) + 1e-3), batch)
+
+class Penalty(Base):
+    def forward(self, model, batch):
+        return model(batch["x"]), model[0].weight.square().sum()
+    def loss(self, output, batch):
+        return Loss.sum(F.cross_entropy(output[0], batch["y"], reduction="sum") + output[1], count=len(output[0]))
+
+class Norms(Base):
+    def model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+
+class Noisy(Base):
+    def forward(self, model, batch):
+        return model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
+"""
+
+
+def verify(spec: str, *layouts: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-P", "-m", "surefoot", "verify", spec, *(word for each in layouts for word in ("--layouts", each))]
+    if folder is not None:
+        (folder / "tasks.py").write_text(TASKS)
+        (folder / "spec.toml").write_text(f'[task]\nuse = "{folder}/tasks.py:{spec}"\n[train]\nlength = "4 steps"\nbatch = 16\n')
+        words[5] = str(folder / "spec.toml")
+    words += ["--steps", "1", "--json"]
+    return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_ranks_compute_what_one_process_does_and_a_layout_that_is_named_twice_is_tried_once() -> None:
@@ -31,7 +107,7 @@ def test_ranks_compute_what_one_process_does_and_a_layout_that_is_named_twice_is
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [(row["layout"], row["precision"], row["holds"]) for row in found["rows"]] == [
-        ("replicate=2", "float64", True), ("replicate=2", "fp32", True),
+        (f"1,microbatch={found['microbatch']}", "float64", True), ("replicate=2", "float64", True), ("replicate=2", "fp32", True),
     ]  # fmt: skip
     assert all(row["count"] > 10 and row["off"] <= row["allowed"] for row in found["rows"])
 
@@ -41,6 +117,49 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(OTHER)
     done = verify(f"{tmp_path / 'other.py'}:Other", "replicate=2")
     assert done.returncode == 1, done.stderr
-    wide, _ = json.loads(done.stdout)["rows"]
+    _, wide, _ = json.loads(done.stdout)["rows"]
     assert not wide["holds"]
     assert 1e-8 < wide["off"] < 1e-4
+
+
+def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line_is_named(tmp_path: Path) -> None:
+    done = verify("Logits", "1", "replicate=2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    wide = next(row for row in found["rows"] if (row["layout"], row["precision"]) == ("replicate=2", "float64"))
+    assert wide["allowed"] == 16 * 2.0**-24
+    assert [(each["operator"], each["dtype"], each["module"]) for each in found["narrow"]] == [
+        ("_to_copy", "float32", "1"), ("_to_copy", "float32", "")
+    ]  # fmt: skip
+    assert f"{tmp_path}/tasks.py:" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    "task", ["Contrastive", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Hardest", "Whitened", "Penalty"))]
+)
+def test_a_loss_that_depends_on_how_its_batch_is_cut_does_not_compute_the_same(task: str, tmp_path: Path) -> None:
+    done = verify(task, "replicate=2", folder=tmp_path)
+    assert done.returncode == 1, done.stderr + done.stdout
+    found = json.loads(done.stdout)
+    assert [row["layout"] for row in found["rows"] if not row["holds"]] == ["1,microbatch=8"]
+    assert "additive=False" in found["notes"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "note", "precisions"),
+    [
+        ("Bytes", "not compared in float64, since the task keeps numbers in fewer bits", {"fp32"}),
+        ("Halves", "to bfloat16", {"float64", "fp32"}),
+        ("Norms", "compared with BatchNorm and dropout as in evaluation", {"float64", "fp32"}),
+        ("Noisy", "not compared with the whole batch, since the task draws numbers: randn_like", {"float64", "fp32"}),
+    ],
+)  # fmt: skip
+def test_what_a_task_does_on_purpose_is_told_and_blamed_on_no_layout(
+    task: str, note: str, precisions: set[str], tmp_path: Path
+) -> None:
+    done = verify(task, "replicate=2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout)
+    assert note in "; ".join(found["notes"])
+    assert {row["precision"] for row in found["rows"]} == precisions

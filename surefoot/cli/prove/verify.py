@@ -37,7 +37,7 @@ def verify(
     precision: Annotated[bool, typer.Option("--precision", help="the spec's precision against fp32 instead, by scores")] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="the compiled step against eager mode instead, by every tensor")] = False,
     layouts: Annotated[
-        str | None, typer.Option("--layouts", metavar="LIST", help='ranks against one process instead: "1; replicate=2"')
+        list[str] | None, typer.Option("--layouts", metavar="LIST", help='ranks against one process instead: "1; replicate=2"; repeatable')
     ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="with --precision: pairs of runs; 3 (thrice if worse)")] = None,
     steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="how long each run is; 24")] = None,
@@ -57,19 +57,19 @@ def verify(
     """
     given: dict[str, object] = {"--seeds": seeds, "--steps": steps, "--kills": kills, "--kill-seed": kill_seed, "--keep": keep}
     given |= {"--set": set_ or None, "--seed": seed, "--data": data}
-    ways = {"--layouts": layouts is not None, "--precision": precision, "--compile": compiled, "--command": command is not None}
+    ways = {"--layouts": bool(layouts), "--precision": precision, "--compile": compiled, "--command": command is not None}
     way = next((name for name, is_given in ways.items() if is_given), "a SPEC")
     idle = [flag for flag, value in given.items() if value is not None and flag not in USED[way]]
     if idle:
         raise InputError(f"{idle[0]} does nothing with {way}", hint=f"leave it out: {way} goes with {', '.join(USED[way])}")
     steps, kills = NUM_STEPS if steps is None else steps, NUM_KILLS if kills is None else kills
-    if precision or compiled or layouts is not None:
+    if precision or compiled or layouts:
         if spec is None or sum(ways.values()) > 1:
             raise InputError(f"{way} compares runs of a SPEC, and nothing else", hint=f"surefoot verify digits {way}")
         stated = options.overrides(set_, seed=seed, data=data)
-        if layouts is not None:
+        if layouts:
             with _folder(keep) as folder:
-                return _verify_layouts(spec, stated, layouts, folder, steps=steps, json=json, quiet=quiet)
+                return _verify_layouts(spec, stated, "; ".join(layouts), folder, steps=steps, json=json, quiet=quiet)
         if compiled:
             with _folder(keep) as folder:
                 return _verify_compiled(spec, stated, folder, json=json, quiet=quiet)
@@ -166,6 +166,8 @@ def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: i
         ]
         print_table(heads, table, right=("tensors", "off by", "allowed"))
         print(f"\n{found.num_steps} steps of {found.batch} samples in microbatches of {found.microbatch}, against one process")
+        for note in found.notes:
+            print(f"note: {note}")
         if found.costs:
             costs = [
                 (each.layout, format_seconds(each.exact_s), format_seconds(each.plain_s), f"{each.exact_s / each.plain_s:.2f}")

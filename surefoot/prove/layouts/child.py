@@ -1,80 +1,66 @@
 """What each rank runs while layouts are compared: a few steps, after each of which rank 0 reports loss, norm, gradients and weights.
 
 `python -m surefoot.prove.layouts.child SPEC --report FILE --run DIR --steps N --float64`
+
+With `--record` the operators of all steps that are narrower than float64, and those that draw, are reported, also where the run fails:
+facts `narrow` and `draws`, as JSON, and then `failed`. With `--plain` BatchNorm and dropout are as in evaluation.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from surefoot.components.data import as_source
-from surefoot.components.data.feed import map_tensors
 from surefoot.components.parallel import gather_rows
 from surefoot.contract import spec_file
 from surefoot.contract.state import master_of, part_of
-from surefoot.contract.task import Batch, Resolved, Source, resolve
+from surefoot.contract.task import resolve
 from surefoot.prove.ladder.child import with_masters
+from surefoot.prove.layouts.pass_record import PassRecord
+from surefoot.prove.layouts.wide import Wide
 from surefoot.train.assemble import load_task
+from surefoot.train.failure.blame import describe
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
 from surefoot.trial.arm import told_apart
 
 
-class Wide:
-    """A task whose model and batches are float64: what is then left of a difference is no rounding."""
-
-    def __init__(self, found: Resolved) -> None:
-        self._task, own = found.task, found.augment
-        self.augment = None if own is None else lambda batch, keys: map_tensors(own(batch, keys), _wide)
-
-    def model(self) -> nn.Module:
-        made: nn.Module = self._task.model()
-        return made.double()
-
-    def data(self, split: str) -> Source:
-        made: Any = WideSource(as_source(self._task.data(split)))
-        return made  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-
-class WideSource:
-    """A source whose numbers are float64."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def read(self, ids: np.ndarray) -> Batch:
-        return map_tensors(self._source.read(ids), _wide)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Do what `words` (the command line's) ask for, and report it."""
     asked = _parser().parse_args(words)
+    record = PassRecord() if asked.record else None
+    facts: dict[str, str] = {}
+    arrays: dict[str, np.ndarray] | None = {}
+    with record or contextlib.nullcontext():
+        try:
+            arrays = _train(asked, record, facts)
+        except Exception as error:
+            if record is None:
+                raise
+            facts["failed"] = describe(error)
+    if record is not None:
+        facts |= {name: json.dumps([asdict(each) for each in getattr(record, name)]) for name in ("narrow", "draws")}
+    if arrays is not None:
+        write_report(asked.report, {}, facts=facts, arrays=arrays)
+
+
+def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str, str]) -> dict[str, np.ndarray] | None:
+    """The tensors after each step, and facts of the run; None on ranks that report nothing."""
     spec = spec_file.read(str(asked.spec)).spec
     found = load_task(spec)
-    task = resolve(Wide(found), importable=found.importable) if asked.float64 else found
+    task = found
+    if asked.float64 or asked.plain or record is not None:
+        task = resolve(Wide(found, float64=asked.float64, record=record, plain=asked.plain), importable=found.importable)
     arrays: dict[str, np.ndarray] = {}
     with told_apart(), Run(spec, task, folder=asked.run, quiet=True) as run:
         took_s: list[float] = []
@@ -86,11 +72,9 @@ def main(words: Sequence[str] | None = None) -> None:
             if report.gradient_norm is not None:
                 arrays[f"norm/{step}"] = np.array(report.gradient_norm, dtype=np.float64)
             begun_s = time.perf_counter()
-        facts = {"batch": str(run.assembly.feed.largest), "steps": str(run.step), "device": run.assembly.engine.device.type}
+        facts |= {"batch": str(run.assembly.feed.largest), "steps": str(run.step), "device": run.assembly.engine.device.type}
         facts["step_s"] = str(statistics.median(took_s[1:] or took_s))
-        is_first = run.group.is_first
-    if is_first:
-        write_report(asked.report, {}, facts=facts, arrays=arrays)
+        return arrays if run.group.is_first else None
 
 
 def _capture_whole(run: Run, loss: float, step: int) -> dict[str, np.ndarray]:
@@ -118,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--float64", action="store_true")
+    for flag in ("--float64", "--record", "--plain"):
+        parser.add_argument(flag, action="store_true")
     return parser
 
 

@@ -1,54 +1,31 @@
-"""The same global batches under each layout, against one process: loss, gradient norm, every gradient, every weight and buffer.
+"""The same global batches under each layout, against the uncut step of one process: loss, gradient norm, gradients, weights, buffers.
 
-Twice: in float64, where nothing but a wrong sum is larger than 1e-10 after any number of steps; and as the spec says, where the first
-step may be off by what another order of summation does. A sum of n numbers of 24 bits is off by (n - 1) 2^-24 of the sum of their
+First one process with the batch cut into the microbatches that ranks share, against one with the whole batch, in float64: a loss that
+depends on how its batch is cut differs there. Where they differ and the model has BatchNorm or draws numbers, both are compared once more
+with BatchNorm and dropout as in evaluation. Then each layout against the one process that cuts, twice: in float64, where nothing but a
+wrong sum is larger than 1e-10 after any number of steps; and as the spec says, where the
+first step may be off by what another order of summation does. A sum of n numbers of 24 bits is off by (n - 1) 2^-24 of the sum of their
 magnitudes at the most (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); n is the samples of the batch, and what a tensor is
 off by is told as a share of its largest number, or of a thousandth of the largest of all gradients. Later steps of the spec's own
-precision are not held to a bound: rounding grows there in any two runs.
+precision are not held to a bound: rounding grows there in any two runs. The same bound holds in float64 for a model that computes in
+fp32 or less by itself, which is found by its operators; one that cannot compute in float64 is compared as the spec says alone.
 
 With `layout.virtual_ranks` no bit of any step may differ, and what that costs is told: a step of each layout with it and without.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.errors import SpecError
 from surefoot.core.ranks.layout import Layout
-from surefoot.prove.attempts import last_words
-from surefoot.trial import Arm, compare_arrays, read_arrays, run_arm
-from surefoot.trial.arm import REPORT, WORK, absolute
-
-WIDE = 1e-10
-FIRST = ("loss/1/", "norm/1/", "gradient/1/")
-UNIT = 2.0**-24  # of rounding, in fp32
-NARROW = {"fp32": UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-Tell = Callable[[str], None]
-Arrays = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One layout against one process, in one precision: the tensor that is off most for what is allowed, and how many were compared."""
-
-    layout: str
-    precision: str
-    worst: str
-    off: float | None
-    allowed: float
-    count: int
-    num_bad: int
-
-    @property
-    def holds(self) -> bool:
-        return self.num_bad == 0 and self.count > 0
+from surefoot.prove.layouts.compare import Arrays, Compared, Tell, Trial
+from surefoot.prove.layouts.reference import take_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +46,8 @@ class Verdict:
     microbatch: int
     rows: tuple[Compared, ...]
     costs: tuple[Cost, ...] = ()
+    notes: tuple[str, ...] = ()
+    narrow: tuple[Mapping[str, str], ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -109,40 +88,42 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
 
 def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell) -> Verdict:
     """Run each layout twice in `folder`. Raises SpecError for a spec that cannot be tried, TaskError for a layout that does not run."""
-    trial = as_trial(spec, layouts, steps)
-    compute = trial.precision.compute
-    wide = trial.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else trial
-    is_exact = trial.layout.virtual_ranks is not None
+    cut, run = as_trial(spec, layouts, steps), Trial(folder, steps, tell)
+    compute = cut.precision.compute
+    wide = cut.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else cut
+    is_exact = cut.layout.virtual_ranks is not None
+    reference = take_reference(run, wide, cut)
     rows: list[Compared] = []
     costs: list[Cost] = []
     facts: Mapping[str, str] = {}
-    for precision, tried in (("float64", wide), (compute, trial)):
+    for precision, tried in (("float64", wide), (compute, cut)):
         is_wide = precision == "float64"
-        tell(f"one process, {precision}")
-        whole, facts = _arrays(tried, Layout(), folder, f"one {precision}", steps, is_wide)
+        if is_wide and not reference.is_wide:
+            continue
+        flags = ("--float64",) if is_wide else ()
+        whole, facts = run.run(tried, Layout(), f"one process, {precision}", *flags)
+        if is_wide == reference.is_wide:
+            rows += reference.compare(whole, int(facts["batch"]))
         for each in layouts:
             if each.world_size == 1:
                 continue
-            tell(f"{each}, {precision}")
-            found, told = _arrays(tried, each, folder, f"{each} {precision}", steps, is_wide)
+            found, told = run.run(tried, each, f"{each}, {precision}", *flags)
             if is_exact:
                 rows.append(_compare_bits(each, precision, whole, found))
                 if not is_wide:
-                    costs.append(_cost(tried, each, folder, steps, told))
+                    costs.append(_cost(run, tried, each, told))
                 continue
-            allowed = WIDE if is_wide else int(facts["batch"]) * NARROW.get(compute, NARROW["bf16"])
-            rows.append(_compare(each, precision, whole, found, allowed, only_first=not is_wide))
+            rows.append(reference.judge(str(each), is_wide, whole, found, int(facts["batch"])))
     if is_exact:
-        costs.insert(0, _cost(trial, Layout(), folder, steps, facts))
+        costs.insert(0, _cost(run, cut, Layout(), facts))
     return Verdict(
-        num_steps=int(facts["steps"]), batch=int(facts["batch"]), microbatch=trial.train.microbatch or 0, rows=tuple(rows),
-        costs=tuple(costs),
+        num_steps=int(facts["steps"]), batch=int(facts["batch"]), microbatch=cut.train.microbatch or 0, rows=tuple(rows),
+        costs=tuple(costs), notes=tuple(reference.notes), narrow=tuple(reference.narrow),
     )  # fmt: skip
 
 
-def _cost(spec: RunSpec, layout: Layout, folder: Path, steps: int, exact: Mapping[str, str]) -> Cost:
-    plain = spec.replace(layout={"virtual_ranks": None})
-    _, told = _arrays(plain, layout, folder, f"{layout} plain", steps, is_wide=False)
+def _cost(run: Trial, spec: RunSpec, layout: Layout, exact: Mapping[str, str]) -> Cost:
+    _, told = run.run(spec.replace(layout={"virtual_ranks": None}), layout, f"{layout}, without the same bits")
     return Cost(layout=str(layout), exact_s=float(exact["step_s"]), plain_s=float(told["step_s"]))
 
 
@@ -155,36 +136,4 @@ def _compare_bits(layout: Layout, precision: str, whole: Arrays, found: Arrays) 
     return Compared(
         layout=str(layout), precision=precision, worst=worst, off=off.get(worst) if apart else 0.0, allowed=0.0, count=len(whole),
         num_bad=len(apart),
-    )  # fmt: skip
-
-
-def _arrays(
-    spec: RunSpec, layout: Layout, folder: Path, name: str, steps: int, is_wide: bool
-) -> tuple[Arrays, Mapping[str, str]]:  # fmt: skip
-    place = folder / name.replace("=", "").replace(",", " ").replace(" ", "-")
-    command = (
-        sys.executable, "-m", "surefoot.prove.layouts.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", str(place / "run"),
-        "--steps", str(steps), *(["--float64"] if is_wide else []),
-    )  # fmt: skip
-    spec = spec.replace(layout={"shard": layout.shard, "stage": layout.stage})
-    whole = spec.replace(**absolute(spec, Path.cwd()))
-    arm = Arm(
-        name=place.name, command=command, files={"spec.toml": spec_file.write(whole)}, folder=Path.cwd(), ranks=layout.world_size
-    )
-    outcome = run_arm(arm, place)
-    if outcome.ended != "done":
-        hint = "in float64 the task may hold numbers of its own in fp32" if is_wide else "does surefoot train run it?"
-        raise TaskError(f"{name}: {last_words(outcome.error or outcome.ended)}", hint=hint)
-    return read_arrays(place / "rank0" / "report.json"), outcome.facts
-
-
-def _compare(layout: Layout, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool) -> Compared:
-    def kept(arrays: Arrays) -> dict[str, np.ndarray]:
-        return {name: each for name, each in arrays.items() if not only_first or f"{name}/".startswith(FIRST)}
-
-    gaps = compare_arrays(kept(whole), kept(whole), kept(found), tolerance=allowed)
-    worst = gaps[0]
-    return Compared(
-        layout=str(layout), precision=precision, worst=worst.name, off=worst.distance, allowed=allowed, count=len(gaps),
-        num_bad=sum(gap.verdict == "differs" for gap in gaps),
     )  # fmt: skip

@@ -1,0 +1,94 @@
+"""One run of a comparison of layouts, and the tensors of two of them held against each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from surefoot.contract import spec_file
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import TaskError
+from surefoot.core.ranks.layout import Layout
+from surefoot.prove.attempts import last_words
+from surefoot.trial import Arm, compare_arrays, read_arrays, run_arm
+from surefoot.trial.arm import REPORT, WORK, absolute
+
+WIDE = 1e-10
+FIRST = ("loss/1/", "norm/1/", "gradient/1/")
+UNIT = 2.0**-24  # of rounding, in fp32
+NARROW = {"fp32": UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+Tell = Callable[[str], None]
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One layout against one process, in one precision: the tensor that is off most for what is allowed, and how many were compared."""
+
+    layout: str
+    precision: str
+    worst: str
+    off: float | None
+    allowed: float
+    count: int
+    num_bad: int
+
+    @property
+    def holds(self) -> bool:
+        return self.num_bad == 0 and self.count > 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs what is compared, each in fresh processes, in a folder of its own below `folder`."""
+
+    folder: Path
+    steps: int
+    tell: Tell
+
+    def run(
+        self, spec: RunSpec, layout: Layout, name: str, *flags: str, steps: int | None = None
+    ) -> tuple[Arrays, Mapping[str, str]]:
+        """The tensors and facts of a run; `flags` are those of the child. Raises TaskError where it fails, but with `--record`."""
+        self.tell(name)
+        place = self.folder / name.replace("=", "").replace(",", " ").replace(" ", "-")
+        command = (
+            sys.executable, "-m", "surefoot.prove.layouts.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", str(place / "run"),
+            "--steps", str(steps or self.steps), *flags,
+        )  # fmt: skip
+        spec = spec.replace(layout={"shard": layout.shard, "stage": layout.stage})
+        whole = spec.replace(**absolute(spec, Path.cwd()))
+        arm = Arm(
+            name=place.name,
+            command=command,
+            files={"spec.toml": spec_file.write(whole)},
+            folder=Path.cwd(),
+            ranks=layout.world_size,
+        )
+        outcome = run_arm(arm, place)
+        if outcome.ended != "done":
+            hint = (
+                "in float64 the task may hold numbers of its own in fp32"
+                if "--float64" in flags
+                else "does surefoot train run it?"
+            )
+            raise TaskError(f"{name}: {last_words(outcome.error or outcome.ended)}", hint=hint)
+        return read_arrays(place / "rank0" / "report.json"), outcome.facts
+
+
+def compare(layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool) -> Compared:
+    """`found` against `whole`, tensor by tensor; `only_first` leaves out what follows the first step's gradients."""
+
+    def kept(arrays: Arrays) -> dict[str, np.ndarray]:
+        return {name: each for name, each in arrays.items() if not only_first or f"{name}/".startswith(FIRST)}
+
+    gaps = compare_arrays(kept(whole), kept(whole), kept(found), tolerance=allowed)
+    worst = gaps[0]
+    return Compared(
+        layout=layout, precision=precision, worst=worst.name, off=worst.distance, allowed=allowed, count=len(gaps),
+        num_bad=sum(gap.verdict == "differs" for gap in gaps),
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""The reference of a comparison: the uncut step of one process, and what its operators say of the bound that holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from surefoot.contract.spec import RunSpec
+from surefoot.core.ranks.layout import Layout
+from surefoot.prove.layouts.compare import NARROW, UNIT, WIDE, Arrays, Compared, Trial, compare
+
+OPERATOR_UNITS = {"float32": UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+LEAST_UNIT = 2.0**-3  # of any format with fewer bits
+NUM_NAMED = 3
+Operators = Sequence[Mapping[str, str]]
+
+
+@dataclass
+class Reference:
+    """The first step of one process with the whole batch, None where it does not run; in float64, unless the task cannot compute so.
+
+    `narrow` are the operators of the task that compute in fewer bits than float64, `notes` what a reader of the verdict must know.
+    """
+
+    run: Trial
+    cut: RunSpec
+    arrays: Arrays | None
+    narrow: Operators
+    is_wide: bool
+    compute: str  # of the spec
+    notes: list[str] = field(default_factory=list)
+
+    def compare(self, whole: Arrays, batch: int) -> list[Compared]:
+        """The step of one process that cuts its batch, against this one; none where that cannot be said, with a note."""
+        if self.arrays is None:
+            return []
+        found = self._judge_cut(self.arrays, whole, batch)
+        if found.holds:
+            return [found]
+        flags = ("--plain", *self._flags)
+        uncut, facts = self.run.run(
+            _uncut(self.cut), Layout(), "one process, the whole batch, plain", "--record", *flags, steps=1
+        )
+        if "failed" in facts:
+            return [found]
+        again, _ = self.run.run(self.cut, Layout(), "one process, plain", *flags, steps=1)
+        plain, draws = self._judge_cut(uncut, again, batch), json.loads(facts["draws"])
+        if plain.holds:
+            self.notes.append(
+                f"{plain.layout}: compared with BatchNorm and dropout as in evaluation, since both depend on the microbatch"
+            )
+        elif draws:
+            self.notes.append(
+                f"{plain.layout}: not compared with the whole batch, since the task draws numbers: {describe(draws)}"
+            )
+            return []
+        else:
+            self.notes.append(
+                f"{plain.layout}: the loss of microbatches does not add up to that of the whole batch; where it compares samples with "
+                "each other, return it with additive=False and leave train.microbatch out"
+            )
+        return [plain]
+
+    def judge(
+        self, layout: str, is_wide: bool, whole: Arrays, found: Arrays, batch: int, *, only_first: bool = False
+    ) -> Compared:
+        """`found` against `whole`: in float64 within 1e-10, in the spec's precision within its rounding in the first step.
+
+        Where that fails, operators in fewer bits widen it to the rounding of theirs.
+        """
+        compute = self.compute
+        precision, unit = ("float64", 0.0) if is_wide else (compute, NARROW.get(compute, NARROW["bf16"]))
+        allowed = WIDE if is_wide else batch * unit
+        exact = compare(layout, precision, whole, found, allowed, only_first=only_first or not is_wide)
+        least = max((OPERATOR_UNITS.get(each["dtype"], LEAST_UNIT) for each in self.narrow), default=0.0)
+        if exact.holds or least <= unit:
+            return exact
+        told = f"the task computes in fewer bits than {precision}, whose bound is used: {describe(self.narrow)}"
+        if told not in self.notes:
+            self.notes.append(told)
+        return compare(layout, precision, whole, found, batch * least, only_first=True)
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return ("--float64",) if self.is_wide else ()
+
+    def _judge_cut(self, uncut: Arrays, cut: Arrays, batch: int) -> Compared:
+        return self.judge(f"1,microbatch={self.cut.train.microbatch}", self.is_wide, uncut, cut, batch, only_first=True)
+
+
+def take_reference(run: Trial, wide: RunSpec, cut: RunSpec) -> Reference:
+    """Take the step of the whole batch: of `wide` in float64, of `cut` where the task itself keeps numbers in fewer bits."""
+    flags, compute = ("--record", "--float64"), cut.precision.compute
+    arrays, facts = run.run(_uncut(wide), Layout(), "one process, the whole batch, float64", *flags, steps=1)
+    narrow = json.loads(facts["narrow"])
+    if "failed" not in facts:
+        return Reference(run, wide, arrays, narrow, True, compute)
+    if not narrow:
+        return Reference(
+            run, wide, None, (), True, compute, [f"not compared with the whole batch, whose step fails: {facts['failed']}"]
+        )
+    why = f"not compared in float64, since the task keeps numbers in fewer bits: {describe(narrow)}; {facts['failed']}"
+    arrays, facts = run.run(_uncut(cut), Layout(), f"one process, the whole batch, {cut.precision.compute}", "--record", steps=1)
+    if "failed" not in facts:
+        return Reference(run, cut, arrays, narrow, False, compute, [why])
+    return Reference(
+        run, cut, None, narrow, False, compute, [why, f"not compared with the whole batch, whose step fails: {facts['failed']}"]
+    )
+
+
+def describe(operators: Operators) -> str:
+    """The first few operators with their module and line, and how many more there are."""
+    named = [
+        f"{each['operator']}{' to ' + each['dtype'] if each['dtype'] else ''}{' in ' + each['module'] if each['module'] else ''} "
+        f"({each['line']})"
+        for each in operators[:NUM_NAMED]
+    ]
+    more = len(operators) - len(named)
+    return ", ".join(named) + (f", and {more} more" if more > 0 else "")
+
+
+def _uncut(spec: RunSpec) -> RunSpec:
+    return spec.replace(train={"microbatch": None}, layout={"virtual_ranks": None}, observe={"noise": False})

@@ -1,0 +1,90 @@
+"""A task in float64: its model and its batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from surefoot.components.data import as_source
+from surefoot.components.data.feed import map_tensors
+from surefoot.components.stability import find_batch_norms
+from surefoot.contract.task import Batch, Resolved, Source
+from surefoot.prove.layouts.pass_record import PassRecord
+
+
+class Wide:
+    """A task whose model and batches are float64: what is then left of a difference is no rounding.
+
+    Without `float64` they stay as they are. `record` is told of the model, and pauses while that is built and data are read. With
+    `plain`, BatchNorm and dropout are as in evaluation: what then depends on how a batch is cut is the loss.
+    """
+
+    def __init__(self, found: Resolved, *, float64: bool = True, record: PassRecord | None = None, plain: bool = False) -> None:
+        self._task, self._own, self._record, self._plain = found.task, found.augment, record, plain
+        self._convert = _wide if float64 else lambda tensor: tensor
+        self._is_wide = float64
+        self.augment = None if found.augment is None else self._augment
+
+    def _augment(self, batch: Batch, keys: Any) -> Batch:
+        assert self._own is not None
+        with _paused(self._record):
+            return map_tensors(self._own(batch, keys), self._convert)
+
+    def model(self) -> nn.Module:
+        with _paused(self._record):
+            made: nn.Module = self._task.model()
+        if self._is_wide:
+            made = made.double()
+        if self._plain:
+            make_plain(made)
+        if self._record is not None:
+            self._record.know(made)
+        return made
+
+    def data(self, split: str) -> Source:
+        with _paused(self._record):
+            made: Any = WideSource(as_source(self._task.data(split)), self._convert, self._record)
+        return made  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+class WideSource:
+    """A source whose tensors are converted, as to float64."""
+
+    def __init__(self, source: Source, convert: Callable[[Tensor], Tensor], record: PassRecord | None = None) -> None:
+        self._source, self._convert, self._record = source, convert, record
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, ids: np.ndarray) -> Batch:
+        with _paused(self._record):
+            return map_tensors(self._source.read(ids), self._convert)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+def make_plain(model: nn.Module) -> None:
+    """Keep BatchNorm and dropout layers of `model` as in evaluation, whatever mode it is put into."""
+    dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
+    for module in (*dropouts, *find_batch_norms(model).values()):
+        module.training = False
+        module.train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+def _paused(record: PassRecord | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if record is None else record.paused()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
