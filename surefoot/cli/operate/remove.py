@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from surefoot.cli.options import RunArgument, TracebackOption
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 GONE = ".removed-"
 
@@ -15,6 +16,7 @@ GONE = ".removed-"
 def remove(
     run: RunArgument,
     yes: Annotated[bool, typer.Option("--yes", help="remove it without asking")] = False,
+    json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Delete a run folder with everything in it.
@@ -29,7 +31,8 @@ def remove(
     from surefoot.core.units import format_bytes
 
     check_is_run(run)
-    what = f"{run}: {len(list_files(run)):,} files, {format_bytes(count_bytes(run))}"
+    num_files, num_bytes = len(list_files(run)), count_bytes(run)
+    what = f"{run}: {num_files:,} files, {format_bytes(num_bytes)}"
     if not yes:
         if not sys.stdin.isatty():
             raise InputError(f"{what} would be deleted, and nobody can be asked", hint="give --yes")
@@ -44,7 +47,10 @@ def remove(
             f"{run} cannot be deleted: {error.strerror}",
             hint=f"delete what is left by hand: {hidden if hidden.exists() else run}",
         ) from error
-    print(f"deleted {what}")
+    if json:
+        options.print_json({"run": str(run), "num_files": num_files, "num_bytes": num_bytes})
+    else:
+        print(f"deleted {what}")
 
 
 def _hide(run: Path) -> Path:
