@@ -12,7 +12,7 @@ import typer
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
 from surefoot.cli.operate import archive, checkpoint, data, remove
-from surefoot.cli.prove import bench, explain, formats, ladder, memory, promise, roofline, tune_loader, verify, whatif
+from surefoot.cli.prove import bench, check, explain, formats, ladder, memory, promise, roofline, tune_loader, verify, whatif
 from surefoot.cli.train import demo, evaluate, init, predict, resume, train
 from surefoot.core.errors import (
     EXIT_INTERNAL,
@@ -53,6 +53,7 @@ app.command(cls=Verb, rich_help_panel=LOOK)(report.report)
 app.command(cls=Verb, rich_help_panel=LOOK)(ledger.ledger)
 app.command(cls=Verb, rich_help_panel=LOOK)(profile.profile)
 app.add_typer(spec.app, name="spec", rich_help_panel=LOOK)
+app.command(cls=Verb, rich_help_panel=PROVE)(check.check)
 app.command(cls=Verb, rich_help_panel=PROVE)(verify.verify)
 app.command(cls=Verb, rich_help_panel=PROVE)(promise.prove)
 app.command(cls=Verb, rich_help_panel=PROVE)(ladder.ladder)

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -87,6 +87,7 @@ class Assembly:
     notes: list[str]
     told: list[str]  # notes that are said at the start, too
     tried: Evaluation | None = None  # of a few samples
+    warnings: list[str] = field(default_factory=list)  # are printed at the start even to who wants quiet
 
     @property
     def feed(self) -> Feed:
@@ -211,8 +212,8 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     told = optim.describe_scaling(spec.optim, feed.largest) + describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
-    if not isinstance(source, Iterated):
-        told += optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
+    is_counted = not isinstance(source, Iterated)
+    warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []
     average = None
     if spec.optim.ema is not None:
         average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
@@ -236,7 +237,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes += [] if compiled is None else [compiled.words]
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)
-    return Assembly(spec, resolved, model, read, updates, course, engine, notes, told, tried)
+    return Assembly(spec, resolved, model, read, updates, course, engine, notes, told, tried, warnings)
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:

@@ -28,7 +28,7 @@ from surefoot.components.data import size_of
 from surefoot.components.data.sources import Watched
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
-from surefoot.components.stability import GuardFault
+from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
 from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
@@ -199,6 +199,10 @@ class _Record:
             self._journal.begin(self._started(model, name, program, data, notes))
         for note in notes:
             self._console.warn(note)
+        if lost := self._keeper.lost_commits:
+            fault = Guard.lost_commit(self.step, lost)
+            self._console.warn(f"{fault.detail}; {fault.action}")
+            self._write(environment.fault(self.generation, fault))
         self._stop_listening = self.clock.listen_to_collections()
         self.clock.switch(OTHER)
 

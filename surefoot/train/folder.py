@@ -14,7 +14,7 @@ from typing import Any
 from surefoot.components import checkpoint
 from surefoot.contract import commits, events, ledger, manifest, spec_file
 from surefoot.contract.events import Ended, Started
-from surefoot.contract.run_folder import files
+from surefoot.contract.run_folder import files, removals
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, is_held
 from surefoot.contract.spec import RunSpec
@@ -169,7 +169,7 @@ def _chosen(
 def _check_no_links(folder: Path) -> None:
     """Raise RunFolderError where what a run writes is a link in its folder: a stranger's would have us write elsewhere."""
     try:
-        for name in (events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, manifest.FOLDER):
+        for name in (events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, removals.FILE, manifest.FOLDER):
             files.check_no_link(folder, name)
     except OSError as error:
         hint = manifest.UNLINK if Path(str(error.filename)).name == manifest.FOLDER else hint_unread(error)

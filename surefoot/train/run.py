@@ -101,7 +101,7 @@ class Run:
         self.group = group = self._opened.enter_context(together.joined(self.spec, heard))
         self._mesh = together.meshed(group, self.spec)
         program, choice, notes = group.settle(self._prepare)
-        self.assembly.told.extend(heard)
+        self.assembly.warnings.extend(heard)
         together.check_alike(group, self.assembly, program, self._wanted())
         spec = environment.as_run(self.spec) if self._start is None else None
         with together.taken(group, choice, spec) as (chosen, self._lock):
@@ -152,8 +152,8 @@ class Run:
         self.started_s = time.perf_counter()
         self._clock.start(LOGGING)
         where = chosen.describe_start(self.step if self._is_taken else None) if begun is None else begun.notes
-        said = (*chosen.notes, *where, *self._keeper.disk_note(), *self.assembly.said)
-        told = environment.as_run(self.spec), program, (*said, *notes)
+        said, warnings = (*chosen.notes, *where, *self.assembly.said), (*self._keeper.disk_note(), *self.assembly.warnings)
+        told = environment.as_run(self.spec), program, (*said, *warnings, *notes)
         journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
         self._opened.callback(together.let_follow(self.group, self.assembly))
         quiet, total = self._quiet or not self.group.is_first, course.total_steps
@@ -165,10 +165,10 @@ class Run:
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         num_lost = self._ledger.count_lost(self.step)
-        damage = Damage(log=self._damaged, commits=troubles, num_lost_rows=num_lost, other_data=self._other_data)
+        damage = Damage(log=self._damaged, commits=troubles, lost_commits=self._keeper.lost_commits,
+                        num_lost_rows=num_lost, other_data=self._other_data)  # fmt: skip
         self._telling.tell_damage(damage, self.step)
-        for note in (*said, f"run folder {self.folder}"):
-            self._telling.say(note)
+        self._telling.begin((*said, f"run folder {self.folder}"), warnings if self.group.is_first else ())
         for saved in first:
             self._saved(saved)
 

@@ -23,7 +23,7 @@ VERBS = (
     "prove",
     "roofline", "explain", "formats", "whatif", "memory", "tune-loader", "bench step", "bench comm", "ladder",
     "spec show", "spec schema", "spec check",
-    "archive", "remove",
+    "check", "archive", "remove",
     "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
     "checkpoint import", "data convert", "data index", "data check", "data stats", "data bench", "data stage",
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_words_in_brackets_are_shown_in_every_place_of_a_help(capsys: pytest.Cap
         assert [word for word in expected.split() if f"[{word}]" not in shown] == []
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "spec schema"])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("spec schema", "remove")])
 def test_every_verb_has_json_and_traceback(verb: str) -> None:
     assert flags(verb) >= COMMON
 

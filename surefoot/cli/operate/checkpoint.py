@@ -118,16 +118,19 @@ def check(
 ) -> int:  # fmt: skip
     """Hold every byte of the commits of a run against their digests.
 
-    Tells what is damaged and what still loads. Ends with 1 where something is damaged, even if it was set aside just now.
+    Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where something is damaged or gone, even if
+    it was set aside just now.
     """
-    from surefoot.cli.operate import stored
+    from surefoot.cli.operate import stored, wholeness
     from surefoot.cli.table import without_control
     from surefoot.core.errors import RunFolderError
     from surefoot.core.units import format_bytes
 
-    is_run = (Path(run) / "checkpoints").is_dir()
-    found = list(stored.check_run(Path(run))) if is_run else [stored.check_commit(stored.find_commit(run))]
-    if not found:
+    has_folder, lost = (Path(run) / "checkpoints").is_dir(), wholeness.find_lost(Path(run))
+    is_run = has_folder or bool(lost)
+    found = [] if is_run else [stored.check_commit(stored.find_commit(run))]
+    found += stored.check_run(Path(run)) if has_folder else []
+    if not found and not lost:
         raise RunFolderError(f"{run} holds no commit, so there is nothing to check", hint=stored.COMMIT_HINT)
     damaged = [each for each in found if not each.is_sound]
     moved = _set_aside(Path(run), damaged, found[0].folder if found else None) if repair and damaged else {}
@@ -136,8 +139,16 @@ def check(
         rows = [{"step": each.step, "sound": each.is_sound, "damaged": list(each.damaged), "files": list(each.names),
                  "unknown": list(each.unknown), "num_files": each.num_files, "bytes": each.num_bytes, "whole_state": each.whole_state,
                  "set_aside": moved.get(each.step)} for each in found]  # fmt: skip
-        options.print_json({"run": run, "ok": not damaged, "goes_on_after": goes_on, "commits": rows})
-        return int(bool(damaged))
+        options.print_json(
+            {
+                "run": run,
+                "ok": not (damaged or lost),
+                "goes_on_after": goes_on,
+                "commits": rows,
+                "gone": [each.step for each in lost],
+            }
+        )
+        return int(bool(damaged or lost))
     for each in found:
         told = f"sound   {each.num_files} files, {format_bytes(each.num_bytes)}" if each.is_sound else "DAMAGED"
         print(f"step {each.step:,}  {told}")
@@ -147,9 +158,11 @@ def check(
             print(without_control(f"  {name} is not named by the manifest, and is never read"))
         if each.step in moved:
             print(f"  set aside as {moved[each.step]}")
+    for missing in lost:
+        print(without_control(f"step {missing.step:,}  GONE    {missing.why}"))
     if is_run:
         print("no commit here can be gone on from" if goes_on is None else f"a run goes on after step {goes_on:,}")
-    return int(bool(damaged))
+    return int(bool(damaged or lost))
 
 
 def _set_aside(run: Path, damaged: list[Any], first: Path | None) -> dict[int, str]:

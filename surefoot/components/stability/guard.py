@@ -129,6 +129,10 @@ class Guard:
             step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail
         )
 
+    @staticmethod
+    def lost_commit(step: int, detail: str) -> GuardFault:
+        return GuardFault(step, "lost-commit", f"resuming {f'after step {step}' if step else 'from the start'}", detail)
+
     def damaged_log(self, step: int, detail: str) -> GuardFault:
         return GuardFault(step, "damaged-log", "the line is left out", detail)
 

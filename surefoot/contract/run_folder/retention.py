@@ -14,7 +14,7 @@ from pathlib import Path
 
 from surefoot.contract import commits
 from surefoot.contract import manifest as manifests
-from surefoot.contract.run_folder import files
+from surefoot.contract.run_folder import files, removals
 from surefoot.core.errors import InputError, RunFolderError
 
 CLOCK_FILE = "clock.json"  # of a commit: {"training_s": seconds}
@@ -166,8 +166,11 @@ def make_room(run: str | Path, *, every: int | None = None, every_s: float | Non
 
 def _delete(run: Path, doomed: Sequence[int]) -> list[int]:
     gone = []
+    is_recorded = removals.record(run, doomed)
     for step in doomed:
         with contextlib.suppress(OSError):  # a folder that cannot be deleted harms nothing; the next commit tries again
             commits.remove(manifests.step_folder(run, step))
             gone.append(step)
+    if not is_recorded:  # a full disk, which has room now
+        removals.record(run, gone)
     return gone

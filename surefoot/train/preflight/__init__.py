@@ -10,7 +10,7 @@ from surefoot.train.resume.state import LiveState
 
 
 def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
-    """Try what the run is made of; gives notes, and adds to those that are said. Raises TaskError for what cannot be trained.
+    """Try what the run is made of; gives notes, and adds to the warnings. Raises TaskError for what cannot be trained.
 
     What is only measured, to be told, the first attempt at a run has told: one that goes on (`is_again`) does not measure it anew.
     """
@@ -24,5 +24,5 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
-        assembly.told.extend([*measured, *draws.check(assembly)])
+        assembly.warnings.extend([*measured, *draws.check(assembly)])
     return notes

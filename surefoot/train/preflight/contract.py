@@ -49,6 +49,7 @@ def check(assembly: Assembly) -> list[str]:
 
     train = assembly.spec.train
     splits = (train.microbatch is not None and train.microbatch < train.batch) or assembly.spec.memory.on_oom == "halve"
+    unchecked = assembly.warnings if splits else notes  # else no step depends on it
     with untouched(assembly.model, state), computing(assembly):
         batch = _first(read, ids)
         for update in assembly.updates:
@@ -59,7 +60,7 @@ def check(assembly: Assembly) -> list[str]:
                 check_splittable(update.name, whole, assembly.task.counts is not None)
             unknown = f"whether the loss of update {update.name} is a sum could not be checked"
             if not whole.additive or source.guarantee != "proven":
-                notes.append(unknown)
+                unchecked.append(unknown)
                 continue
             parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
             if len(ids) < 2:  # batches of one sample: two of them may differ in shape, and need not go into one
@@ -67,9 +68,9 @@ def check(assembly: Assembly) -> list[str]:
                 try:
                     whole = attempt(update, read(np.concatenate(parts)))
                 except Exception:  # noqa: BLE001 - such a batch is never asked for again
-                    notes.append(unknown)
+                    unchecked.append(unknown)
                     continue
-            notes += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
+            unchecked += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
     with computing(assembly):
         _check_lone_sample(assembly, read)
     budget = assembly.engine.recomputed.budget

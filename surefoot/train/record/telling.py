@@ -23,6 +23,7 @@ class Damage:
 
     log: Sequence[str] = ()
     commits: Sequence[str] = ()
+    lost_commits: str = ""  # those that the log names and that are gone, in words
     num_lost_rows: int = 0
     other_data: str = ""  # how what is read again differs from what was trained on
 
@@ -41,6 +42,14 @@ class Telling:
     def say(self, text: str) -> None:
         with self._clock.within(LOGGING):
             self.console.say(text)
+
+    def begin(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
+        """Say what a person should hear at the start; the warnings even to who wants quiet."""
+        with self._clock.within(LOGGING):
+            for warning in warnings:
+                self.console.warn(warning)
+        for note in notes:
+            self.say(note)
 
     def write(self, event: events.Event) -> None:
         """Record what happened."""
@@ -101,6 +110,8 @@ class Telling:
             self.fault(self._guard.damaged_log(step, line))
         for trouble in damage.commits:
             self.fault(self._guard.damaged_commit(step, trouble))
+        if damage.lost_commits:
+            self.fault(self._guard.lost_commit(step, damage.lost_commits))
         if damage.num_lost_rows:
             self.fault(self._guard.damaged_ledger(step, damage.num_lost_rows))
         if damage.other_data:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
-from surefoot.contract import commits, digest, manifest
+from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.manifest import Manifest
+from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
@@ -61,6 +62,7 @@ class Keeper:
         self._last_s = time.monotonic()
         self.is_asked = self.has_saved = False
         self.saved_step = 0
+        self.lost_commits = ""  # what `resume` did not find, in words
 
     # ---- when
 
@@ -275,6 +277,7 @@ class Keeper:
         """Load the newest whole commit: what was saved beside it (None where there is none), its step, and what was damaged."""
         found: dict[str, Any] = {}
         lost, forget = self._fetch() if self._group.is_first else [], self._assembly.spec.fault.forget
+        gone = find_gone(self._folder) if self._group.is_first and (self._folder / events.FILE).is_file() else []
         adapt = self._state.forgetting(forget) if forget else None
 
         def restore(commit: Commit) -> None:
@@ -304,6 +307,7 @@ class Keeper:
             step, troubles = json.loads(self._group.from_first("")), []
             load(step)
         self.saved_step = step or 0
+        self.lost_commits = describe_lost(gone, self.saved_step)
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:

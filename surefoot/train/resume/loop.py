@@ -19,6 +19,7 @@ from surefoot.components.checkpoint import Stamp
 from surefoot.components.data.sources import Watched, as_ids
 from surefoot.components.data.sources.batch_digest import Difference, PassDigest
 from surefoot.contract.manifest import Manifest
+from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError, TaskError
 from surefoot.core.units import Duration
@@ -60,7 +61,9 @@ class LoopKeeper:
     def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         """Load the newest whole commit: the counters of the loop (None where there is none), and what was damaged."""
         checkpoint.clear_drafts(self._folder)
+        gone = find_gone(self._folder)
         found = checkpoint.load(self._folder, self._objects)
+        self.lost_commits = describe_lost(gone, 0 if found is None else found.step)
         if found is None:
             return None, ()
         checkpoint.retain(self._folder, keep=KEEP)  # what a kill between a commit and this left over
@@ -94,6 +97,7 @@ class LoopKeeper:
         return self.pass_number + self._is_between
 
     _saves_itself = False
+    lost_commits = ""  # what `resume` did not find, in words
 
     def begin_pass(self) -> Iterator[Any]:
         """An iterator over the data that stands where the loop was left; from the second pass on, at the beginning."""

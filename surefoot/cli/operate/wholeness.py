@@ -1,0 +1,164 @@
+"""A run folder held against what it should hold: its spec, its log, its ledger, and every commit that the log names; without torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.cli.operate import stored
+from surefoot.contract import commits, events, loop_ledger, spec_file
+from surefoot.contract import ledger as ledgers
+from surefoot.contract.events import Event, Started
+from surefoot.contract.run_folder import gone
+from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import RunFolderError, SurefootError
+from surefoot.core.units import format_bytes
+
+MOST_SHOWN = 10
+ATTACHED = "attached"  # the id of a loop of the user's own, which has no spec
+WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The spec, the log, the ledger or a commit: `whole`, `damaged`, `lost`, or `removed`, as retention does with old commits."""
+
+    name: str
+    state: str
+    found: str
+    problems: tuple[str, ...] = ()
+    step: int | None = None  # of a commit
+
+    @property
+    def is_whole(self) -> bool:
+        return self.state in (WHOLE, REMOVED)
+
+    def as_row(self) -> dict[str, Any]:
+        """For machines."""
+        named = {"part": self.name} if self.step is None else {"step": self.step}
+        return {**named, "state": self.state, "found": self.found, "problems": list(self.problems)}
+
+
+def _part(name: str, found: str, problems: Sequence[str] = ()) -> Part:
+    return Part(name, DAMAGED if problems else WHOLE, found, tuple(problems))
+
+
+def check(run: Path) -> list[Part]:
+    """Check the spec, the log, the ledger and every commit of a run, byte for byte. Raises RunFolderError for a folder that is no run."""
+    damaged: list[str] = []
+    records = list(events.read(run, damaged=damaged))
+    starts = [event for event in records if isinstance(event, Started)]
+    problems = [*damaged, *([] if starts else ["it has no record of a start"])]
+    log = _part("log", f"{len(records):,} records, {len(starts):,} attempts", problems)
+    ledger = _check_ledger(run, starts, records, is_log_whole=not damaged)
+    return [_check_spec(run, starts), log, ledger, *_check_commits(run, records)]
+
+
+def find_lost(run: Path) -> list[gone.Gone]:
+    """The commits that the log names and that were lost; none where there is no log that can be read."""
+    with contextlib.suppress(RunFolderError):
+        return [each for each in gone.find_gone(run) if each.is_lost]
+    return []
+
+
+def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:
+    """Every commit that the folder holds or `records` name, by step."""
+    steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})
+    folders = {step: commits.find_folder(run, step) for step in steps}
+    healths = {step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None}
+    missing = {each.step: each for each in gone.find_gone(run, records)}  # also what retention deleted meanwhile
+    for step in steps:
+        if step in missing:
+            yield _of_missing(missing[step])
+        elif step in healths:
+            yield _of_present(step, healths[step])
+
+
+def _of_missing(missing: gone.Gone) -> Part:
+    name = f"step {missing.step:,}"
+    if missing.is_lost:
+        return Part(name, LOST, "", (missing.why,), missing.step)
+    return Part(name, REMOVED, missing.why, (), missing.step)
+
+
+def _of_present(step: int, health: stored.Health) -> Part:
+    found = f"{health.num_files} files, {format_bytes(health.num_bytes)}"
+    return Part(f"step {step:,}", WHOLE if health.is_sound else DAMAGED, found, health.damaged, step)
+
+
+def _check_spec(run: Path, starts: Sequence[Started]) -> Part:
+    logged = starts[-1].spec_id if starts else None
+    if logged == ATTACHED:
+        return _part("spec", "none: the run is a loop of the user's own")
+    try:
+        spec = spec_file.read_of_run(run, checks_task=False).spec
+    except SurefootError as error:
+        return _part("spec", "", [error.message])
+    if logged is not None and spec.id != logged:
+        return _part(
+            "spec",
+            f"id {spec.id}",
+            [
+                f"{spec_file.FILE} has the id {spec.id}, and the log is of spec {logged}",
+            ],
+        )
+    return _part("spec", f"id {spec.id}")
+
+
+# ---- the ledger
+
+
+def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool) -> Part:
+    """The verdict of `surefoot ledger`, and whether the ledger is that of this log."""
+    committed = max(gone.find_named(records), default=0)
+    try:
+        found, last, attempts, problems = _judge_ledger(run, starts[-1] if starts else None)
+    except SurefootError as error:
+        return _part("ledger", "", [error.message])
+    except OSError as error:
+        return _part("ledger", "", [f"{run / ledgers.FILE} cannot be read: {error.strerror}"])
+    if committed > last:
+        problems.append(f"it ends at step {last:,}, and the log names a commit of step {committed:,}")
+    known = {event.generation for event in starts}
+    if is_log_whole and (others := sorted(set(attempts) - known)):
+        problems.append(f"it holds steps of attempt {', '.join(map(str, others))}, which the log does not know")
+    if len(problems) > MOST_SHOWN:
+        problems[MOST_SHOWN:] = [f"and {len(problems) - MOST_SHOWN:,} more"]
+    return _part("ledger", found, problems)
+
+
+def _judge_ledger(run: Path, started: Started | None) -> tuple[str, int, tuple[int, ...], list[str]]:
+    """What the ledger holds, its last step, its attempts, and what is wrong with it."""
+    if loop_ledger.is_of_a_loop(run):
+        loop = loop_ledger.check(run)
+        told = [f"{each.kind}: {each.told}" for each in loop.faults]
+        return f"{_steps(0, loop.last)}, {loop.num_batches:,} batches", loop.last, loop.attempts, told
+    from surefoot.components.data import consumed
+
+    plan = consumed.check(run)
+    told = [f"{each.kind}: {each.told}" for each in plan.faults]
+    if started is not None:
+        told += _find_other_plan(plan.plan, started)
+    return f"{_steps(plan.after, plan.last)}, {plan.num_samples:,} samples", plan.last, plan.attempts, told
+
+
+def _steps(after: int, last: int) -> str:
+    return f"steps {after + 1:,} to {last:,}" if last > after else "no step"
+
+
+def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
+    """How the plan of a ledger differs from the spec in the log."""
+    try:
+        spec = RunSpec.model_validate(dict(started.spec))
+    except SurefootError:
+        return []  # told of the spec itself
+    stated = {"seed": spec.train.seed, "batch": spec.train.batch}
+    planned = {"seed": plan.seed, "batch": plan.batch}
+    return [
+        f"it is of a run with train.{key} = {planned[key]}, and the log is of one with {stated[key]}"
+        for key in stated
+        if planned[key] != stated[key]
+    ]

@@ -1,0 +1,36 @@
+"""`surefoot check`."""
+
+from __future__ import annotations
+
+from surefoot.cli import options
+from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+
+
+def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> int:
+    """Check that a run folder is whole.
+
+    Its spec, its log, its ledger, and every commit that the log names, byte for byte. A copied folder is checked the same. Ends with 1
+    where something is damaged or missing.
+    """
+    from surefoot.cli.operate import wholeness
+    from surefoot.cli.table import print_table, without_control
+
+    found = wholeness.check(run)
+    is_whole = all(each.is_whole for each in found)
+    if json:
+        parts, commits = (
+            [each.as_row() for each in found if (each.step is not None) == of_commits] for of_commits in (False, True)
+        )
+        options.print_json({"run": str(run), "ok": is_whole, "parts": parts, "commits": commits})
+        return int(not is_whole)
+    removed = [each.name for each in found if each.state == wholeness.REMOVED]
+    shown = [each for each in found if each.state != wholeness.REMOVED]
+    rows = [(each.name, each.state if each.is_whole else each.state.upper(), each.found) for each in shown]
+    print_table(("part", "state", ""), rows)
+    if removed:
+        print(f"removed, as retention does or by hand: {len(removed):,}, from {removed[0]} to {removed[-1]}")
+    for each in found:
+        for problem in each.problems:
+            print(without_control(f"{each.name}: {problem}"))
+    print("the run folder is whole" if is_whole else "the run folder is NOT whole")
+    return int(not is_whole)

@@ -1,0 +1,85 @@
+"""Which commits the log of a run names and its folder lacks: those that retention deleted, and those that were lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from surefoot.contract import commits, events, manifest
+from surefoot.contract.events import Committed, Event, Started
+from surefoot.contract.run_folder import removals
+from surefoot.contract.run_folder.removals import Removal
+from surefoot.contract.run_folder.retention import LEAST
+from surefoot.contract.spec import CheckpointTable
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A commit that the log names and the folder lacks; `is_lost` unless surefoot deleted it, or may have done so."""
+
+    step: int
+    is_lost: bool
+    why: str
+
+
+def find_gone(run: Path, records: Sequence[Event] | None = None) -> list[Gone]:
+    """The commits that the log of `run` names and its folder lacks, by step; `records` are those of the log, where they are at hand.
+
+    Raises RunFolderError for a folder that is no run.
+    """
+    if records is None:
+        records = list(events.read(run, Started, Committed, damaged=[]))
+    named = find_named(records)
+    missing = [step for step in named if commits.find_folder(run, step) is None]
+    if not missing:
+        return []
+    removed, kept = removals.read(run), sorted(named)[-_least_kept(records) :]
+    return [_judge(run, step, named[step], removed, is_kept=step in kept) for step in missing]
+
+
+def find_named(records: Sequence[Event]) -> dict[int, int]:
+    """The steps that `records` say are committed, ascending, each with the generation of the attempt that wrote it."""
+    named = {
+        event.step: event.generation
+        for event in events.newest(each for each in records if isinstance(each, Started | Committed))
+        if isinstance(event, Committed)
+    }
+    return dict(sorted(named.items()))
+
+
+def describe_lost(gone: Sequence[Gone], after: int) -> str:
+    """In words, which commits newer than step `after` were lost; "" for none."""
+    lost = [each for each in gone if each.is_lost and each.step > after]
+    if not lost:
+        return ""
+    steps = ", ".join(f"{each.step:,}" for each in lost)
+    return f"the log names the commit of step{'s' if len(lost) > 1 else ''} {steps}, and it is not in checkpoints/"
+
+
+def _judge(run: Path, step: int, generation: int, removed: Sequence[Removal], *, is_kept: bool) -> Gone:
+    """Why one commit is gone. Without a record of its removal it is lost where one of others was begun before, or retention keeps it."""
+    if any(each.step == step and (each.generation is None or each.generation >= generation) for each in removed):
+        return Gone(step, False, "deleted by surefoot, as its retention or `checkpoint prune` was told to")
+    if aside := sorted(
+        path.name for path in (run / manifest.FOLDER).glob(f"{commits.BAD}{manifest.step_folder(run, step).name}*")
+    ):
+        return Gone(step, True, f"it was damaged and set aside: {aside[0]}")
+    if removed:
+        first = (removed[0].step, *removed[0].others)
+        is_kept = is_kept or step in first or step > max(first)
+    if is_kept:
+        return Gone(step, True, "the log names it, and surefoot did not delete it")
+    return Gone(step, False, "deleted by retention or by hand: this run has no record of what was deleted then")
+
+
+def _least_kept(records: Sequence[Event]) -> int:
+    """How many of the newest commits no retention of this run deletes, by the specs of its attempts."""
+    specs = [event.spec for event in records if isinstance(event, Started)]
+    return min((_keep_of(spec.get("checkpoint")) for spec in specs), default=LEAST)
+
+
+def _keep_of(table: object) -> int:
+    stated = table if isinstance(table, Mapping) else {}
+    keep = stated.get("keep", CheckpointTable().keep)
+    return keep if isinstance(keep, int) and keep >= LEAST and stated.get("budget") is None else LEAST

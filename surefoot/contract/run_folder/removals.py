@@ -1,0 +1,73 @@
+"""`removed.jsonl`: which commits of a run surefoot deleted, so that one that is gone by another hand can be told from them.
+
+A line is `{"step": 20, "generation": 1, "others": [40, 60]}`: the commit, the attempt that wrote it, and which commits stood beside it.
+It reaches the disk before the commit goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from surefoot.contract import events
+from surefoot.contract import manifest as manifests
+from surefoot.contract.run_folder import files
+from surefoot.core.errors import RunFolderError
+
+FILE = "removed.jsonl"
+
+
+class Removal(NamedTuple):
+    """A commit that surefoot deleted. `generation` is that of the attempt that wrote it, None where its manifest could not be read."""
+
+    step: int
+    generation: int | None
+    others: tuple[int, ...]
+
+
+def record(run: Path, steps: Sequence[int]) -> bool:
+    """Record that the commits of `steps` are deleted; returns False where the disk refuses. A folder without a log has no record."""
+    if not steps or not (run / events.FILE).is_file():
+        return True
+    others = [step for step in manifests.steps(run) if step not in steps]
+    rows = [{"step": step, "generation": _generation_of(run, step), "others": others} for step in steps]
+    # each line begins with a newline, too: a full disk may have cut the one before it
+    data = "".join(f"\n{json.dumps(row)}\n" for row in rows).encode()
+    try:
+        descriptor = files.open_descriptor(run, FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            is_whole = os.write(descriptor, data) == len(data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return is_whole
+
+
+def read(run: Path) -> list[Removal]:
+    """What `run` recorded, in the order written; a line that cannot be read is left out."""
+    with contextlib.suppress(OSError):
+        return list(_parse(files.read_text(run, FILE)))
+    return []
+
+
+def _parse(text: str) -> Iterator[Removal]:
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            row = json.loads(line)
+            removal = Removal(row["step"], row["generation"], tuple(row["others"]))
+            numbers = (removal.step, *removal.others, *([] if removal.generation is None else [removal.generation]))
+            if all(type(number) is int for number in numbers):
+                yield removal
+
+
+def _generation_of(run: Path, step: int) -> int | None:
+    try:
+        return manifests.read(manifests.step_folder(run, step)).generation
+    except RunFolderError:
+        return None
