@@ -1,6 +1,7 @@
 """What a rank does, told to whoever launched it, in memory that both have: a few numbers, written without waiting, read at any time.
 
-The launcher makes one file of memory for each rank, and another that takes the stacks of its threads when it is asked (SIGUSR2).
+The launcher makes one file of memory for each rank, and another that takes the stacks of its threads when it is asked by
+`core.signals.STACKS_SIGNAL`.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit 
     "SIGXCPU": ("ended by SIGXCPU", "SIGXCPU", EXIT_CPU_TIME),
 }
 OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")  # heard where nobody else does: submitit has a handler of its own for SIGUSR2
+# asks a rank for the stacks of its threads: no scheduler sends it, as SIGUSR1 and SIGUSR2 are sent
+STACKS_SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 # a person presses Ctrl-C twice; a scheduler's signals meet a busy machine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from surefoot.control.launch.blocked import find_waits
 from surefoot.core import flight
 from surefoot.core.flight import Seen
 from surefoot.core.process.frames import is_of_surefoot
+from surefoot.core.signals import STACKS_SIGNAL
 
 STACK_S, LONGEST_STACK_S = 0.3, 5.0  # for a rank to write its stack; on a busy machine it takes longer
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
@@ -70,7 +70,7 @@ def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[To
         os.ftruncate(told[row.rank].stacks, 0)
         os.lseek(told[row.rank].stacks, 0, os.SEEK_SET)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pids[row.rank], signal.SIGUSR2)
+            os.kill(pids[row.rank], STACKS_SIGNAL)
     if asked:
         _wait_for_stacks([told[row.rank].stacks for row in asked])
     found = []

@@ -9,7 +9,6 @@ import functools
 import gc
 import itertools
 import os
-import signal
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Flight
 from surefoot.core.place import Place
 from surefoot.core.ranks.layout import Transport
-from surefoot.core.signals import dying_with
+from surefoot.core.signals import STACKS_SIGNAL, dying_with
 from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
 from surefoot.runtime.comm.host_memory import meet
 
@@ -120,13 +119,13 @@ def _find_interface(here: Place) -> str | None:
 
 
 def _begin_to_tell(here: Place) -> Flight | None:
-    """Let the launcher see what this rank does, and have its stack: by SIGUSR2, and where a signal such as SIGABRT ends it, since gloo
-    ends a process that is sent what it does not expect. None where nobody looks on."""
+    """Let the launcher see what this rank does, and have its stack: by STACKS_SIGNAL, and where a signal such as SIGABRT ends it, since
+    gloo ends a process that is sent what it does not expect. None where nobody looks on."""
     if here.told is None:
         return None
     flight, stacks = here.told
     faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     return Flight(flight)
 
 
