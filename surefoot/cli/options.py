@@ -66,16 +66,11 @@ def overrides(
 ) -> list[tuple[str, Any, str]]:
     """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set.
 
-    Raises SpecError for a key that --set gives two values.
+    Of several values that --set gives a key the last one counts: a command line is changed by adding to it.
     """
     from surefoot.contract.spec_file import parse_set
-    from surefoot.core.errors import SpecError
 
     found = [parse_set(text) for text in set_ or []]
-    values: dict[str, Any] = {}
-    for key, value, _ in found:
-        if values.setdefault(key, value) != value:
-            raise SpecError(f"--set gives {key} two values, {values[key]!r} and {value!r}", hint=f"give --set {key}=VALUE once")
     if steps is not None:
         found.append(("train.length", f"{steps} steps", "--steps"))
     if seed is not None:

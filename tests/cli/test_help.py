@@ -217,8 +217,6 @@ def test_an_option_with_one_value_that_is_given_twice_is_refused(words: tuple[st
     assert answer.err == f"error: {flag} is given 2 times, and has one value\nhint: give {flag} once\n"
 
 
-def test_a_key_that_set_gives_two_values_is_refused_and_one_given_twice_alike_is_not(surefoot: Command) -> None:
-    answer = surefoot("spec", "show", "digits", "--set", "optim.lr=0.1", "--set", "optim.lr=0.2")
-    assert answer.code == 2
-    assert answer.err.startswith("error: --set gives optim.lr two values, 0.1 and 0.2")
-    assert surefoot("spec", "show", "digits", "--set", "optim.lr=0.1", "--set", "optim.lr=0.1", "--json", "--json").code == 0
+def test_of_two_values_that_set_gives_a_key_the_last_one_counts(surefoot: Command) -> None:
+    answer = surefoot("spec", "show", "digits", "--set", "optim.lr=0.1", "--set", "optim.lr=0.2", "--json", "--json")
+    assert [each["value"] for each in answer.row["values"] if each["key"] == "optim.lr"] == [0.2]

@@ -209,3 +209,14 @@ def test_a_rank_that_somebody_else_killed_is_not_said_to_be_killed_for_memory(tm
     supervised = Supervised(job, 2, tmp_path / "ranks", prepare=lambda: setattr(memory, "ROOT", root))
     assert supervised.wait() == 128 + signal.SIGKILL
     assert "for memory" not in supervised.said
+
+
+def test_an_error_that_is_its_own_cause_is_read_once() -> None:
+    error, other = RuntimeError("a wrong shape"), RuntimeError("another")
+    error.__cause__ = error
+    assert not is_refused(error)
+    error.__cause__, other.__cause__ = other, error
+    assert not is_refused(error)
+    other.__context__ = MemoryError()
+    error.__cause__ = MemoryError()
+    assert is_refused(error)

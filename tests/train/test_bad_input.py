@@ -11,6 +11,7 @@ from torch import nn
 from surefoot.contract import manifest
 from surefoot.contract.events import Ended, Step
 from surefoot.core.errors import BadRecordError, DataError, NumbersError, StorageError, SurefootError, TaskError, UserCodeError
+from surefoot.core.process import frames
 from surefoot.train.failure import blame
 from surefoot.train.run import Run
 from tests.train.small import FEW, Small, call, end_of, entries, records, spec, write_task
@@ -376,7 +377,7 @@ def test_what_is_input_before_the_run_is_an_error_of_the_run_during_it() -> None
 
 @pytest.mark.parametrize("folder", ["surefoot_experiments", "surefoot-2"])
 def test_a_task_whose_folder_begins_like_ours_is_the_users(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(blame, "_OURS", str(tmp_path / "surefoot"))
+    monkeypatch.setattr(frames, "PACKAGE", str(tmp_path / "surefoot"))
     (tmp_path / folder).mkdir()
     path = tmp_path / folder / "mine.py"
     path.write_text("def loss():\n    raise ValueError('odd')\n")

@@ -24,7 +24,9 @@ def is_refused(error: BaseException | None) -> bool:
     >>> is_refused(MemoryError()), is_refused(RuntimeError("std::bad_alloc")), is_refused(RuntimeError("a wrong shape"))
     (True, True, False)
     """
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # `raise error from error` makes it its own cause
+        seen.add(id(error))
         if isinstance(error, MemoryError) or type(error).__name__ in TYPES:
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
