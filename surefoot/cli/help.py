@@ -1,13 +1,10 @@
-"""How a command line is read: no option that takes one value is given twice.
-
-And how `--help` reads: no `<bool>` beside a flag that takes no value, no `<str>` beside an argument that has its own word.
+"""How `--help` reads: no `<bool>` beside a flag that takes no value, no `<str>` beside an argument that has its own word.
 
 What stands in brackets, as the name of a spec's table, is text and no markup, which would leave it out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -15,11 +12,6 @@ from typer.core import TyperCommand, TyperGroup
 
 class Verb(TyperCommand):
     """A verb."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing:  # as a shell does that completes a word
-            _check_given_once(self.make_parser(ctx).parse_args(list(args))[2])
-        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return [_plain(each) for each in super().get_params(ctx)]
@@ -38,18 +30,6 @@ class Verbs(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _escape(self, *self.get_params(ctx), *self.commands.values())
         super().format_help(ctx, formatter)
-
-
-def _check_given_once(given: list[Any]) -> None:
-    """Raise InputError where an option with one value is among the parameters `given` more than once: the last would replace the others."""
-    for parameter, times in Counter(given).items():
-        is_switch = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
-        if times == 1 or parameter.param_type_name != "option" or parameter.multiple or is_switch:
-            continue
-        from surefoot.core.errors import InputError
-
-        name = max(parameter.opts, key=len)
-        raise InputError(f"{name} is given {times} times, and has one value", hint=f"give {name} once")
 
 
 def _plain(parameter: Any) -> Any:

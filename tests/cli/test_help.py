@@ -201,22 +201,6 @@ def test_help_and_every_looking_verb_work_without_torch_and_numpy(tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train", "digits", "--steps", "3", "--steps", "6"), ("verify", "digits", "--kills", "1", "--kills=2"),
-        ("checkpoint", "prune", "runs/x", "--keep", "1", "--keep", "2"), ("whatif", "digits", "--batch", "8", "--batch", "16"),
-        ("bench", "step", "digits", "--mode", "step", "--mode", "forward"),
-            ("data", "bench", "x.tar", "--kind", "thread", "--kind", "process"),
-    ],
-)  # fmt: skip
-def test_an_option_with_one_value_that_is_given_twice_is_refused(words: tuple[str, ...], surefoot: Command) -> None:
-    answer = surefoot(*words)
-    flag = next(word for word in words if word.startswith("--"))
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err == f"error: {flag} is given 2 times, and has one value\nhint: give {flag} once\n"
-
-
 def test_of_two_values_that_set_gives_a_key_the_last_one_counts(surefoot: Command) -> None:
     answer = surefoot("spec", "show", "digits", "--set", "optim.lr=0.1", "--set", "optim.lr=0.2", "--json", "--json")
     assert [each["value"] for each in answer.row["values"] if each["key"] == "optim.lr"] == [0.2]

@@ -40,7 +40,9 @@ def on_a_disk_of_its_own(run: Path) -> Callable[[int], Any]:
     def job(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(together, "Chosen", lambda folder, is_again: Chosen(run.with_name("own"), is_again))
+                patch.setattr(
+                    together, "Chosen", lambda folder, is_again, done: Chosen(run.with_name("own"), is_again, done=done)
+                )
             return train(run)
 
     return job

@@ -180,13 +180,20 @@ def _read_all(folder: Path) -> None:
 
 
 def _watch_out(run: Path, line: Line) -> None:
-    """Mark every file beside the run that is opened, every write elsewhere, and all that runs or loads what could be foreign."""
+    """Mark every file beside the run that is opened, every write elsewhere, and all that runs or loads what could be foreign.
+
+    A bare name that is opened without following a link is one below a folder that was opened before, and marked if it is outside.
+    """
 
     def hear(event: str, given: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen" and list(given[1])[:1] == ["git"]:  # the commit of the task's own project is recorded
+            return
         if event in RUNS_CODE:
             line.mark(f"outside {event}")
         elif event == "open" and isinstance(given[0], str | os.PathLike):
             follows = not (isinstance(given[2], int) and given[2] & os.O_NOFOLLOW)
+            if not follows and not os.path.dirname(given[0]):
+                return
             path = Path(os.path.realpath(given[0]) if follows else os.path.realpath(os.path.dirname(given[0])))
             is_written = isinstance(given[2], int) and bool(given[2] & (os.O_WRONLY | os.O_RDWR))
             if not path.is_relative_to(run) and (path.is_relative_to(run.parent) or (is_written and path != Path(os.devnull))):
