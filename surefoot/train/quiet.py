@@ -52,6 +52,12 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
             torch.cuda.set_rng_state(cuda_state, index)
 
 
+def read_streams() -> tuple[Any, ...]:
+    """Return where the global random streams of torch, NumPy and Python are, to be compared with another time."""
+    name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
+    return torch.get_rng_state().numpy().tobytes(), name, np.asarray(numbers).tobytes(), place, random.getstate()
+
+
 def _copy_of(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()

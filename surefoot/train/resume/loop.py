@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import shlex
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
-from surefoot.components.data.sources import Watched, as_ids
+from surefoot.components.data.sources import Watched
 from surefoot.components.data.sources.batch_digest import Difference, PassDigest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
@@ -24,6 +20,7 @@ from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError, TaskError
 from surefoot.core.units import Duration
 from surefoot.train import environment
+from surefoot.train.quiet import read_streams
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
 
 KEEP = 3
@@ -107,7 +104,7 @@ class LoopKeeper:
         if wanted is not None and self._is_between:
             self._compare_first()
             checkpoint.restore_random(wanted)
-            self._restore_own(self._pass_random)
+            self._watched.restore_generators(self._pass_random["own"])
             wanted = None
         self._is_between = False
         if wanted is None:
@@ -124,15 +121,14 @@ class LoopKeeper:
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
         self.position, draws = 0, False
         for number in range(position):  # what was read before is read once more, and dropped
-            before = _streams()
+            before = read_streams()
             self.take(next(batches, None))
-            draws |= number > 0 and before != _streams()
+            draws |= number > 0 and before != read_streams()
         if self._before is not None and self._before.count == position:
             # data that draw from the global streams depend on what the loop drew in between
             self.difference = self.seen.compare(self._before, knows_samples=self._watched.knows_samples, values=not draws)
         checkpoint.restore_random(wanted)
-        for generator, state in zip(self._watched.generators(), self._own_now, strict=False):
-            generator.set_state(state)
+        self._watched.restore_generators(self._own_now)
         return batches
 
     difference: Difference | None = None  # between what was read again to resume and what was read before
@@ -143,10 +139,8 @@ class LoopKeeper:
 
     def take(self, batch: Any) -> tuple[int, ...]:
         """Count a batch that was read; returns its samples, or a digest of it as four numbers where they are not known."""
-        samples = self._watched.take() if self._watched.knows_samples else None
-        digest = self.seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
         self.position += 1
-        return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
+        return self._watched.record(batch, self.seen)
 
     def _compare_first(self) -> None:
         """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
@@ -155,8 +149,7 @@ class LoopKeeper:
         self._restore(self._last_random)
         for batch in self._data:
             seen = PassDigest()
-            samples = self._watched.take() if self._watched.knows_samples else None
-            seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
+            self._watched.record(batch, seen)
             self.difference = seen.compare_first(self._before)
             self._watched.begin_pass()
             return
@@ -168,16 +161,11 @@ class LoopKeeper:
 
     def _random(self) -> dict[str, Any]:
         """The random states from which this pass over the data draws its order."""
-        own = [each.get_state() for each in self._watched.generators()]
-        return {**checkpoint.random_states(), "own": own}
+        return {**checkpoint.random_states(), "own": self._watched.generator_states()}
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         checkpoint.restore_random(states)
-        self._restore_own(states)
-
-    def _restore_own(self, states: Mapping[str, Any]) -> None:
-        for generator, state in zip(self._watched.generators(), states["own"], strict=False):
-            generator.set_state(state)
+        self._watched.restore_generators(states["own"])
 
     # ---- saving
 
@@ -201,7 +189,7 @@ class LoopKeeper:
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
             "pass_random": self._pass_random, "last_random": self._last_random, "sampler": self._watched.sampler_start(),
-            "seen": self.seen.as_state(), "own_now": [each.get_state() for each in self._watched.generators()],
+            "seen": self.seen.as_state(), "own_now": self._watched.generator_states(),
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
@@ -240,12 +228,6 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
             f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes than before extend the loop"
         )
     return notes
-
-
-def _streams() -> tuple[Any, ...]:
-    """Where the global random streams stand."""
-    name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
-    return torch.get_rng_state().numpy().tobytes(), name, np.asarray(numbers).tobytes(), place, random.getstate()
 
 
 def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any]) -> dict[str, Any]:

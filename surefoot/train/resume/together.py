@@ -258,7 +258,7 @@ def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
     Raises OtherDataError where it is not.
     """
     try:
-        assembly.engine.stepper.loader.seek(number, check=True)
+        assembly.engine.stepper.loader.seek(number)
     except OtherDataError as error:
         if accept:
             return error.message

@@ -232,14 +232,14 @@ class Loader:
         if isinstance(self.source, Iterated) and "source" in saved:
             self.source.load_state_dict(saved["source"])
 
-    def seek(self, number: int, *, check: bool) -> None:
+    def seek(self, number: int) -> None:
         """Bring a source that is read forwards to what step `number` reads.
 
-        With `check` it raises OtherDataError where what is read again on the way is not what was read before.
+        Raises OtherDataError where what is read again on the way is not what was read before.
         """
         if isinstance(self.source, Iterated):
             window, streams_of = self._feed.window(number - 1), functools.partial(streams_of_epoch, self._reader.seed)
-            self.source.seek(window.epoch, int(window.ids[0]), streams_of, check=check)
+            self.source.seek(window.epoch, int(window.ids[0]), streams_of)
 
     def skip_bad(self, share: float) -> None:
         """Leave out samples that cannot be read, up to a share of the set."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from surefoot.components.data.sources.batch_digest import Difference, PassDigest
-from surefoot.components.data.sources.watched import Watched, as_ids
+from surefoot.components.data.sources.watched import Watched
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
 
@@ -150,12 +150,11 @@ class Iterated:
         self._watched.begin_pass()
         self._next, known = self._nearest(epoch, number)
         if self._pass is not None and self._pass.epoch == epoch:
-            for generator, state in zip(self._watched.generators(), self._pass.generators, strict=False):
-                generator.set_state(state)
+            self._watched.restore_generators(self._pass.generators)
             self._watched.start_sampler_at(self._pass.sampler)
             self._pass.seen = self._pass.seen if self._next else PassDigest()
         else:
-            self._pass = _Pass(epoch, [generator.get_state() for generator in self._watched.generators()])
+            self._pass = _Pass(epoch, self._watched.generator_states())
         self._watched.set_epoch(epoch)
         if known is not NOTHING:
             self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
@@ -191,11 +190,7 @@ class Iterated:
             raise DataError(f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint)
         if self._next == 0:
             self._pass.sampler = self._watched.sampler_start()
-        samples = self._watched.take() if self._watched.knows_samples else None
-        # what workers draw that take the place of others is another augmentation, and known to be: no spots
-        digest = self._pass.seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
-        ids = tuple(np.frombuffer(digest, "<u4").tolist()) if samples is None else as_ids(samples)
-        self._row = BatchRead(self._pass.epoch, self._next, ids)
+        self._row = BatchRead(self._pass.epoch, self._next, self._watched.record(batch, self._pass.seen))
         self._next += 1
         if self._has_state:
             self._states.append((self._pass.epoch, self._next, self._take_state()))
@@ -233,7 +228,7 @@ class Iterated:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds: how this pass began, digests of its batches, and the last states of the iterable."""
         current = {} if self._pass is None else {"pass": self._pass.as_state()}
-        now = [generator.get_state() for generator in self._watched.generators()]
+        now = self._watched.generator_states()
         return {"states": [list(each) for each in self._states], "generators": now, **current}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
@@ -245,8 +240,7 @@ class Iterated:
         if current is not None and not held["states"] and self._is_beginning_of(_Pass.from_state(current)):
             self._expected = _Pass.from_state(current)
             return
-        for generator, state in zip(self._watched.generators(), held.get("generators", ()), strict=False):
-            generator.set_state(state)
+        self._watched.restore_generators(held.get("generators", ()))
         self._begun = None if self._first is None or self._pass is None else (self._pass.epoch, self._pass.seen)
         self._iterator, self._first, self._next, self._is_loaded = None, None, 0, True
         rows = [each if len(each) == 3 else (None, *each) for each in held["states"]]  # (drawn, state), as version 0.1 wrote them
@@ -278,20 +272,19 @@ class Iterated:
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
         """Put the states of the loader's own generators back afterwards: another loader may draw from them too."""
-        states = [(generator, generator.get_state()) for generator in self._watched.generators()]
+        states = self._watched.generator_states()
         try:
             yield
         finally:
-            for generator, state in states:
-                generator.set_state(state)
+            self._watched.restore_generators(states)
 
-    def seek(self, epoch: int, number: int, streams_of: Callable[[int], Streams], *, check: bool = True) -> None:
+    def seek(self, epoch: int, number: int, streams_of: Callable[[int], Streams]) -> None:
         """Stand before batch `number` of the pass `epoch`, and compare what is drawn on the way with what was drawn before.
 
-        Without `check` the data may be others, as those of a fork. Raises OtherDataError for a difference.
+        Raises OtherDataError for a difference.
         """
         expected, self._expected = self._expected, None
-        if expected is None or self._has_state or not check:
+        if expected is None or self._has_state:
             return
         found: Difference | None = None
         if number and expected.epoch == epoch:
@@ -313,15 +306,13 @@ class Iterated:
         if first is None or first[0] != expected.epoch:  # else a check has read that batch already
             self._watched.begin_pass()
             with streams(0), self.keep_generators():
-                for generator, state in zip(self._watched.generators(), expected.generators, strict=False):
-                    generator.set_state(state)
+                self._watched.restore_generators(expected.generators)
                 self._watched.set_epoch(expected.epoch)
                 batch = next(iter(self._iterable), NOTHING)
             if batch is NOTHING:
                 return None
             seen = PassDigest()
-            samples = self._watched.take() if self._watched.knows_samples else None
-            seen.add(batch, samples, spots=not self._watched.has_lasting_workers)
+            self._watched.record(batch, seen)
             first = expected.epoch, seen
         return first[1].compare_first(expected.seen)
 

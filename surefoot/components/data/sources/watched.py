@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MOST_IDS, Promise
 
 
@@ -50,6 +52,13 @@ class Watched:
         drawn = self._drawn.popleft()
         return tuple(drawn) if isinstance(drawn, Iterable) else (drawn,)
 
+    def record(self, batch: Any, seen: PassDigest) -> tuple[int, ...]:
+        """Add the next batch to `seen`; returns its samples as the ledger holds them, or a digest of it where they are not known."""
+        samples = self.take() if self.knows_samples else None
+        # what workers draw that take the place of others is another augmentation, and known to be: no spots
+        digest = seen.add(batch, samples, spots=not self.has_lasting_workers)
+        return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
+
     # ---- what the order is drawn from
 
     def generators(self) -> list[torch.Generator]:
@@ -58,6 +67,14 @@ class Watched:
         places = (self.data, getattr(self.data, "sampler", None), batches, getattr(batches, "sampler", None))
         found = [getattr(place, "generator", None) for place in places]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.generators()]
+
+    def restore_generators(self, states: Sequence[Tensor]) -> None:
+        """Put the generators of the loader and its samplers at what `generator_states` returned."""
+        for generator, state in zip(self.generators(), states, strict=False):
+            generator.set_state(state)
 
     def sampler_start(self) -> list[Tensor] | None:
         """Return the states of the generators at which the sampler began this pass; None where they follow from those of the pass.
