@@ -369,3 +369,38 @@ def test_looking_for_the_cause_of_a_wait_draws_nothing_from_the_run(skips: bool)
     before = states()
     assert Reader(Drawing(), shifted, 3, skips=skips).explain(0, np.arange(4))
     assert states() == before
+
+
+class Nested(Unsafe):
+    """Reads another source, which draws too, in the middle of its own draws."""
+
+    def read(self, ids: np.ndarray) -> Any:
+        before = [random.random(), np.random.randn(), torch.rand(()).item()]  # noqa: NPY002
+        Reader(Drawing(), shifted, 9)(0, np.arange(4))
+        drawn = [*before, random.random(), np.random.randn(), torch.rand(()).item()]  # noqa: NPY002
+        return {"number": torch.from_numpy(ids.copy()), "image": torch.tensor(drawn)}
+
+
+def test_reading_takes_nothing_from_the_stream_that_a_loop_draws_from() -> None:
+    np.random.seed(3)  # noqa: NPY002
+    expected = [np.random.randn() for _ in range(5)]  # noqa: NPY002 - they come in pairs, the second of which numpy keeps
+    np.random.seed(3)  # noqa: NPY002
+    reader, drawn, read = Reader(Nested(), None, SEED), [], []
+    for _ in range(5):
+        read.append(reader(0, np.arange(4)).batch["image"])  # type: ignore[index]
+        drawn.append(np.random.randn())  # noqa: NPY002
+    assert drawn == expected
+    assert all(torch.equal(each, read[0]) for each in read)
+    assert len(set(read[0].tolist())) == 6
+
+
+def test_a_loop_may_draw_from_another_generator_of_numpy() -> None:
+    theirs = np.random.get_bit_generator()
+    mine = np.random.PCG64(1)
+    np.random.set_bit_generator(mine)
+    try:
+        Reader(Drawing(), shifted, SEED)(0, np.arange(4))
+        assert np.random.get_bit_generator() is mine
+        assert np.random.rand() == np.random.Generator(np.random.PCG64(1)).random()  # noqa: NPY002
+    finally:
+        np.random.set_bit_generator(theirs)

@@ -22,7 +22,8 @@ INSTALLED = frozenset(("site-packages", "dist-packages"))
 SCRIPTS = ("__main__", "__mp_main__")  # a script that holds the task is the task's file; the code of any other script may change
 GIT_LIMIT_S = 5.0  # a large repository on a slow disk must not hold up a run
 _SUREFOOT = str(Path(__file__).parents[2]) + os.sep
-_LIBRARY = tuple({f"{os.path.realpath(sysconfig.get_path(name))}{os.sep}" for name in ("stdlib", "platstdlib")})
+_STANDARD = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+_FOREIGN = (_SUREFOOT, *{f"{folder}{os.sep}" for folder in (*_STANDARD, *map(os.path.realpath, _STANDARD))})
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,12 @@ def _sources() -> Iterator[tuple[str, Path]]:
     """The name and the file of each imported module that is neither installed, nor of Python, nor of surefoot."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if not isinstance(file, str) or name in SCRIPTS or not INSTALLED.isdisjoint(file.split(os.sep)):
+        if not isinstance(file, str) or name in SCRIPTS:
             continue
+        if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
+            continue  # before the path is resolved, which asks the disk about each folder on the way
         path = os.path.realpath(file)
-        if not path.startswith((_SUREFOOT, *_LIBRARY)) and INSTALLED.isdisjoint(path.split(os.sep)):
+        if not path.startswith(_FOREIGN) and INSTALLED.isdisjoint(path.split(os.sep)):
             yield name, Path(path)
 
 

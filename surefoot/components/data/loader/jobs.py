@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 from surefoot.components.data.feed import Window
 from surefoot.components.data.loader.bad import Read, read_sound
@@ -19,6 +20,7 @@ from surefoot.contract.task import Batch, Source
 
 Augment = Callable[[Batch, Any], Batch]
 DRAWS = 0x64726177  # sets these draws apart from the run's others
+_unused: list[np.random.MT19937] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +107,28 @@ def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
 @contextmanager
 def _streams_of(key: int) -> Iterator[None]:
     """A dataset that draws from the streams of torch, numpy or Python draws the same in any worker, and no two workers draw alike."""
-    states = torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()  # noqa: NPY002 - the user's
+    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
     torch.default_generator.manual_seed(key >> 1)
-    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002
     random.seed(key)
+    try:
+        with _numpy_stream_of(key):
+            yield
+    finally:
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_python)
+
+
+@contextmanager
+def _numpy_stream_of(key: int) -> Iterator[None]:
+    """Another generator stands behind numpy's global stream meanwhile: to write 624 words back costs more than many a sample."""
+    theirs, state = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)  # the user's
+    own = _unused.pop() if _unused else np.random.MT19937(0)  # one within another has its own
+    mtrand.set_bit_generator(own)
+    mtrand.seed(key & 0xFFFFFFFF)
     try:
         yield
     finally:
-        torch.default_generator.set_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
+        mtrand.set_bit_generator(theirs)
+        _unused.append(own)
+        if dict(state)["has_gauss"]:  # the second of a pair of normal numbers, which the generator does not hold
+            mtrand.set_state(state)

@@ -115,7 +115,7 @@ def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
         ids = tuple(map(operator.index, samples))
     except (TypeError, ValueError, RuntimeError):
         return ()
-    return ids if all(0 <= each < MOST_IDS for each in ids) else ()
+    return ids if not ids or (min(ids) >= 0 and max(ids) < MOST_IDS) else ()
 
 
 def _can_be_watched(data: Any) -> bool:
