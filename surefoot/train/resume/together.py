@@ -31,6 +31,7 @@ from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
+from surefoot.train.resume import rank_state
 from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
 from surefoot.train.resume.program import Program
 
@@ -125,20 +126,10 @@ def _is_time(text: str) -> bool:
     return text != "never" and Duration.parse(text).unit == "s"
 
 
-def _describe_task_state(group: Group, assembly: Assembly) -> list[str]:
-    """Return a line where several ranks have a `state()` of the task each, which their own batches may move apart."""
-    if group.is_alone or assembly.task.state is None:
-        return []
-    names = ", ".join(map(repr, assembly.task.state()))
-    moves = f"state() names {names}: each of {group.size} ranks has a copy of its own, which its own microbatches alone move"
-    saved = "rank 0's is saved, and all ranks resume with it"
-    return [f"{moves}; {saved}. Keep in it what is the same on all ranks, or sum it over them in the task"] if names else []
-
-
 def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
     """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
     rank starts with rank 0's weights."""
-    assembly.told.extend(_describe_task_state(group, assembly))
+    rank_state.check_words(assembly.task, assembly.spec)
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
@@ -153,6 +144,7 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
         "weights at the start": "" if ranks is None or ranks.sharded is None else ranks.sharded.first_weights,
     }  # fmt: skip
+    facts |= {f"{name!r} of state(), replicated": digest for name, digest in rank_state.digest_replicated(assembly.task).items()}
     modules = program.modules()
     common = set[str].intersection(*(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules)))))
     facts |= {
@@ -163,8 +155,9 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         name, rank, theirs, first = apart[0]
         raise SpecError(
             f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
-            hint="start every rank with the same spec, code, data, packages and --run",
+            hint="start every rank with the same spec, code, data, packages, replicated state and --run",
         )
+    assembly.told.extend(rank_state.describe(group, assembly.task))
     if ranks is not None and ranks.sharded is not None:
         group.copy_from_first(list(assembly.model.buffers()))
         return
