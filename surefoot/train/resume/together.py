@@ -22,11 +22,10 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
 from surefoot.core import place
 from surefoot.core.errors import OtherDataError, SpecError, StorageError, TaskError, hint_unwritten
-from surefoot.core.place import Place
 from surefoot.core.ranks import layout
 from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl
+from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl, watched
 from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
@@ -38,8 +37,8 @@ from surefoot.train.resume.program import Program
 WAIT_S = 120.0  # for ranks that are still importing
 RANKS = "ranks"
 UNWATCHED = (
-    "layout.stall ({stall:g} s) has no effect under torchrun and other launchers: a rank that hangs ends the run after layout.timeout "
-    "({timeout:g} s), named without its line; surefoot train --ranks N names the line"
+    "layout.stall ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after layout.timeout ({timeout:g} s), named without "
+    "its line"
 )
 
 
@@ -59,16 +58,12 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
         raise SpecError(f"layout.transport is {spec.layout.transport!r}, and NCCL joins GPUs", hint="leave layout.transport out")
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda"))
-        (notes if notes is not None else []).extend([*said, *warn_unwatched(here, spec)])
         table = spec.layout
-        yield stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport))
-
-
-def warn_unwatched(here: Place, spec: RunSpec) -> list[str]:
-    """What to know where no supervisor of ours watches the ranks, as under torchrun; nothing elsewhere."""
-    if here.world_size == 1 or here.told is not None:
-        return []
-    return [UNWATCHED.format(stall=spec.layout.stall, timeout=spec.layout.timeout)]
+        group = stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport))
+        why = stack.enter_context(watched(group, here, table.stall))
+        unwatched = [UNWATCHED.format(stall=table.stall, timeout=table.timeout, why=why)] if why else []
+        (notes if notes is not None else []).extend([*said, *unwatched])
+        yield group
 
 
 def meshed(group: Group, spec: RunSpec) -> Mesh:
