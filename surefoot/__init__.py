@@ -21,6 +21,7 @@ _PLACES = {
     "compile_step": "surefoot.train.step",
     "linear_cross_entropy": "surefoot.components.memory.chunked",
     "load": "surefoot.train.look_back",
+    "rank_seed": "surefoot.train.environment",
     "read_spec": "surefoot.contract.spec_file",
     "recompute": "surefoot.components.memory.recompute",
     "timed": "surefoot.components.profiler.phases.timed",

@@ -125,7 +125,7 @@ def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """A reader of standard error who left ends no training, nor makes a failure a success."""
     try:
         print(text, file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def launch_ranks(
             )
         numbers, passed = find_numbers(least, most, functools.partial(_refuse, spec))
         if passed:
-            _say(passed)
+            say(passed)
     elif most > 0 and trains:
         _check_ranks(spec, most)
     elif most > 0:
@@ -165,7 +165,7 @@ def launch_ranks(
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     restarts = 3 if max_restarts is None else max_restarts
     try:
-        return launch(without_ranks(sys.argv[1:]), most, _say, judge, run=run, max_restarts=restarts, numbers=numbers)
+        return launch(without_ranks(sys.argv[1:]), most, say, judge, run=run, max_restarts=restarts, numbers=numbers)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 from surefoot.contract import signature
 from surefoot.core.errors import SurefootError, TaskError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Batch = Any
 Output = Any
 Guarantee = Literal["proven", "replayed", "none"]
+OnRanks = Literal["replicated", "per_rank"]  # an entry of a task's state() is the same on all ranks, or each rank has its own
 SHOULD_HAVE = ("model", "data", "forward", "loss")
 MAY_HAVE = (
     "augment", "counts", "metrics", "blocks", "tensor_plan", "parameter_groups", "optimizer", "schedule", "state", "updates",
@@ -159,6 +160,7 @@ class Resolved:
     optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None
     schedule: Callable[[int, int], float] | None
     state: Callable[[], Mapping[str, Any]] | None
+    state_on_ranks: Mapping[str, OnRanks]
     updates: Callable[[Any], Sequence[Update]] | None
 
 
@@ -184,7 +186,14 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     bad = [part for part, value in parts.items() if value is not None and not callable(value)]
     if bad:
         raise TaskError(f"task {kind}: {', '.join(bad)} is not a method", hint="rename it, or make it a method")
-    return Resolved(task=task, name=kind.lower(), importable=importable, unit=getattr(task, "unit", "samples"), **parts)
+    words = getattr(task, "state_on_ranks", {})
+    if not isinstance(words, Mapping) or not all(word in get_args(OnRanks) for word in words.values()):
+        raise TaskError(
+            f"task {kind}: state_on_ranks is {words!r}",
+            hint="make it a dict of entries of state(), each 'replicated' (the same on all ranks) or 'per_rank' (each rank its own)",
+        )
+    unit = getattr(task, "unit", "samples")
+    return Resolved(task=task, name=kind.lower(), importable=importable, unit=unit, state_on_ranks=words, **parts)
 
 
 def load(use: str, parameters: Mapping[str, Any]) -> Resolved:

@@ -26,6 +26,7 @@ ROW = struct.Struct("<6q")  # step, microbatch, collectives begun, kind of the l
 FIELD = struct.Struct("<q")
 STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
 RECALL, RECALLED = 48, 0x7265_6361_6C6C  # where a launcher writes that it ends the ranks to begin them anew, and what
+DISMISSED = 0x6469_736D_6973  # written in the same place: the rank is to end itself at once
 RECENT = struct.Struct(f"<{KEPT}q")  # of collective n in place n % KEPT: its size times 16 and its kind
 
 
@@ -88,9 +89,10 @@ class Seen(NamedTuple):
 
 
 class Flight:
-    """The writing end, in the rank."""
+    """The writing end, in the rank; `files` are the descriptors of its record and of the stacks that it writes when asked."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, stacks: int = -1) -> None:
+        self.files = (descriptor, stacks)
         self._map = mmap.mmap(descriptor, NUM_BYTES)
         self._count = 0
 
@@ -141,10 +143,24 @@ def recall(descriptor: int) -> None:
 
 def is_recalled(descriptor: int | None) -> bool:
     """Whether this rank's launcher told it so; False where nobody looks on."""
+    return _is_written(descriptor, RECALLED)
+
+
+def dismiss(descriptor: int) -> None:
+    """Tell a rank to end itself at once, as a lost rank does: it, or another one, keeps the others waiting."""
+    os.pwrite(descriptor, FIELD.pack(DISMISSED), RECALL)
+
+
+def is_dismissed(descriptor: int) -> bool:
+    """Whether this rank was told so."""
+    return _is_written(descriptor, DISMISSED)
+
+
+def _is_written(descriptor: int | None, value: int) -> bool:
     if descriptor is None:
         return False
     try:
-        return os.pread(descriptor, FIELD.size, RECALL) == FIELD.pack(RECALLED)
+        return os.pread(descriptor, FIELD.size, RECALL) == FIELD.pack(value)
     except OSError:  # a process that a rank began has its variables, and not its files
         return False
 

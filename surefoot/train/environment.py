@@ -160,6 +160,15 @@ def set_seeds(seed: int) -> None:
     random.seed(seed)
 
 
+def rank_seed(seed: int | None = None) -> int:
+    """Return a seed (0 to 2^32 - 1) that is another one on each rank, from `seed` or the seed of the run (`train.seed`).
+
+    For the parts of a task of which each rank has its own, as an environment: `numpy.random.default_rng(surefoot.rank_seed())`.
+    """
+    base = np.random.SeedSequence((torch.initial_seed() if seed is None else seed) % 2**64).generate_state(1)[0]
+    return (int(base) + place.here().rank) % 2**32
+
+
 def as_run(spec: RunSpec) -> RunSpec:
     """The spec with what was decided here filled in, so that it repeats the run from any folder: threads, and whole paths."""
     return with_whole_paths(spec.replace(train={"threads": torch.get_num_threads()}))

@@ -30,7 +30,7 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
     ]
     cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    held = [(value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
+    held = [(name, value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
     model.eval()
     try:
         with torch.no_grad():
@@ -43,8 +43,8 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
                 checkpoint.fill(name, buffer, kept)
                 if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
                     setattr(module, name, buffer)
-        for value, before in held:
-            _restore(value, before)
+        for name, value, before in held:
+            restore_entry(name, value, before)
         torch.set_rng_state(cpu_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
@@ -59,23 +59,36 @@ def read_streams() -> tuple[Any, ...]:
 
 
 def _copy_of(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
+    found = read_entry(name, value)
+    return found.detach().clone() if isinstance(found, Tensor) else copy.deepcopy(found)
+
+
+def read_entry(name: str, value: Any) -> Any:
+    """Return what a checkpoint holds of an entry of a task's `state()`; tensors and arrays are not copied.
+
+    Raises TaskError for an entry that cannot be put back in place.
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        return value
+    if checkpoint.is_generator(value):
+        return checkpoint.generator_state(value)
     if all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
-        return copy.deepcopy(value.state_dict())
+        return value.state_dict()
     raise TaskError(
         f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
-        hint="give a tensor or array that is changed in place, or an object with state_dict and load_state_dict",
+        hint="give a tensor or array that is changed in place, a generator of torch or numpy, or an object with state_dict and "
+        "load_state_dict",
     )
 
 
-def _restore(value: Any, before: Any) -> None:
+@torch.no_grad()
+def restore_entry(name: str, value: Any, saved: Any) -> None:
+    """Put what `read_entry` returned back into the entry."""
     if isinstance(value, Tensor):
-        with torch.no_grad():
-            value.copy_(before)
+        checkpoint.fill(name, value, saved)
     elif isinstance(value, np.ndarray):
-        value[...] = before
+        value[...] = saved
+    elif checkpoint.is_generator(value):
+        checkpoint.restore_generator(value, saved)
     else:
-        value.load_state_dict(before)
+        value.load_state_dict(saved)

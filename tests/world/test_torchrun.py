@@ -8,17 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from surefoot.components.data import consumed
 from surefoot.contract import events, manifest
-from surefoot.core import place
-from surefoot.train.resume import together
 from tests.world.test_launch import SLOW, environment, processes_of, wait_for_step
-from tests.world.test_run import spec
 
 STEPS, GONE_S = 160, 2.0  # steps that take longer than ranks may outlive their launcher
 
@@ -69,17 +65,3 @@ def test_torchrun_begins_all_anew_when_a_rank_is_killed_and_they_go_on(tmp_path:
     assert processes_of(tmp_path) == []
     check_the_end(tmp_path)
     assert len([each for each in events.read(tmp_path / "run") if isinstance(each, events.Started)]) == 2
-
-
-@pytest.mark.parametrize(
-    ("here", "is_printed"),
-    [
-        ({"world_size": 2}, True), ({"world_size": 8, "rank": 3, "has_agent": True}, True),
-        ({"world_size": 2, "told": (3, 4)}, False), ({"world_size": 1}, False),
-    ],
-    ids=["plain variables", "torchrun", "our supervisor", "one process"],
-)  # fmt: skip
-def test_a_run_says_at_its_start_that_no_hang_is_noticed_without_our_supervisor(here: dict[str, Any], is_printed: bool) -> None:
-    found = together.warn_unwatched(place.Place(**here), spec(layout={"stall": 30, "timeout": 90}))
-    assert len(found) == is_printed
-    assert all("layout.stall (30 s) has no effect" in each and "layout.timeout (90 s)" in each for each in found)

@@ -22,6 +22,7 @@ from surefoot.control.launch.decide import Fault, How, Rules, read_code
 from surefoot.control.launch.elastic import End, Places
 from surefoot.control.launch.forks import Forked, ForkServer
 from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
+from surefoot.control.launch.peers import Peer
 from surefoot.core import flight, place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
 from surefoot.core.flight import Seen
@@ -46,7 +47,7 @@ class Rank:
     """One process of a run; `said` holds what it wrote of errors, `part` a line that is not whole yet."""
 
     number: int
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes] | Forked | Peer
     said: list[str] = field(default_factory=list)
     part: bytes = b""
     code: int | None = None
@@ -184,7 +185,7 @@ def _watch(
                 _end_all(ranks)
             if time.monotonic() >= next_s and failed_s is None:
                 next_s = time.monotonic() + STALL_LOOK_S
-                hung = hung or _end_if_stalled(ranks, say, judge, told)
+                hung = hung or end_if_stalled(ranks, say, judge, told)
                 if hung is None and not is_recalled and places.has_more():
                     is_recalled = True
                     places.say_more()
@@ -202,7 +203,8 @@ def _recall(ranks: Sequence[Rank], told: Sequence[Told]) -> None:
     _tell(ranks, signal.SIGTERM, [])
 
 
-def _end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> Fault | None:
+def end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> Fault | None:
+    """Name the rank that keeps the others waiting, and end all; None where nobody does."""
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
     rows = look(pids, told)
     if len(rows) < 2 or not judge.is_stalled(rows):

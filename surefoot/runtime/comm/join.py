@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from surefoot.core import place
 from surefoot.core.errors import InputError, LostRank
-from surefoot.core.flight import Flight
+from surefoot.core.flight import Flight, make_file
 from surefoot.core.place import Place
 from surefoot.core.ranks.layout import Transport
 from surefoot.core.signals import STACKS_SIGNAL, dying_with
@@ -79,14 +79,14 @@ def join(
                 hint="GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that leads to the other hosts",
             ) from error
         try:
-            flight, where = _begin_to_tell(here), device if backend == "nccl" else torch.device("cpu")
-            roll = (
-                functools.partial(_call_the_roll, store, here) if flight is None else lambda: ""
-            )  # else the launcher knows more
-            group = Group(here.rank, here.world_size, where, flight, roll=roll)
-            memory = meet(group, transport, wait_s=wait_s, timeout_s=timeout_s) if where.type == "cpu" else None
-            with contextlib.nullcontext() if memory is None else contextlib.closing(memory.links):
-                yield replace(group, memory=memory)
+            where = device if backend == "nccl" else torch.device("cpu")
+            # else the launcher knows more
+            roll = functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
+            with _recording(here) as flight:
+                group = Group(here.rank, here.world_size, where, flight, roll=roll)
+                memory = meet(group, transport, wait_s=wait_s, timeout_s=timeout_s) if where.type == "cpu" else None
+                with contextlib.nullcontext() if memory is None else contextlib.closing(memory.links):
+                    yield replace(group, memory=memory)
         finally:
             dist.destroy_process_group()
     finally:
@@ -118,15 +118,33 @@ def _find_interface(here: Place) -> str | None:
     return found[0] if found else None
 
 
-def _begin_to_tell(here: Place) -> Flight | None:
-    """Let the launcher see what this rank does, and have its stack: by STACKS_SIGNAL, and where a signal such as SIGABRT ends it, since
-    gloo ends a process that is sent what it does not expect. None where nobody looks on."""
-    if here.told is None:
-        return None
-    flight, stacks = here.told
-    faulthandler.enable(file=stacks, all_threads=True)
+@contextlib.contextmanager
+def _recording(here: Place) -> Iterator[Flight]:
+    """Let the launcher, or where none looks on the other ranks of this host, see what this rank does, and have its stack: by
+    STACKS_SIGNAL, for a launcher also where a signal such as SIGABRT ends it, since gloo ends a process that is sent what it does not
+    expect."""
+    if here.told is not None:
+        flight, stacks = here.told
+        faulthandler.enable(file=stacks, all_threads=True)
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        yield Flight(flight, stacks)
+        return
+    flight = make_file(f"surefoot-flight-{here.rank}")
+    try:
+        yield Flight(flight, _open_stacks())
+    finally:
+        os.close(flight)
+
+
+@functools.cache
+def _open_stacks() -> int:
+    """A file that takes the stacks of this process whenever STACKS_SIGNAL asks for them, to its end: nobody else could be asked later
+    without being ended by that signal. -1 where there is no such signal."""
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    stacks = make_file("surefoot-stacks")
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    return Flight(flight)
+    return stacks
 
 
 def _call_the_roll(store: Store, here: Place) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
@@ -22,10 +21,12 @@ from surefoot.components.optim import master_of, publish
 from surefoot.components.parallel import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
 from surefoot.contract.state import Part, laid_by, part_of
-from surefoot.core.errors import RunFolderError, TaskError
-from surefoot.runtime.comm import Group
+from surefoot.core.errors import RunFolderError
+from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.assemble import Assembly
-from surefoot.train.resume import unsent
+from surefoot.train.quiet import read_entry, restore_entry
+from surefoot.train.resume import rank_state, unsent
+from surefoot.train.resume.rank_state import Gathered
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
@@ -71,14 +72,27 @@ class LiveState:
     @property
     def is_shared(self) -> bool:
         """Whether each rank holds a part of it that no other has: then all of them take part in a save."""
-        return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names))
+        return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names)) or self._has_words
 
-    def gather(self) -> Files:
-        """What ranks hold of it each, by file, at rank 0; nothing at the others. Every rank calls it."""
-        return unsent.gather(self._ranks, self._names)
+    @property
+    def _has_words(self) -> bool:
+        """Whether several ranks train, and the task says how they hold its `state()`."""
+        return not self._group.is_alone and bool(self._assembly.task.state_on_ranks)
+
+    @property
+    def _group(self) -> Group:
+        return ALONE if self._ranks is None else self._ranks.group
+
+    def gather(self) -> Gathered:
+        """What ranks hold of it each, by file, at rank 0; nothing at the others. Every rank calls it.
+
+        Raises NumbersError where ranks differ in what the task calls replicated.
+        """
+        found = rank_state.gather(self._group, self._assembly.task) if self._has_words else Gathered()
+        return found._replace(tensors=found.tensors | unsent.gather(self._ranks, self._names))
 
     def take(
-        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], of_ranks: Files | None = None
+        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], of_ranks: Gathered | None = None
     ) -> tuple[Content, Files]:  # fmt: skip
         """What a commit of `step` holds: what was copied just now, with `more` beside, and what the next update will change.
 
@@ -95,11 +109,11 @@ class LiveState:
             CLOCK: json.dumps(clock).encode(),
             **self._texts(weights, moving),
         }
+        gathered, texts = (of_ranks or Gathered()).tensors, texts | (of_ranks or Gathered()).texts
         finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         finite |= {name for name, _ in self._model.named_buffers() if name.rpartition(".")[2] in STATISTICS}
         finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
-        gathered = of_ranks or {}
-        finite |= {name for held in gathered.values() for name in held}
+        finite |= {name for file, held in gathered.items() if not rank_state.is_of_task(file) for name in held}
         content = Content(step=step, tensors={**weights, STATE: small, **gathered}, texts=texts, finite=frozenset(finite))
         if self._sharded is not None:
             return self._of_this_rank(content, moving, self._sharded)
@@ -141,8 +155,11 @@ class LiveState:
             checkpoint.check_storable(name, tensor)
         self._split({})
 
-    def _split(self, more: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        skeleton, tensors = checkpoint.split({**self._tree(), **more}, ROOT)
+    def _split(self, more: Mapping[str, Any], without: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
+        """The tree and its tensors; `without` names entries of the task's `state()` that are left out."""
+        tree = self._tree()
+        task = {name: value for name, value in tree["task"].items() if name not in without}
+        skeleton, tensors = checkpoint.split({**tree, "task": task, **more}, ROOT)
         for name, tensor in tensors.items():
             checkpoint.check_storable(name, tensor)
         return skeleton, tensors
@@ -212,7 +229,7 @@ class LiveState:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in held.extra.items()},
             "buffers": held.buffers,
-            "task": {name: _of_task(name, value) for name, value in self._task_state().items()},
+            "task": {name: read_entry(name, value) for name, value in self._task_state().items()},
             "random": checkpoint.random_states(),
         }
 
@@ -245,7 +262,7 @@ class LiveState:
 
         All ranks of `group` hold the buffers, and the weights where they are whole; replicas also what the optimiser moves and keeps.
         """
-        skeleton, kept = self._split({})
+        skeleton, kept = self._split({}, without=rank_state.find_per_rank(self._assembly.task))
         of_all = {f"buffers/{name}": each for name, each in self._model.named_buffers()}
         if self._sharded is None or not self._sharded.splits_weights:
             of_all |= {f"weights/{name}": each for name, each in self._model.named_parameters()}
@@ -283,6 +300,7 @@ class LiveState:
         tensors = moments | commit.read(STATE)
         with checkpoint.taken_from(commit.folder):
             tree = {**checkpoint.join(skeleton, tensors, commit.folder), "clock": commit.json("clock.json")}
+            tree["task"] = {**tree["task"], **rank_state.read(self._group, self._assembly.task, commit)}
             if adapt is not None:
                 adapt(tree)
             self._put_back(tree)
@@ -325,6 +343,7 @@ class LiveState:
             raise RunFolderError(
                 f"{commit.folder} holds the state after step {step}: it was renamed", hint="remove it, or name it by its step"
             )
+        rank_state.check_fit(self._group, self._assembly.task, commit)
         stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
         own = {update.name for update in self._assembly.updates}
         is_averaged = bool(commit.names(LIVE))
@@ -361,7 +380,7 @@ class LiveState:
         for name, value in task.items():
             if name not in state:
                 raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
-            _restore_of_task(name, state[name], value)
+            restore_entry(name, state[name], value)
 
 
 def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
@@ -370,23 +389,3 @@ def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
         taken.update(name.encode())
         taken.update(checkpoint.as_buffer(tensors[name].detach().cpu().contiguous()))
     return taken.hexdigest()
-
-
-def _of_task(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray):
-        return value
-    if all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
-        return value.state_dict()
-    raise TaskError(
-        f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
-        hint="give a tensor or array that is changed in place, or an object with state_dict and load_state_dict",
-    )
-
-
-def _restore_of_task(name: str, value: Any, saved: Any) -> None:
-    if isinstance(value, Tensor):
-        checkpoint.fill(name, value, saved)
-    elif isinstance(value, np.ndarray):
-        value[...] = saved
-    else:
-        value.load_state_dict(saved)

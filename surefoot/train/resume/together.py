@@ -22,23 +22,23 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
 from surefoot.core import place
 from surefoot.core.errors import OtherDataError, SpecError, StorageError, TaskError, hint_unwritten
-from surefoot.core.place import Place
 from surefoot.core.ranks import layout
 from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl
+from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl, watched
 from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
+from surefoot.train.resume import rank_state
 from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
 from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
 RANKS = "ranks"
 UNWATCHED = (
-    "layout.stall ({stall:g} s) has no effect under torchrun and other launchers: a rank that hangs ends the run after layout.timeout "
-    "({timeout:g} s), named without its line; surefoot train --ranks N names the line"
+    "layout.stall ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after layout.timeout ({timeout:g} s), named without "
+    "its line"
 )
 
 
@@ -58,16 +58,12 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
         raise SpecError(f"layout.transport is {spec.layout.transport!r}, and NCCL joins GPUs", hint="leave layout.transport out")
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda"))
-        (notes if notes is not None else []).extend([*said, *warn_unwatched(here, spec)])
         table = spec.layout
-        yield stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport))
-
-
-def warn_unwatched(here: Place, spec: RunSpec) -> list[str]:
-    """What to know where no supervisor of ours watches the ranks, as under torchrun; nothing elsewhere."""
-    if here.world_size == 1 or here.told is not None:
-        return []
-    return [UNWATCHED.format(stall=spec.layout.stall, timeout=spec.layout.timeout)]
+        group = stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport))
+        why = stack.enter_context(watched(group, here, table.stall))
+        unwatched = [UNWATCHED.format(stall=table.stall, timeout=table.timeout, why=why)] if why else []
+        (notes if notes is not None else []).extend([*said, *unwatched])
+        yield group
 
 
 def meshed(group: Group, spec: RunSpec) -> Mesh:
@@ -125,20 +121,10 @@ def _is_time(text: str) -> bool:
     return text != "never" and Duration.parse(text).unit == "s"
 
 
-def _describe_task_state(group: Group, assembly: Assembly) -> list[str]:
-    """Return a line where several ranks have a `state()` of the task each, which their own batches may move apart."""
-    if group.is_alone or assembly.task.state is None:
-        return []
-    names = ", ".join(map(repr, assembly.task.state()))
-    moves = f"state() names {names}: each of {group.size} ranks has a copy of its own, which its own microbatches alone move"
-    saved = "rank 0's is saved, and all ranks resume with it"
-    return [f"{moves}; {saved}. Keep in it what is the same on all ranks, or sum it over them in the task"] if names else []
-
-
 def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
     """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
     rank starts with rank 0's weights."""
-    assembly.told.extend(_describe_task_state(group, assembly))
+    rank_state.check_words(assembly.task, assembly.spec)
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
@@ -153,6 +139,7 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
         "weights at the start": "" if ranks is None or ranks.sharded is None else ranks.sharded.first_weights,
     }  # fmt: skip
+    facts |= {f"{name!r} of state(), replicated": digest for name, digest in rank_state.digest_replicated(assembly.task).items()}
     modules = program.modules()
     common = set[str].intersection(*(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules)))))
     facts |= {
@@ -163,8 +150,9 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         name, rank, theirs, first = apart[0]
         raise SpecError(
             f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
-            hint="start every rank with the same spec, code, data, packages and --run",
+            hint="start every rank with the same spec, code, data, packages, replicated state and --run",
         )
+    assembly.told.extend(rank_state.describe(group, assembly.task))
     if ranks is not None and ranks.sharded is not None:
         group.copy_from_first(list(assembly.model.buffers()))
         return

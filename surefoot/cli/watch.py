@@ -1,0 +1,41 @@
+"""The process that watches ranks which torchrun, or plain variables, started (`runtime/comm/watched.py` starts it): as the supervisor of
+`--ranks` it names the rank that keeps the others waiting, and ends all. Starting them again is up to their launcher.
+
+`python -m surefoot.cli.watch JSON`: `stall_s`, `parent` (the rank that started it), and for each rank its `pid` and the descriptors of
+its flight record and its stacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from surefoot.cli.options import find_judge, say
+from surefoot.control.launch.local import STALL_LOOK_S, Rank, end_if_stalled
+from surefoot.control.launch.looking import Told
+from surefoot.control.launch.peers import Peer
+
+HINT = "torchrun --max-restarts N starts them again: with --run they resume from the newest commit"
+
+
+def main(words: str) -> None:
+    """Watch until the process that started this one has ended, or a rank keeps the others waiting."""
+    row = json.loads(words)
+    told = [Told(*each["files"]) for each in row["ranks"]]
+    judge = find_judge(row["stall_s"])._replace(hint=HINT)
+    try:
+        ranks = [Rank(rank, Peer(each["pid"], told[rank].flight)) for rank, each in enumerate(row["ranks"])]
+    except ProcessLookupError:
+        return  # a rank has ended: the others, or their launcher, notice that themselves
+    while os.getppid() == row["parent"]:
+        for each in ranks:
+            each.code = each.process.poll()
+        if any(each.code is not None for each in ranks) or end_if_stalled(ranks, say, judge, told) is not None:
+            return
+        time.sleep(STALL_LOOK_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

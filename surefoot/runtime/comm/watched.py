@@ -1,0 +1,114 @@
+"""Ranks that no supervisor of ours started, as those of torchrun, watch each other: one that waits for half of `layout.stall` starts
+the process that looks at all of them (`cli/watch`), and each ends itself once that says so.
+
+One host only: what a rank does is read from its memory, and its stack is asked for by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from surefoot.core import flight, place
+from surefoot.core.errors import LostRank
+from surefoot.core.place import Place
+from surefoot.runtime.comm.group import Group
+
+LOOK_S = 0.25
+Files = list[tuple[int, int]]  # of each rank: its flight record and its stacks
+
+
+@contextlib.contextmanager
+def watched(group: Group, here: Place, stall_s: float) -> Iterator[str]:
+    """Watch the ranks of `group` inside of the block; gives why that cannot be, "" where they are watched. Every rank calls it."""
+    if group.is_alone or here.told is not None or group.flight is None:
+        yield ""
+        return
+    if not hasattr(os, "pidfd_open"):
+        yield "ranks are watched on Linux only"
+        return
+    mine = {"host": here.host, "pid": os.getpid(), "files": group.flight.files, "are": list(map(_identity, group.flight.files))}
+    rows = [json.loads(text) for text in group.exchange(json.dumps(mine))]
+    with contextlib.ExitStack() as stack:
+        files, why = _open_all(rows, stack)
+        whys = group.exchange(why)
+        if any(whys):
+            yield next(filter(None, whys))
+            return
+        watch = _Watch(group.rank, files, [row["pid"] for row in rows], stall_s)
+        stack.callback(watch.close)
+        yield ""
+
+
+def _identity(descriptor: int) -> list[int]:
+    found = os.fstat(descriptor)
+    return [found.st_dev, found.st_ino]
+
+
+def _open_all(rows: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Files, str]:
+    """The files of all ranks, opened here; or why they cannot be."""
+    hosts = {row["host"] for row in rows}
+    if len(hosts) > 1:
+        return [], f"the ranks are on {len(hosts)} hosts, and only those of one host can be watched"
+    found: list[int] = []
+    for row in rows:
+        for number, known in zip(row["files"], row["are"], strict=True):
+            try:
+                found.append(os.open(f"/proc/{row['pid']}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+            except OSError:
+                return [], "the ranks cannot see each other's processes"
+            stack.callback(os.close, found[-1])
+            if _identity(found[-1]) != known:
+                return [], "the ranks cannot see each other's processes"
+    return list(zip(found[::2], found[1::2], strict=True)), ""
+
+
+class _Watch:
+    """A thread that looks at what this rank does; of all ranks that wait too long one starts the process that judges."""
+
+    def __init__(self, rank: int, files: Files, pids: Sequence[int], stall_s: float) -> None:
+        self._mine, self._files, self._pids, self._stall_s = files[rank][0], files, pids, stall_s
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="surefoot watch", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            if flight.is_dismissed(self._mine):
+                os._exit(LostRank.exit_code)  # the main thread hangs, or waits for one that does
+            waits_s = flight.read(self._mine).waits_s
+            if self._watcher is None and waits_s is not None and waits_s >= self._stall_s / 2 and self._is_chosen():
+                self._watcher = self._start()
+
+    def _is_chosen(self) -> bool:
+        """Whether no other rank has started the process."""
+        try:
+            fcntl.flock(self._files[0][0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        ranks = [{"pid": pid, "files": files} for pid, files in zip(self._pids, self._files, strict=True)]
+        words = json.dumps({"stall_s": self._stall_s, "parent": os.getpid(), "ranks": ranks})
+        safe = [] if os.getcwd() in sys.path else ["-P"]  # an installed `surefoot` does not look here for modules
+        return subprocess.Popen(
+            [sys.executable, *safe, "-m", "surefoot.cli.watch", words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=[each for pair in self._files for each in pair], process_group=0, env=place.child_environment(threads=1),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the thread, and the process that it may have started."""
+        self._is_over.set()
+        self._thread.join()
+        if self._watcher is not None:
+            self._watcher.kill()
+            self._watcher.wait()

@@ -1,0 +1,202 @@
+"""A task's `state()` on several ranks, by the words of `state_on_ranks`: "replicated" entries are compared at each save, and of
+"per_rank" entries each rank's is saved and restored.
+
+Rank 0's entries are in the tree of `state.json` as on one rank. Those of the other ranks are in `task-ranks.json`, a tree for each rank,
+whose tensors are in `task-rank-<rank>.safetensors`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surefoot.components import checkpoint
+from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
+from surefoot.train.quiet import read_entry
+
+if TYPE_CHECKING:
+    from surefoot.components.checkpoint import Commit
+    from surefoot.contract.spec import RunSpec
+    from surefoot.contract.task import Resolved
+    from surefoot.runtime.comm import Group
+
+TREES = "task-ranks.json"
+OF_RANK = "task-rank-"  # the files of tensors begin so
+DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+class Gathered(NamedTuple):
+    """What other ranks give to the commit of rank 0: tensors by file, and texts by file."""
+
+    tensors: dict[str, dict[str, Tensor]] = {}  # noqa: RUF012 - never changed
+    texts: dict[str, bytes] = {}  # noqa: RUF012
+
+
+def is_of_task(file: str) -> bool:
+    """Whether a file of tensors holds a rank's `per_rank` entries, which need not be finite."""
+    return file.startswith(OF_RANK)
+
+
+def find_per_rank(task: Resolved) -> list[str]:
+    """The entries of which each rank has its own."""
+    return [name for name, word in task.state_on_ranks.items() if word == "per_rank"]
+
+
+def check_words(task: Resolved, spec: RunSpec) -> None:
+    """Raise TaskError for a word about an entry that `state()` does not name, SpecError for `per_rank` where ranks are only virtual."""
+    names = [] if task.state is None else list(task.state())
+    if unknown := [name for name in task.state_on_ranks if name not in names]:
+        raise TaskError(
+            f"state_on_ranks names {unknown[0]!r}, and state() names {', '.join(map(repr, names)) or 'nothing'}",
+            hint="state_on_ranks holds entries of state(), each with 'replicated' or 'per_rank'",
+        )
+    if (each := find_per_rank(task)) and spec.layout.virtual_ranks is not None:
+        raise SpecError(
+            f"state_on_ranks says that {each[0]!r} is per_rank, and layout.virtual_ranks is {spec.layout.virtual_ranks}: other numbers of "
+            "ranks would have other states, and so other bits",
+            hint="leave layout.virtual_ranks out, or keep replicated state only",
+        )
+
+
+def describe(group: Group, task: Resolved) -> list[str]:
+    """Return what a person should know of `state()` on several ranks: each entry with its word, or with the words to choose from. Every
+    rank calls it."""
+    if group.is_alone or task.state is None:
+        return []
+    words = task.state_on_ranks
+    unsaid = ", ".join(repr(name) for name in task.state() if name not in words)
+    told = []
+    if unsaid:
+        told.append(
+            f"state() names {unsaid}: each of {group.size} ranks has a copy of its own, which its own microbatches alone move; rank 0's is "
+            f"saved, and all ranks resume with it. Say what is meant in the task: state_on_ranks = {{{unsaid.split(', ')[0]}: "
+            '"replicated"} for what is the same on all ranks, "per_rank" for one on each rank'
+        )
+    if same := [name for name, word in words.items() if word == "replicated"]:
+        told.append(f"state() names {_list(same)}, replicated on {group.size} ranks: all ranks are compared at each save")
+    if own := find_per_rank(task):
+        told.append(f"state() names {_list(own)}, one for each of {group.size} ranks: each rank's is saved and restored")
+    digests = [json.loads(text) for text in group.exchange(json.dumps(digest_entries(task, own)))]
+    if alike := [name for name in own if len({each[name] for each in digests}) == 1]:
+        told.append(
+            f"{_list(alike)} of state() starts equal on all ranks; surefoot.rank_seed() gives each rank a seed of its own"
+        )
+    return told
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def digest_entries(task: Resolved, names: list[str]) -> dict[str, str]:
+    """A digest (SHA-256, hex) of each of these entries as this rank holds it."""
+    state = {} if task.state is None or not names else task.state()
+    return {name: _digest(name, state[name]) for name in names}
+
+
+def digest_replicated(task: Resolved) -> dict[str, str]:
+    """The same of the entries that all ranks hold alike."""
+    return digest_entries(task, [name for name, word in task.state_on_ranks.items() if word == "replicated"])
+
+
+def _digest(name: str, value: Any) -> str:
+    skeleton, tensors = checkpoint.split(read_entry(name, value), name)
+    taken = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode())
+    for each in sorted(tensors):
+        taken.update(f"{each} {tensors[each].dtype} {list(tensors[each].shape)}".encode())
+        taken.update(checkpoint.as_buffer(_on_host(tensors[each])))
+    return taken.hexdigest()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def gather(group: Group, task: Resolved) -> Gathered:
+    """Compare the replicated entries, and give rank 0 the per-rank entries of all others. Every rank calls it.
+
+    Raises NumbersError, on all ranks, where one of them no longer holds what rank 0 does of a replicated entry.
+    """
+    facts = digest_replicated(task)
+    if facts and (apart := group.check_equal(facts)):
+        name, rank, _, _ = apart[0]
+        raise NumbersError(
+            f"state_on_ranks says that {name!r} is replicated, and rank {rank} of {group.size} no longer holds what rank 0 does",
+            hint="sum over the ranks what moves it, as torch.distributed.all_reduce does, or call it per_rank",
+        )
+    if not (names := find_per_rank(task)):
+        return Gathered()
+    assert task.state is not None
+    state = task.state()
+    tree = {name: read_entry(name, state[name]) for name in names}
+    skeleton, tensors = checkpoint.split(tree, f"{OF_RANK}{group.rank}")
+    for name, tensor in tensors.items():
+        checkpoint.check_storable(name, tensor)
+    held = {name: _on_host(tensor) for name, tensor in tensors.items()}
+    table = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in held.items()}
+    rows = [json.loads(text) for text in group.exchange(json.dumps([skeleton, table]))]
+    contents = _send_to_first(group, held, max(_num_bytes(table) for _, table in rows))
+    if contents is None:
+        return Gathered()
+    files = {
+        f"{OF_RANK}{rank}.safetensors": _unpack(table, contents[rank]) for rank, (_, table) in enumerate(rows) if rank and table
+    }
+    trees = {str(rank): each for rank, (each, _) in enumerate(rows) if rank}
+    return Gathered(files, {TREES: json.dumps(trees).encode()})
+
+
+def _send_to_first(group: Group, held: Mapping[str, Tensor], most_bytes: int) -> Tensor | None:
+    """The tensors of all ranks as rows of bytes, at rank 0."""
+    row = torch.zeros(max(1, most_bytes), dtype=torch.uint8)
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in held.values() if tensor.numel()]
+    if flat:
+        packed = torch.cat(flat)
+        row[: len(packed)] = packed
+    rows = group.gather_to_first(row.to(group.device))
+    return None if rows is None else rows.cpu()
+
+
+def _num_bytes(table: Mapping[str, Any]) -> int:
+    return sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in table.values())
+
+
+def _unpack(table: Mapping[str, Any], content: Tensor) -> dict[str, Tensor]:
+    found, start = {}, 0
+    for name, (dtype, shape) in table.items():
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        found[name] = content[start : start + size].clone().view(DTYPES[dtype]).reshape(shape)
+        start += size
+    return found
+
+
+def count_saved(commit: Commit) -> int:
+    """Of how many ranks a commit holds `per_rank` entries; 1 where one rank wrote it, or the task said nothing of its ranks."""
+    return 1 + (len(commit.json(TREES)) if any(entry.name == TREES for entry in commit.manifest.files) else 0)
+
+
+def check_fit(group: Group, task: Resolved, commit: Commit) -> None:
+    """Raise RunFolderError where the commit has per-rank entries of another number of ranks than this run."""
+    names, saved = find_per_rank(task), count_saved(commit)
+    if names and saved != group.size:
+        raise RunFolderError(
+            f"{commit.folder} holds {_list(names)} of state() for {saved} rank{'s' * (saved > 1)}, one for each, and the run has "
+            f"{group.size} rank{'s' * (group.size > 1)} now",
+            hint=f"resume with {saved} rank{'s' * (saved > 1)}: --ranks {saved}",
+        )
+
+
+def read(group: Group, task: Resolved, commit: Commit) -> dict[str, Any]:
+    """This rank's own entries as a commit holds them; none on rank 0, whose entries are in the tree of `state.json`."""
+    if group.is_first or not find_per_rank(task):
+        return {}
+    skeleton = commit.json(TREES)[str(group.rank)]
+    file = f"{OF_RANK}{group.rank}.safetensors"
+    tensors = commit.read(file) if file in commit.names("") else {}
+    found: dict[str, Any] = checkpoint.join(skeleton, tensors, commit.folder)
+    return found
