@@ -283,6 +283,8 @@ class _Record:
                     f"the disk was full: the checkpoint of {deleted} was deleted before its time; the loop continues"
                 )
         self._saved_step = self.step
+        for line in self._keeper.take_unsaved():
+            self._console.warn(line)
         committed = events.Committed(
             generation=self.generation, time_s=time.time(), step=self.step, num_bytes=made.num_bytes,
             folder=f"checkpoints/step-{self.step:012d}", elapsed_s=elapsed_s, waited_s=elapsed_s,
