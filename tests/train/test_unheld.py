@@ -153,6 +153,7 @@ def test_what_holds_no_state_of_a_loop_is_not_reported(tmp_path: Path) -> None:
     others = torch.optim.SGD([torch.ones(1)], lr=1.0)
     StepLR(others, 3)
     del others
+    assert None not in (criterion, teacher, wrapped, part, scaler)
     step(surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=tmp_path / "a"), model, optimizer)
     assert reported(tmp_path / "a") == []
 
