@@ -38,6 +38,7 @@ from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataE
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
+from surefoot.train.record.unheld import Unheld
 from surefoot.train.resume.loop import LoopKeeper, describe_changes, given_settings, name_objects
 from surefoot.train.resume.program import Program
 
@@ -78,7 +79,9 @@ def attach(
         raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
     optim.check_shaped(model)
     objects = name_objects(model, optimizers, state or {})
-    return Attached(_Record(objects, optimizers, data, None if folder is None else Path(folder), every, save))
+    unheld = Unheld(objects, optimizers, data)
+    lost = unheld.find(sys._getframe(1))
+    return Attached(_Record(objects, optimizers, data, None if folder is None else Path(folder), every, save, (unheld, lost)))
 
 
 @final
@@ -163,8 +166,10 @@ class _Record:
 
     def __init__(
         self, objects: Mapping[str, Any], optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int,
-        save: str | None,
+        save: str | None, unheld: tuple[Unheld, Sequence[str]],
     ) -> None:  # fmt: skip
+        self._unheld, lost = unheld
+        self._has_saved = False
         model: nn.Module = objects["model"]
         self._optimizers, self._every, self._data = optimizers, max(1, every), data
         self._length = _length_of(data)
@@ -193,7 +198,7 @@ class _Record:
         with folder.taken(choice, None) as (chosen, self._lock):
             self._at, self._root, self.generation = folder.anchor(chosen.folder), chosen.folder.absolute(), self._lock.generation
             self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save)
-            notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
+            notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()), *lost)
             self._ledger = LoopLedger(self._root, self._watched.promise, self.generation)
             self._journal = Journal(self._root)
             self._journal.begin(self._started(model, name, program, data, notes))
@@ -283,6 +288,10 @@ class _Record:
                     f"the disk was full: the checkpoint of {deleted} was deleted before its time; the loop continues"
                 )
         self._saved_step = self.step
+        lost = [] if self._has_saved else self._unheld.find()  # a scheduler that was made after attach
+        self._has_saved = True
+        for line in (*self._keeper.take_unsaved(), *lost):
+            self._console.warn(line)
         committed = events.Committed(
             generation=self.generation, time_s=time.time(), step=self.step, num_bytes=made.num_bytes,
             folder=f"checkpoints/step-{self.step:012d}", elapsed_s=elapsed_s, waited_s=elapsed_s,

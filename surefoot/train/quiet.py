@@ -1,4 +1,4 @@
-"""Looking at a model without a trace: mode, buffers, a task's own state and every random stream are put back, whatever happens."""
+"""Looking at a model without a trace: mode, buffers, attributes, a task's own state and all random streams are put back in any case."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.core.errors import TaskError
+from surefoot.runtime.attributes import AttributeSnapshot
 
 
 @contextmanager
 def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards model, buffers, the task's `state()` and random streams are as before.
+    """Evaluation mode and no gradients inside; afterwards model, buffers, attributes of its modules, the task's `state()` and random
+    streams are as before.
 
     Raises TaskError for a `state()` that holds what cannot be put back in place.
     """
@@ -28,6 +30,7 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
+    attributes = AttributeSnapshot(model)
     cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     held = [(name, value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
@@ -43,6 +46,7 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
                 checkpoint.fill(name, buffer, kept)
                 if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
                     setattr(module, name, buffer)
+        attributes.put_back()
         for name, value, before in held:
             restore_entry(name, value, before)
         torch.set_rng_state(cpu_state)

@@ -7,6 +7,7 @@ persistent, which yet decide how a loop goes on).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from surefoot.components.checkpoint.tensors import fill
+from surefoot.components.checkpoint.tensors import check_storable, fill
+from surefoot.components.checkpoint.tree import split
 from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.runtime.attributes import Changed, Stored, encode_attributes
 
 
 class Held(NamedTuple):
@@ -89,6 +92,20 @@ def put_back_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, keep_oth
             owner.register_buffer(leaf, value.to(near.device), persistent=False)
         elif held is None or not keep_others:
             owner._buffers[leaf] = value.to(near.device)
+
+
+def encode_storable(module: nn.Module, changed: Changed) -> tuple[Stored, tuple[str, ...]]:
+    """The changed attributes that a checkpoint can hold, encoded, and the names of those that it cannot."""
+    values, unsaved = {}, list(changed.unsaved)
+    for name, value in changed.values.items():
+        try:
+            for place, tensor in split(value, name)[1].items():
+                check_storable(place, tensor)
+        except TaskError:
+            unsaved.append(f"{name} ({type(value).__name__})")
+        else:
+            values[name] = value
+    return encode_attributes(module, replace(changed, values=values)), tuple(unsaved)
 
 
 def put_back_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:

@@ -30,11 +30,13 @@ from surefoot.contract import commits
 from surefoot.contract.manifest import NAME, Manifest
 from surefoot.contract.state import laid_as, master_of
 from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.runtime.attributes import check_attributes, put_back_attributes
 
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")
 STATE = "state.safetensors"
 NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
+NO_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,14 @@ class Restored:
     troubles: tuple[str, ...] = ()
 
 
-def save(folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp = NO_STAMP) -> Manifest:
+def save(
+    folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp = NO_STAMP,
+    attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES,
+) -> Manifest:  # fmt: skip
     """Commit `state` as a step of `folder`: modules, objects with a state_dict, tensors, arrays, numbers; and every random state.
 
-    A module called "model" stands in model.safetensors as others read it. Returns once it is on disk; an earlier commit of the same
+    A module called "model" stands in model.safetensors as others read it. `attributes` are the plain attributes of modules, by the
+    module's name, as `encode_storable` gives them; without it none are saved. Returns once it is on disk; an earlier commit of the same
     step is replaced. One process saves into a folder at a time: what a killed save left there is cleared away. Raises TaskError for
     what a checkpoint cannot hold, NumbersError for a trained parameter that is not finite, StorageError when the disk refuses; what
     was committed before stays as it is.
@@ -58,7 +64,7 @@ def save(folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp =
         number = operator.index(step)
     except TypeError:
         raise TaskError(f"the step is {step!r}, which is no whole number", hint="count steps from 0") from None
-    live, skeleton = _gather(state)
+    live, skeleton = _gather(state, attributes)
     files = {file: {name: tensor.detach().cpu().contiguous() for name, tensor in held.items()} for file, held in live.items()}
     trained = [name for module in _modules(state).values() for name, each in module.named_parameters() if each.requires_grad]
     content = Content(step=number, tensors=files, texts={"state.json": json.dumps(skeleton).encode()}, finite=frozenset(trained))
@@ -104,7 +110,9 @@ def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = 
 # ---- what is saved
 
 
-def _gather(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], Any]:
+def _gather(
+    state: Mapping[str, Any], attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES
+) -> tuple[dict[str, dict[str, Tensor]], Any]:
     """What a commit of `state` holds: tensors by file, as they live, and the tree of all else. Raises TaskError."""
     modules = _modules(state)
     bad = [name for name in modules if not _is_plain(name)]
@@ -116,7 +124,10 @@ def _gather(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], Any
     held = {name: held_by(module) for name, module in modules.items()}
     skeleton, tensors = split({
         "values": values, "random": random_states(), "kinds": kinds, "moved": _moved(state),
-        "modules": {name: {"extra": each.extra, "buffers": each.buffers} for name, each in held.items() if each.extra or each.buffers},
+        "modules": {
+            name: {"extra": each.extra, "buffers": each.buffers} | ({"attributes": attributes[name]} if attributes.get(name) else {})
+            for name, each in held.items() if each.extra or each.buffers or attributes.get(name)
+        },
     })  # fmt: skip
     for name, tensor in tensors.items():
         check_storable(name, tensor)
@@ -204,6 +215,7 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         beside = {name: dict(tree.get("modules", {}).get(name, NOTHING)) for name in modules}
         for name, module in modules.items():
             check_buffers(module, beside[name]["buffers"])
+            check_attributes(module, beside[name].get("attributes", {}))
         _check_moved(one.folder, tree.get("moved", {}), _moved(state))
     objects = {name: value for name, value in state.items() if name not in modules}
     for name, value in objects.items():
@@ -221,6 +233,7 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         _read_into(module, one, f"{name}.safetensors")
         with taken_from(f"{name!r} of {one.folder}"):
             put_back_buffers(module, beside[name]["buffers"])
+            put_back_attributes(module, beside[name].get("attributes", {}))
             put_back_extra(module, beside[name]["extra"])
     with taken_from(one.folder):
         restore_random(random)

@@ -1,4 +1,4 @@
-"""Computing a block again as it was computed: with the buffers of then."""
+"""Computing a block again as it was computed: with the buffers and attributes of then."""
 
 from __future__ import annotations
 
@@ -9,51 +9,60 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from surefoot.runtime.attributes import AttributeSnapshot
+
 Slot = tuple[nn.Module, str]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Buffers:
-    """The buffers that a block changes in its forward pass (the statistics of BatchNorm): computing it again sees them as they were
-    then, and leaves them as they are now.
+    """The buffers and attributes that a block changes in its forward pass (the statistics of BatchNorm, a hidden state): computing it
+    again sees them as they were then, and leaves them as they are now.
 
     Which ones they are is seen at the first pass in each mode of the block's modules; only they are copied from then on.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._modules = list(block.modules())
+        self._block, self._modules = block, list(block.modules())
         self._slots = [(module, name) for module in self._modules for name, _ in module.named_buffers(recurse=False)]
         self._moving: dict[tuple[bool, ...], list[Slot]] = {}
+        self._attributes: dict[tuple[bool, ...], list[Slot]] = {}
 
     def tensors(self) -> list[Tensor]:
         """What stands in their places now."""
         return [getattr(*slot) for slot in self._slots]
 
     def lent(self) -> AbstractContextManager[Any]:
-        """Copies of all buffers stand in their places inside."""
-        return _AsBefore(self._slots, self.tensors())
+        """Copies of all buffers and attributes stand in their places inside."""
+        return Both(_AsBefore(self._slots, self.tensors()), AttributeSnapshot(self._block).lend())
 
     def contexts(self) -> Contexts | None:
-        """For the forward pass and for computing it again; None where no buffer moves."""
+        """For the forward pass and for computing it again; None where no buffer or attribute moves."""
         modes = tuple(module.training for module in self._modules)
         slots = self._moving.get(modes, self._slots)
-        if not slots:
+        known = self._attributes.get(modes)
+        if not slots and known == []:
             return None
         before = [getattr(*slot).detach().clone() for slot in slots]
-        return _Watched(self, modes, slots, before), _AsBefore(slots, before)
+        attributes = AttributeSnapshot(self._block, known)
+        watched = _Watched(self, modes, slots, before, attributes)
+        return watched, Both(_AsBefore(slots, before), attributes.lend())
 
-    def saw(self, modes: tuple[bool, ...], moving: list[Slot]) -> None:
+    def saw(self, modes: tuple[bool, ...], moving: list[Slot], attributes: list[Slot]) -> None:
         self._moving.setdefault(modes, moving)
+        self._attributes.setdefault(modes, attributes)
 
 
 class _Watched(AbstractContextManager[None]):
-    def __init__(self, buffers: Buffers, modes: tuple[bool, ...], slots: list[Slot], before: list[Tensor]) -> None:
-        self._buffers, self._modes, self._slots, self._before = buffers, modes, slots, before
+    def __init__(
+        self, buffers: Buffers, modes: tuple[bool, ...], slots: list[Slot], before: list[Tensor], attributes: AttributeSnapshot
+    ) -> None:
+        self._buffers, self._modes, self._slots, self._before, self._attributes = buffers, modes, slots, before, attributes
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             moving = [slot for slot, copy in zip(self._slots, self._before, strict=True) if _moved(copy, getattr(*slot))]
-            self._buffers.saw(self._modes, moving)
+            self._buffers.saw(self._modes, moving, self._attributes.find_changed())
 
 
 class _AsBefore(AbstractContextManager[None]):

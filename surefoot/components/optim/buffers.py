@@ -1,4 +1,4 @@
-"""The buffers that a step changes beside the weights, so that a skipped step moves nothing at all."""
+"""The buffers and attributes that a step changes beside the weights, so that a skipped step moves nothing at all."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim.fused import copy_tensors
+from surefoot.runtime.attributes import AttributeSnapshot
 
 Slot = tuple[nn.Module, str]
 
 
 class LiveBuffers:
-    """Keeps the buffers that a forward pass in training changes (the statistics of BatchNorm): one batch that is not a number
-    would spoil them for good.
+    """Keeps the buffers that a forward pass in training changes (the statistics of BatchNorm), and the attributes of modules (a hidden
+    state): one batch that is not a number would spoil them for good.
 
     Which ones they are is seen at the first step, and only they are copied from then on; one that changes for the first time later is
     not known.
@@ -27,15 +28,32 @@ class LiveBuffers:
             tuple[list[Tensor], list[Tensor]]
         ] = []  # copies and originals of one dtype each: one pass for all of them
         self._is_settled = not self._slots
+        self._model = model
+        self._attributes: AttributeSnapshot | None = None
+        self._attribute_slots: list[Slot] | None = None  # None until the first step is over
 
     def keep(self) -> None:
         """Take note of what they hold; called before each step."""
+        self._keep_attributes()
         if not self._is_settled:
             self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
         if not self._is_settled or self._moving:
             self._hold([getattr(module, name) for module, name in self._slots])
         for copies, held in self._kinds:
             copy_tensors(copies, held)
+
+    def _keep_attributes(self) -> None:
+        self._settle_attributes()
+        if self._attributes is None:
+            self._attributes = AttributeSnapshot(self._model)
+        elif self._attribute_slots:
+            self._attributes = AttributeSnapshot(self._model, self._attribute_slots, self._attributes.aliases)
+
+    def _settle_attributes(self) -> None:
+        """Once a step is over it is known which attributes a step changes."""
+        if self._attribute_slots is None and self._attributes is not None:
+            self._attribute_slots = self._attributes.find_changed()
+            self._attributes = self._attributes.restrict(self._attribute_slots)
 
     def _settle(self) -> None:
         """At the end of the first step those that stayed as they were are let go, whether it is applied or not."""
@@ -59,9 +77,12 @@ class LiveBuffers:
     @torch.no_grad()
     def put_back_unless(self, applied: bool | Tensor) -> None:
         """Put back what `keep` saw, unless the step that is over was applied; where only the device knows that, it is decided there."""
+        self._settle_attributes()
         if not self._is_settled:
             self._settle()
         if isinstance(applied, Tensor):
+            if self._attributes is not None:
+                self._attributes.put_back_unless(applied)
             for (module, name), copy in zip(self._slots, self._copies, strict=True):
                 tensor = getattr(module, name)
                 tensor.copy_(torch.where(applied, tensor, copy))
@@ -75,3 +96,7 @@ class LiveBuffers:
             tensor.copy_(copy)
             if getattr(module, name) is not tensor:
                 setattr(module, name, tensor)
+        if self._attributes is not None:
+            self._attributes.put_back()
+        if self._attribute_slots is None:
+            self._attributes = None  # a step that broke off does not show which attributes a whole one changes

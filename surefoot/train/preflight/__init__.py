@@ -6,6 +6,7 @@ from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, draws, norms
 from surefoot.train.record.compiling import eager
+from surefoot.train.record.unheld import describe_task
 from surefoot.train.resume.state import LiveState
 
 
@@ -24,5 +25,5 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
-        assembly.warnings.extend([*measured, *draws.check(assembly)])
+        assembly.warnings.extend([*measured, *draws.check(assembly), *describe_task(assembly)])
     return notes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
+from surefoot.components.stability import GuardFault
 from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
@@ -24,6 +25,7 @@ from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.resume import same
+from surefoot.train.resume.attribute_notes import AttributeNotes
 from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
 from surefoot.train.resume.slow_save import SaveRhythm
 from surefoot.train.resume.state import CLOCK, LiveState
@@ -63,6 +65,7 @@ class Keeper:
         self.is_asked = self.has_saved = False
         self.saved_step = 0
         self.lost_commits = ""  # what `resume` did not find, in words
+        self._attribute_notes = AttributeNotes(group.size)
 
     # ---- when
 
@@ -222,6 +225,9 @@ class Keeper:
         """Record what a save has cost besides itself: checkpoints that made room for it, time, and what the store refused."""
         if deleted := self._room.take_deleted():
             telling.room_made(list_steps(deleted), step)
+        if self._group.is_first:
+            for words, action in self._attribute_notes.take(self._state.attributes, self._state.unsaved_attributes):
+                telling.fault(GuardFault(step, "attributes", action, words))
         if (slow := self._pace.take()) is not None:
             telling.slow_save(slow.step, slow.words)
         troubles, self._store_troubles = self._store_troubles, []

@@ -19,8 +19,10 @@ from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError, TaskError
 from surefoot.core.units import Duration
+from surefoot.runtime.attributes import AttributeTracker
 from surefoot.train import environment
 from surefoot.train.quiet import read_streams
+from surefoot.train.resume.attribute_notes import AttributeNotes
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
 
 KEEP = 3
@@ -34,6 +36,9 @@ class LoopKeeper:
     def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None) -> None:
         self._folder, self._lock, self._objects, self._watched = folder, lock, objects, data
         self._data = data.data
+        self._trackers = {name: AttributeTracker(each) for name, each in objects.items() if isinstance(each, nn.Module)}
+        self._attribute_notes = AttributeNotes()
+        self._unsaved: list[str] = []  # attributes that the last checkpoint could not hold
         duration = None if every is None else Duration.parse(every)
         if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
             raise TaskError(
@@ -180,6 +185,18 @@ class LoopKeeper:
         deleted = self._room.take_deleted()
         return list_steps(deleted) if deleted else None
 
+    def _attributes(self) -> dict[str, Any]:
+        """What a checkpoint holds of the attributes of each module, by its name."""
+        found, self._unsaved = {}, []
+        for name, tracker in self._trackers.items():
+            found[name], unsaved = checkpoint.encode_storable(self._objects[name], tracker.find_changed())
+            self._unsaved += unsaved
+        return found
+
+    def take_unsaved(self) -> list[str]:
+        """A line for each kind of attribute that changes and that no checkpoint holds, once."""
+        return [f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)]
+
     def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
         """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
         started_s = self._last_s = time.monotonic()
@@ -193,7 +210,8 @@ class LoopKeeper:
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
-        made = self._room.write(lambda: checkpoint.save(self._folder, step, state, stamp))
+        attributes = self._attributes()
+        made = self._room.write(lambda: checkpoint.save(self._folder, step, state, stamp, attributes))
         checkpoint.retain(self._folder, keep=KEEP)
         return made, time.monotonic() - started_s
 

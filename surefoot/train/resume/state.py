@@ -22,6 +22,7 @@ from surefoot.components.parallel import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
 from surefoot.contract.state import Part, laid_by, part_of
 from surefoot.core.errors import RunFolderError
+from surefoot.runtime.attributes import check_attributes, put_back_attributes
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import read_entry, restore_entry
@@ -37,7 +38,7 @@ ROOT = "state"  # the tree's names begin so
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
 COMPONENTS = {
     "optimizer": "optimizer", "random": "random states", "task": "task state", "buffers": "buffers", "plateau": "schedule",
-    "average": "average", "extra": "buffers", "scaler": "scaler",
+    "average": "average", "extra": "buffers", "scaler": "scaler", "attributes": "buffers",
 }  # fmt: skip
 STATISTICS = ("running_mean", "running_var")  # buffers that are finite wherever a model is sound; a mask may well be infinite
 Files = dict[str, dict[str, Tensor]]
@@ -54,6 +55,8 @@ class LiveState:
         ranks = assembly.engine.stepper.ranks
         self._sharded = None if ranks is None else ranks.sharded
         self._held = {} if self._sharded is None else {name: master_of(parameter) for name, parameter in named}
+        self.attributes: tuple[str, ...] = ()  # of modules, that the last checkpoint held
+        self.unsaved_attributes: tuple[str, ...] = ()  # that change and that no checkpoint can hold
 
     def num_bytes(self) -> int:
         """About how large a commit is: weights, buffers and average; the optimiser as two numbers a trained one, until it has state."""
@@ -231,7 +234,15 @@ class LiveState:
             "buffers": held.buffers,
             "task": {name: read_entry(name, value) for name, value in self._task_state().items()},
             "random": checkpoint.random_states(),
+            **self._attributes(),
         }
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes of modules that have changed since the model was built, detached; nothing where none has."""
+        changed = self._assembly.engine.stepper.attributes.find_changed()
+        stored, self.unsaved_attributes = checkpoint.encode_storable(self._model, changed)
+        self.attributes = tuple(stored.get("values", ()))
+        return {"attributes": stored} if stored else {}
 
     def _task_state(self) -> Mapping[str, Any]:
         state = self._assembly.task.state
@@ -287,6 +298,8 @@ class LiveState:
         self._check_fit(commit, skeleton)
         with checkpoint.taken_from(commit.folder):
             checkpoint.check_buffers(self._model, skeleton["buffers"])
+            if not keep_buffers:
+                check_attributes(self._model, skeleton.get("attributes", {}))
         averages = self._averages()
         served = {name: averages.get(id(tensor), tensor) for name, tensor in own.items()}
         checkpoint.read_weights(commit, served, checkpoint.MODEL)
@@ -305,6 +318,7 @@ class LiveState:
                 adapt(tree)
             self._put_back(tree)
             checkpoint.put_back_buffers(self._model, tree["buffers"], keep_others=keep_buffers)
+            put_back_attributes(self._model, tree.get("attributes", {}), self._task_state(), keep_others=keep_buffers)
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
         self._put_back_of_task(extra, task)
         with checkpoint.taken_from(commit.folder):

@@ -28,6 +28,7 @@ from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError, NumbersError, TaskError
+from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
@@ -59,6 +60,7 @@ class Stepper:
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
+        self.attributes = AttributeTracker(model, task.state)
         self.policy, self._scaler = policy, policy.scaler
         self.record: DtypeRecord | None = None  # of the first step that was done here
         self._is_first = False
@@ -276,7 +278,7 @@ class Stepper:
     def _pass_along(self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int) -> None:
         """Passes that add nothing, while other ranks have microbatches left and gather weights for them from all."""
         batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
-        held = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        held, attributes = [(buffer, buffer.clone()) for buffer in self._model.buffers()], AttributeSnapshot(self._model)
         for left in reversed(range(count)):
             with self.policy.context():
                 terms = update.loss(self._model, batch).terms
@@ -286,6 +288,7 @@ class Stepper:
         with torch.no_grad():
             for buffer, kept in held:
                 buffer.copy_(kept)
+        attributes.put_back()
 
     def _as_one_graph(
         self, whole: WholeStep, name: str, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]

@@ -1,0 +1,221 @@
+"""The attributes of a model's modules at one moment, to be put back: the same objects, with the values that they had."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from surefoot.runtime.attributes.values import (
+    Aliases,
+    Slot,
+    attributes_of,
+    holds_tensors,
+    is_same,
+    is_state,
+    parts_of,
+    rebuild,
+)  # fmt: skip
+
+
+class Absent:
+    """Stands for an attribute that the module does not have."""
+
+
+ABSENT = Absent()
+
+
+class AttributeSnapshot:
+    """What every attribute, or only those of `slots`, refers to, and copies of the tensors, arrays and containers in it."""
+
+    def __init__(self, model: nn.Module, slots: Iterable[Slot] | None = None, aliases: Aliases | None = None) -> None:
+        self._model = model
+        self.aliases = Aliases.of(model) if aliases is None else aliases
+        self._is_whole = slots is None
+        found: Iterable[Slot] = (
+            ((module, name) for module in model.modules() for name in attributes_of(module)) if slots is None else slots
+        )
+        self._held = [(slot, value, self._copy(value)) for slot in found for value in [vars(slot[0]).get(slot[1], ABSENT)]]
+
+    def _copy(self, value: Any) -> Any:
+        """Copies of what can change in place; None for what cannot, and for what is no state."""
+        if isinstance(value, Tensor):
+            return None if self.aliases.is_alias(value) else value.detach().clone()
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if parts_of(value) is None or not is_state(value):
+            return None
+        return [(key, part, self._copy(part)) for key, part in parts_of(value) or ()]
+
+    def find_changed(self) -> list[Slot]:
+        """The attributes that are state and differ now."""
+        changed = [slot for slot, value, copy in self._held if self._differs(*slot, value, copy)]
+        return [*changed, *self.new_state()]
+
+    def restrict(self, slots: Iterable[Slot]) -> AttributeSnapshot:
+        """The same snapshot of these attributes alone; those that were not there are absent in it."""
+        held = {slot: (value, copy) for slot, value, copy in self._held}
+        made = AttributeSnapshot(self._model, (), self.aliases)
+        made._held = [(slot, *held.get(slot, (ABSENT, None))) for slot in slots]
+        return made
+
+    def _differs(self, module: nn.Module, name: str, value: Any, copy: Any) -> bool:
+        now = vars(module).get(name, ABSENT)
+        if now is not value:
+            return self._is_ours(now, value) and not (copy is None and parts_of(value) is None and is_same(now, value))
+        return _is_changed(value, copy)
+
+    def _is_ours(self, now: Any, value: Any) -> bool:
+        """Whether what an attribute refers to is to be put back: not where code has made an object for itself, as a compiled function."""
+        return holds_tensors(value) or now is ABSENT or is_state(now)
+
+    def owned(self) -> Iterator[tuple[Slot, Any, Any]]:
+        """Every attribute that is to be put back, what it referred to, and the copies of that."""
+        for slot, value, copy in self._held:
+            now = vars(slot[0]).get(slot[1], ABSENT)
+            if now is value or self._is_ours(now, value):
+                yield slot, value, copy
+
+    def new_state(self) -> list[Slot]:
+        """The attributes that have come since, if they are state."""
+        if not self._is_whole:
+            return []
+        known = {slot for slot, _, _ in self._held}
+        now = (((module, name), value) for module in self._model.modules() for name, value in attributes_of(module).items())
+        return [slot for slot, value in now if slot not in known and is_state(value)]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let every attribute refer to what it did, with the values of then. What came to be since is deleted, if it is state."""
+        for slot in self.new_state():
+            _assign(slot, ABSENT)
+        for slot, value, copy in list(self.owned()):
+            _assign(slot, value)
+            _restore(value, copy)
+
+    def lend(self) -> AbstractContextManager[None]:
+        """A context in which copies with the values of then stand in the attributes; it may be entered again."""
+        return _Lent(self)
+
+    @torch.no_grad()
+    def put_back_unless(self, applied: Tensor) -> None:
+        """Put back where `applied` is false, decided on its device; where shapes have changed the host has to wait for it.
+
+        Plain values stay as they are where only the device knows.
+        """
+        now = {slot: vars(slot[0]).get(slot[1], ABSENT) for slot, _, _ in self._held}
+        if not all(_fits(now[slot], value, copy) for slot, value, copy in self._held):
+            if not bool(applied):
+                self.put_back()
+            return
+        for slot, _, copy in self._held:
+            _assign(slot, _choose(applied, now[slot], copy))
+
+
+class _Lent(AbstractContextManager[None]):
+    def __init__(self, snapshot: AttributeSnapshot) -> None:
+        self._snapshot = snapshot
+        self._now: list[tuple[Slot, Any]] = []
+
+    def __enter__(self) -> None:
+        then: dict[Slot, Any] = dict.fromkeys(self._snapshot.new_state(), ABSENT)
+        then |= {slot: _as_then(value, copy) for slot, value, copy in self._snapshot.owned()}
+        self._now = [(slot, vars(slot[0]).get(slot[1], ABSENT)) for slot in then]
+        for slot, value in then.items():
+            _assign(slot, value)
+
+    def __exit__(self, *error: object) -> None:
+        for slot, value in self._now:
+            _assign(slot, value)
+
+
+def _assign(slot: Slot, value: Any) -> None:
+    module, name = slot
+    if value is ABSENT:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+
+
+def _as_then(value: Any, copy: Any) -> Any:
+    """What an attribute was, in objects that may change; a tensor in a graph is itself, so that it stays in there."""
+    if copy is None:
+        return value
+    if isinstance(value, Tensor):
+        return value if value.requires_grad and not _is_changed(value, copy) else copy.clone()
+    return (
+        copy.copy() if isinstance(value, np.ndarray) else rebuild(value, [(key, _as_then(part, own)) for key, part, own in copy])
+    )
+
+
+def _fits(now: Any, before: Any, copy: Any) -> bool:
+    """Whether a value has the structure, and its tensors the shapes and dtypes, of what was copied."""
+    if isinstance(now, Tensor) != isinstance(before, Tensor):
+        return False
+    if isinstance(now, Tensor):
+        return copy is None or (now.shape, now.dtype, now.device) == (copy.shape, copy.dtype, copy.device)
+    parts = parts_of(now)
+    if parts is None:
+        return True
+    held = list(parts)
+    return (
+        isinstance(copy, list)
+        and [key for key, _ in held] == [key for key, _, _ in copy]
+        and all(_fits(part, *rest) for (_, part), (_, *rest) in zip(held, copy, strict=True))
+    )
+
+
+def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
+    """A value with `now` where `applied`, else what was copied."""
+    if isinstance(now, Tensor):
+        return now if copy is None else torch.where(applied.to(now.device), now, copy)
+    parts = parts_of(now)
+    if parts is None:
+        return now
+    return rebuild(now, [(key, _choose(applied, part, own)) for (key, part), (_, _, own) in zip(parts, copy, strict=True)])
+
+
+def _is_changed(value: Any, copy: Any) -> bool:
+    """Whether a value has changed in place since it was copied."""
+    if copy is None:
+        return False
+    if isinstance(value, Tensor):
+        try:
+            return not (value.shape == copy.shape and value.dtype == copy.dtype and torch.equal(value, copy))
+        except (RuntimeError, NotImplementedError):  # a tensor without values, in a trace of sizes alone
+            return True
+    if isinstance(value, np.ndarray):
+        return bool(value.shape != copy.shape or value.tobytes() != copy.tobytes())
+    now = list(parts_of(value) or ())
+    if len(now) != len(copy):
+        return True
+    return any(
+        key != old_key or part is not old or _is_changed(part, of_part)
+        for (key, part), (old_key, old, of_part) in zip(now, copy, strict=True)
+    )
+
+
+def _restore(value: Any, copy: Any) -> None:
+    if copy is None or not _is_changed(value, copy):
+        return  # writing to a tensor in a graph, even the same values, would keep that graph from its backward pass
+    if isinstance(value, Tensor):
+        if value.shape == copy.shape and value.dtype == copy.dtype:
+            value.copy_(copy)
+        else:
+            value.data = copy.clone()
+    elif isinstance(value, np.ndarray):
+        value[...] = copy
+    else:
+        for _, part, of_part in copy:
+            _restore(part, of_part)
+        if isinstance(value, dict):
+            value.clear()
+            value.update((key, part) for key, part, _ in copy)
+        elif isinstance(value, list | deque):
+            value.clear()
+            value.extend(part for _, part, _ in copy)

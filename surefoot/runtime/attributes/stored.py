@@ -1,0 +1,103 @@
+"""Attributes as a checkpoint holds them, and back into the modules.
+
+An alias of a parameter, of a buffer or of another attribute stays one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.core.errors import RunFolderError
+from surefoot.runtime.attributes.tracker import Changed
+from surefoot.runtime.attributes.values import NOTHING, Aliases, find_owner, map_leaves
+
+Stored = dict[str, Any]  # "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
+
+
+def encode_attributes(model: nn.Module, changed: Changed) -> Stored:
+    """The changed attributes for a checkpoint, tensors detached; empty where none has changed."""
+    if not changed.values and not changed.deleted:
+        return {}
+    first = dict(changed.aliases.names)
+    device = next((each.device.type for each in model.parameters()), "cpu")
+    stored: Stored = {"values": {}, "aliases": {}, "grad": [], "host": [], "deleted": list(changed.deleted)}
+
+    def keep(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in first:
+            stored["aliases"][path] = first[id(leaf)]
+            return None
+        first[id(leaf)] = f"/{path}"  # no parameter's name begins so
+        if leaf.requires_grad and leaf.is_leaf:
+            stored["grad"].append(path)
+        if leaf.device.type == "cpu" != device:
+            stored["host"].append(path)
+        return leaf.detach()
+
+    for name, value in changed.values.items():
+        stored["values"][name] = map_leaves(value, keep, name)
+    return stored
+
+
+def check_attributes(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Raise RunFolderError where `put_back_attributes` would find no module for one of these."""
+    for name in stored.get("values", {}):
+        if find_owner(model, name)[0] is None:
+            raise RunFolderError(
+                f"the checkpoint holds the attribute {name!r}, and the model has no module for it",
+                hint="resume the model that was saved",
+            )
+
+
+@torch.no_grad()
+def put_back_attributes(
+    model: nn.Module, stored: Mapping[str, Any], state: Mapping[str, Any] = NOTHING, *, keep_others: bool = False
+) -> None:  # fmt: skip
+    """Give the modules the attributes that were saved; `state` is what is saved beside the model, to which they may refer.
+
+    With `keep_others` those of modules that the model does not have are left out.
+    """
+    if not stored:
+        return
+    if not keep_others:
+        check_attributes(model, stored)
+    known: dict[str, Any] = dict(Aliases.of(model, state).tensors)
+    near = next((each.device for each in model.parameters()), torch.device("cpu"))
+
+    def give(path: str, leaf: Any) -> Any:
+        if path in stored["aliases"]:
+            return known[stored["aliases"][path]]
+        if isinstance(leaf, Tensor):
+            leaf = leaf.to("cpu" if path in stored["host"] else near)
+            leaf = _fill_trained(model, path, leaf) if path in stored["grad"] else leaf
+            known[f"/{path}"] = leaf
+        return leaf
+
+    for name, value in stored["values"].items():
+        owner, leaf = find_owner(model, name)
+        if owner is not None:
+            vars(owner)[leaf] = map_leaves(value, give, name)
+    for name in stored["deleted"]:
+        owner, leaf = find_owner(model, name)
+        if owner is not None:
+            vars(owner).pop(leaf, None)
+
+
+def _fill_trained(model: nn.Module, path: str, saved: Tensor) -> Tensor:
+    """A tensor with a gradient of its own: the one that stands there, which an optimizer may refer to, or a new one."""
+    name, *keys = path.split("/")
+    owner, leaf = find_owner(model, name)
+    held = None if owner is None else vars(owner).get(leaf)
+    for key in keys:
+        if isinstance(held, dict):
+            held = held.get(key)
+        else:
+            held = held[int(key)] if isinstance(held, list | tuple) and key.isdigit() and int(key) < len(held) else None
+    if isinstance(held, Tensor) and held.is_leaf and held.shape == saved.shape and held.dtype == saved.dtype:
+        return held.copy_(saved)
+    return saved.requires_grad_()

@@ -1,0 +1,63 @@
+"""Which attributes have changed since a model was built: those are state, and no others are worth saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from surefoot.runtime.attributes.values import Aliases, find_leaves, is_state, named_attributes, sign
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The attributes with other values than at the start, by dotted name; those that were deleted; those that cannot be saved."""
+
+    aliases: Aliases
+    values: dict[str, Any]
+    deleted: tuple[str, ...]
+    unsaved: tuple[str, ...]
+
+
+class AttributeTracker:
+    """Remembers what the attributes of a model's modules were when it was made, as digests.
+
+    An attribute that never changes (a table of sines, a setting) is built again by whoever builds the model, and is not state. One that
+    has changed is: a hidden state, a counter, values that the first batch gave.
+    """
+
+    def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """`state` gives what is saved beside the model: an attribute that is one of these tensors is not saved twice."""
+        self._model, self._state = model, state
+        aliases = self._aliases()
+        self._before = {name: sign(value, aliases) for name, value in named_attributes(model).items()}
+
+    def _aliases(self) -> Aliases:
+        return Aliases.of(self._model, {} if self._state is None else self._state())
+
+    def find_changed(self) -> Changed:
+        """The attributes that differ from the start now."""
+        aliases = self._aliases()
+        now = named_attributes(self._model)
+        values, unsaved = dict[str, Any](), list[str]()
+        for name, value in now.items():
+            signed = sign(value, aliases)
+            if signed == self._before.get(name, MISSING if signed is not None else None):
+                continue
+            if is_state(value) and not _is_view(value, aliases):
+                values[name] = value
+            elif signed is not None:  # else it holds no tensor that is known
+                unsaved.append(f"{name} ({type(value).__name__})")
+        deleted = [name for name, signed in self._before.items() if signed is not None and name not in now]
+        return Changed(aliases, values, tuple(deleted), tuple(unsaved))
+
+
+MISSING = object()
+
+
+def _is_view(value: Any, aliases: Aliases) -> bool:
+    """Whether a tensor in it is a view of a parameter or a buffer: saved alone, it would be one no more."""
+    tensors = (each for each in find_leaves(value) or () if isinstance(each, Tensor))
+    return any(id(each) not in aliases.names and aliases.is_alias(each) for each in tensors)

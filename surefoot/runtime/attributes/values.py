@@ -1,0 +1,189 @@
+"""Which attributes of a module can hold state: tensors, arrays, plain values, and lists, tuples, deques and dicts of them.
+
+A tensor that is a parameter or a buffer, or a view of one, is an alias: its values are saved and put back with that one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
+SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}  # and namedtuples
+MAX_VALUES = 10_000  # in one attribute: what holds more is a table, and reading it would cost more than a step
+OF_TORCH = frozenset(vars(nn.Module()))
+Slot = tuple[nn.Module, str]
+NOTHING: Mapping[str, Any] = {}
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The attributes that a module has beside those of `nn.Module`, its parameters, buffers and submodules.
+
+    What a forward pre-hook of torch computes anew in each pass (`weight_norm`, `spectral_norm`, `prune`) and the list of weights that
+    an RNN keeps are left out.
+    """
+    hooks = module._forward_pre_hooks.values()
+    derived = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+    if isinstance(module, nn.RNNBase):
+        derived |= {"_flat_weights", "_flat_weight_refs"}
+    return {name: value for name, value in vars(module).items() if name not in OF_TORCH and name not in derived}
+
+
+def parts_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
+    """The parts of a container with their index or key; None for a value that is no container."""
+    if type(value) in SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return iter(enumerate(value))
+    return iter(value.items()) if type(value) in MAPPINGS else None
+
+
+def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
+    """A container of the type of `value` that holds other parts, given with their keys."""
+    if isinstance(value, dict):
+        made = value.copy()  # keeps what a defaultdict makes
+        made.clear()
+        for key, part in keyed:
+            made[key] = part
+        return made
+    parts = [part for _, part in keyed]
+    if isinstance(value, deque):
+        return deque(parts, maxlen=value.maxlen)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def find_leaves(value: Any) -> list[Any] | None:
+    """Every value in it that is no container; None where one of them is no state, or they are too many."""
+    left, found, count = [value], list[Any](), 0
+    while left:
+        each = left.pop()
+        count += 1
+        parts = parts_of(each)
+        if parts is not None and count <= MAX_VALUES:
+            left.extend(part for _, part in parts)
+        elif isinstance(each, LEAVES) and count <= MAX_VALUES:
+            found.append(each)
+        else:
+            return None
+    return found
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value consists of tensors, arrays and plain values alone."""
+    return find_leaves(value) is not None
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a value is state and has a tensor or an array in it."""
+    return any(isinstance(each, Tensor | np.ndarray) for each in find_leaves(value) or ())
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """The tensors of a model that are saved anyway, its parameters and buffers: by identity, and by the memory that they use."""
+
+    names: dict[int, str]
+    memory: dict[Any, str]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, more: Mapping[str, Any] = NOTHING) -> Aliases:
+        """Of every parameter and buffer, under its first name, and of the tensors of `more`, which are saved by another name."""
+        tensors: dict[str, Tensor] = {f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)}
+        tensors |= chain(model.named_parameters(), model.named_buffers())
+        memory = {key: name for name, each in tensors.items() if (key := memory_of(each)) is not None}
+        return cls({id(each): name for name, each in tensors.items()}, memory, tensors)
+
+    def is_alias(self, tensor: Tensor) -> bool:
+        """Whether the values of `tensor` are those of a parameter or a buffer."""
+        return id(tensor) in self.names or memory_of(tensor) in self.memory
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """The memory that a tensor uses, views of it included; None where that is not known."""
+    try:
+        place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except (RuntimeError, NotImplementedError):
+        return None
+    return (tensor.device, place) if place else None
+
+
+def sign(value: Any, aliases: Aliases) -> Any:
+    """What tells whether a value has changed: of a tensor its dtype, shape and a digest of its bytes; None for what is no state."""
+    return _sign(value, aliases) if is_state(value) else _sign_opaque(value, aliases)
+
+
+def _sign(value: Any, aliases: Aliases) -> Any:
+    parts = parts_of(value)
+    if parts is not None:
+        return type(value).__name__, tuple((repr(key), _sign(part, aliases)) for key, part in parts)
+    if isinstance(value, Tensor):
+        return _sign_tensor(value, aliases)
+    if isinstance(value, np.ndarray):
+        return "array", str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()
+    return type(value).__name__, repr(value)
+
+
+def _sign_tensor(tensor: Tensor, aliases: Aliases) -> Any:
+    if id(tensor) in aliases.names:
+        return "same", aliases.names[id(tensor)]
+    if (name := aliases.memory.get(memory_of(tensor))) is not None:
+        return "view", name, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    try:
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return "tensor", str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+    except (RuntimeError, NotImplementedError, TypeError):  # sparse, nested, on the meta device
+        return "tensor", str(tensor.dtype), id(tensor), None if tensor.is_inference() else tensor._version
+
+
+def _sign_opaque(value: Any, aliases: Aliases) -> Any:
+    """Of a random generator where it stands, of another object the tensors that it holds directly; None of one that holds none."""
+    if isinstance(value, torch.Generator):
+        return _sign_tensor(value.get_state(), aliases)
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        held = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state()
+        return repr(held)
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, nn.Module | type) or callable(value):
+        return None
+    held = {name: each for name, each in getattr(value, "__dict__", {}).items() if isinstance(each, Tensor)}
+    return {name: _sign_tensor(each, aliases) for name, each in held.items()} or None
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
+    """The value with every leaf that is no container replaced by `change(path, leaf)`."""
+    parts = parts_of(value)
+    if parts is None:
+        return change(path, value)
+    return rebuild(value, [(key, map_leaves(part, change, f"{path}/{key}")) for key, part in parts])
+
+
+def find_owner(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
+    """The module of an attribute by its dotted name (None where the model has none), and the attribute's own name."""
+    above, _, leaf = name.rpartition(".")
+    try:
+        return model.get_submodule(above), leaf
+    except AttributeError:
+        return None, leaf
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether two plain values are equal, NaN included."""
+    return type(now) is type(before) and repr(now) == repr(before)
+
+
+def named_attributes(model: nn.Module) -> Mapping[str, Any]:
+    """Every attribute of every module that could hold state, by its dotted name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        for name, value in attributes_of(module).items()
+    }

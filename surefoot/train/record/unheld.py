@@ -1,0 +1,145 @@
+"""Objects with a state that no checkpoint holds: schedulers, scalers, averages and the like that were not named to surefoot."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from surefoot.train.assemble import Assembly
+
+LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} begins with a new one"
+OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
+OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
+OF_TASK = "return it from the task's state(): {{{key!r}: {name}}}"
+UNLESS = "; a copy that never changes needs none"
+
+
+class Unheld:
+    """Finds what an attached loop moves beside the objects that it has given."""
+
+    def __init__(self, objects: Mapping[str, Any], optimizers: Sequence[Any], data: Any) -> None:
+        self._model: nn.Module = objects["model"]
+        self._optimizers = optimizers
+        parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+        self._held = _with_parts([*objects.values(), data, *parts])
+        self._own = {id(each) for each in self._model.parameters()}
+        trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        self._apart = trained - self._own
+
+    def find(self, caller: FrameType | None = None) -> list[str]:
+        """A line for each object that was not reported before: of the variables of the caller, and schedulers of these optimizers."""
+        names = dict(_variables(caller))
+        found = {id(each): each for each in names.values() if self._is_state(each)}
+        found |= {id(each): each for each in self._schedulers()}
+        inside = {part for each in found.values() for part in _with_parts([each]) if part != id(each)}
+        known = {id(each): name for name, each in reversed(names.items())}
+        lines = []
+        for number, each in found.items():
+            if number in inside or number in self._held:
+                continue
+            self._held.add(number)
+            lines.append(_describe(each, known.get(number) or type(each).__name__.lower()))
+        return lines
+
+    def _is_state(self, value: Any) -> bool:
+        if not has_state(value) or (isinstance(value, GradScaler) and not value.is_enabled()):
+            return False
+        if not isinstance(value, nn.Module):
+            return True
+        parameters = {id(each) for each in value.parameters()}
+        if parameters & self._own:
+            return False  # the model, wrapped, or a part of it
+        return isinstance(value, AveragedModel) or bool(parameters & self._apart) or _is_copy(value, self._model)
+
+    def _schedulers(self) -> Iterator[Any]:
+        """Whatever has a state and refers to one of the optimizers as its own, wherever it was made."""
+        optimizers, kinds = {id(each) for each in self._optimizers}, dict[type, bool]()
+        for each in gc.get_objects():
+            kind = type(each)
+            if kind not in kinds:
+                kinds[kind] = issubclass(kind, LRScheduler) or (
+                    _saves_state(kind) and not issubclass(kind, nn.Module | Optimizer)
+                )
+            if kinds[kind] and id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers:
+                yield each
+
+
+def has_state(value: Any) -> bool:
+    """Whether an object, and no class or module of Python, can save its state and take it back."""
+    return _saves_state(type(value))
+
+
+def _saves_state(kind: type) -> bool:
+    return all(callable(getattr(kind, part, None)) for part in ("state_dict", "load_state_dict"))
+
+
+def _variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """The variables of a frame by the code that reads them, those of `self` too; without a frame those of the script."""
+    if caller is None:
+        yield from vars(sys.modules["__main__"]).copy().items()
+        return
+    yield from caller.f_locals.items()
+    yield from ((f"self.{name}", value) for name, value in getattr(caller.f_locals.get("self"), "__dict__", {}).items())
+    yield from caller.f_globals.copy().items()
+
+
+def _with_parts(objects: Iterable[Any]) -> set[int]:
+    """The identity of objects, and of what they hold directly or in a list: a state_dict of theirs is that of their parts."""
+    found = set()
+    for each in objects:
+        found.add(id(each))
+        values = getattr(each, "__dict__", {}).values()
+        parts = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in values)
+        found.update(id(part) for part in parts if isinstance(each, Optimizer) or not isinstance(part, Optimizer))
+    return found
+
+
+def _is_copy(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module is of the class and the shapes of the model, as an average that is made by hand."""
+    shapes, own = ([each.shape for each in one.parameters()] for one in (module, model))
+    return type(module) is type(model) and bool(own) and shapes == own
+
+
+def _describe(value: Any, name: str) -> str:
+    words = LOST.format(name=name, kind=type(value).__name__, what="loop")
+    if isinstance(value, Optimizer):
+        return f"{words}: {OF_OPTIMIZER.format(name=name)}"
+    key = name.rpartition(".")[2]
+    return f"{words}: {OF_LOOP.format(key=key, name=name)}{UNLESS if isinstance(value, nn.Module) else ''}"
+
+
+def describe_task(assembly: Assembly) -> list[str]:
+    """A line for each attribute of the task that has a state, which its `state()` does not name and the run does not hold."""
+    task, source = assembly.task, assembly.feed.source
+    named = list((task.state() if task.state is not None else {}).values())
+    optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
+    held = _with_parts([*named, source, *optimizers, *assembly.model.modules()])
+    lines = []
+    for name, value in getattr(task.task, "__dict__", {}).items():
+        if (
+            id(value) in held
+            or not has_state(value)
+            or (isinstance(value, nn.Module) and not _is_apart(value, assembly.model, named))
+        ):
+            continue
+        words = LOST.format(name=f"self.{name}", kind=type(value).__name__, what="run")
+        unless = UNLESS if isinstance(value, nn.Module) else ""
+        lines.append(f"{words}: {OF_TASK.format(key=name, name=f'self.{name}')}{unless}")
+    return lines
+
+
+def _is_apart(module: nn.Module, model: nn.Module, named: Sequence[Any]) -> bool:
+    """Whether a module has parameters, and none of them is the model's or named by itself."""
+    held = {id(each) for each in (*model.parameters(), *named)}
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(id(each) in held for each in parameters)

@@ -1,0 +1,37 @@
+"""What to report of the attributes of modules that change in a step: those that no checkpoint can hold, and copies that ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNSAVED = "{names} of the model changes while it trains, and a checkpoint cannot hold it: a resumed run has what the model is built with"
+KEEP_ALL = "keep it in a tensor, or in a list, tuple or dict of tensors"
+OF_RANKS = (
+    "{names} of the model changes while it trains, and each of {size} ranks has a copy of its own: rank 0's is saved, "
+    "and all ranks resume with it"
+)
+KEEP_ONE = "keep in it what is the same on all ranks"
+MOST_NAMED = 8
+
+
+class AttributeNotes:
+    """Reports every attribute once."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
+        self._reported: set[str] = set()
+
+    def take(self, saved: Sequence[str], unsaved: Sequence[str]) -> list[tuple[str, str]]:
+        """What was not reported before, and what to do about it."""
+        notes = []
+        if new := self._take_new(unsaved):
+            notes.append((UNSAVED.format(names=new), KEEP_ALL))
+        if self._num_ranks > 1 and (new := self._take_new(saved)):
+            notes.append((OF_RANKS.format(names=new, size=self._num_ranks), KEEP_ONE))
+        return notes
+
+    def _take_new(self, names: Sequence[str]) -> str:
+        new = [name for name in names if name not in self._reported]
+        self._reported.update(new)
+        more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+        return f"{', '.join(new[:MOST_NAMED])}{more}"
