@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import optim
-from surefoot.components.data import size_of
+from surefoot.components.data import in_place, size_of
 from surefoot.components.data.sources import Watched
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
@@ -178,6 +178,7 @@ class _Record:
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
         self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []  # (pass, place, samples) of the batches since the last step
+        self._lent = in_place.Lent(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -255,6 +256,10 @@ class _Record:
 
     def between_steps(self) -> None:
         """The loop asks for its next batch: all that belongs to the step before is done, schedulers too."""
+        if self._lent.was_data_changed():
+            what = in_place.describe("the loop")
+            self._console.warn(f"{what}; {in_place.HINT}")
+            self._write(environment.fault(self.generation, GuardFault(self.step, "changed-data", in_place.HINT, what)))
         if self.step > self._saved_step and not self._unstepped and self._keeper.is_due(self.step):
             self.save()
 
@@ -291,6 +296,7 @@ class _Record:
 
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
+        self._lent.lend(batch)
         self._num_batches += 1
         position = self._keeper.position
         self._unstepped.append((self._keeper.pass_number, position, self._keeper.take(batch)))
