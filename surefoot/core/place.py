@@ -8,7 +8,6 @@ import socket
 import stat
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 from surefoot.core.errors import InputError
 from surefoot.core.process import launchers
+from surefoot.core.process.forked import call_in_children
 
 # what a run records of its environment: the variables that can change numbers or speed
 FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of what a rank tells its launcher
@@ -31,8 +31,6 @@ MEANT = {
     "LOCAL_RANK": "set LOCAL_RANK to the number of this rank on its host, from 0", "MASTER_PORT": "a port is a number from 1 to 65535",
 }  # fmt: skip
 TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # and those that say how ranks talk
-
-_owners: weakref.WeakSet[Any] = weakref.WeakSet()  # of descriptors that the children of this process do not inherit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +170,11 @@ def has_threads() -> bool:
     return "OMP_NUM_THREADS" in os.environ
 
 
+def whole_path(path: str | Path) -> Path:
+    """The path from the root, `~` resolved too: it stays the same file when the working folder changes."""
+    return Path(path).expanduser().absolute()
+
+
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/surefoot`, or `~/.cache/surefoot`."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -200,15 +203,11 @@ def close_in_children(owner: Any) -> None:
     A lock or a file that a forked worker inherits would stay held, or open, for as long as that worker lives, also after its parent
     was killed. A program that is started instead (exec) inherits neither: the descriptors are opened with O_CLOEXEC.
     """
-    if not _owners and hasattr(os, "register_at_fork") and not getattr(close_in_children, "is_registered", False):
-        os.register_at_fork(after_in_child=_close_inherited)
-        close_in_children.is_registered = True  # type: ignore[attr-defined]
-    _owners.add(owner)
+    call_in_children(owner, _close_inherited)
 
 
-def _close_inherited() -> None:
-    for owner in list(_owners):
-        if owner._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(owner._descriptor)
-            owner._descriptor = -1
+def _close_inherited(owner: Any) -> None:
+    if owner._descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.close(owner._descriptor)
+        owner._descriptor = -1

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from surefoot.core.errors import EXIT_CPU_TIME, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_SIGNAL
+from surefoot.core.process.forked import Owner
 
 ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit code
     "SIGINT": ("interrupted by Ctrl-C", "Ctrl-C", EXIT_INTERRUPTED),
@@ -64,7 +65,8 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
     """Let a signal call `on_signal`; gives what puts back what it did before. With `has_echo` those that follow soon do nothing:
     a scheduler sends it to every process of a job, their launcher among them, which sends it to its ranks too.
 
-    A process that this one forks hears SIGTERM as before; other signals, which reach a whole job, it takes note of and goes on.
+    A process that this one forks hears SIGTERM as before. Other signals reach a whole job: the first one does nothing there, so that
+    workers outlive the step that needs them, and a second one does what it did before.
 
     Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one, or that has a
     handler for one of `OURS_BY_DEFAULT`.
@@ -85,12 +87,21 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
         if is_outer:
             _before.pop(number, None)
 
+    owner, inherited = Owner(), 0  # how many came to a process that inherits this
+
     def heard(number: int, frame: FrameType | None) -> None:
-        nonlocal last_s
+        nonlocal last_s, inherited
         now_s = time.monotonic()
-        if now_s - last_s >= echo_s:
-            last_s = now_s
+        if now_s - last_s < echo_s:
+            return
+        last_s = now_s
+        if owner.is_here:
             on_signal()
+            return
+        inherited += 1
+        if inherited > 1:
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
 
     signal.signal(number, heard)
     return put_back

@@ -27,7 +27,7 @@ from surefoot.components.data.transforms import mirror, reflect_pad, translate
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError, TaskError
-from surefoot.core.place import cache_folder
+from surefoot.core.place import cache_folder, whole_path
 
 if TYPE_CHECKING:
     from surefoot.components.data.order import Keys
@@ -66,7 +66,8 @@ class Cifar10:
                 f"cifar10 with widths {list(widths)}, translate {translate}, smoothing {smoothing}, views {views} cannot be built",
                 hint=f"use 3 positive widths, 0 <= translate < {SIZE}, 0 <= smoothing < 1, and 1, 2 or 6 views",
             )
-        self.folder, self.cache = folder, Path(cache).expanduser() if cache else cache_folder() / "cifar10"
+        self.folder = None if folder is None else str(whole_path(folder))
+        self.cache = whole_path(cache) if cache else cache_folder() / "cifar10"
         self.widths, self.translate, self.smoothing, self.views = tuple(widths), translate, smoothing, views
         self._sources: dict[str, Arrays] = {}
 

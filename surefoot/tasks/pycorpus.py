@@ -16,6 +16,7 @@ from surefoot.components.data.sources import Packed, Tokens
 from surefoot.components.metrics import Mean, bits_per_byte
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.core.errors import DataError
+from surefoot.core.place import whole_path
 from surefoot.tasks.transformer import Transformer, Unprojected, nats
 
 __all__ = ["PyCorpus"]
@@ -49,7 +50,7 @@ class PyCorpus:
         chunked_loss: bool = False,
         packed: bool = False,
     ) -> None:
-        self.folder = Path(folder or sysconfig.get_paths()["stdlib"]).expanduser()
+        self.folder = whole_path(folder or sysconfig.get_paths()["stdlib"])
         self.layers, self.width, self.heads, self.length, self.dropout = layers, width, heads, length, dropout
         self.chunked_loss, self.packed = chunked_loss, packed
         self._sources: dict[str, Files] = {}

@@ -18,6 +18,7 @@ from surefoot.components.data.sources import Tokens
 from surefoot.components.metrics import Mean, perplexity
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError
+from surefoot.core.place import whole_path
 from surefoot.tasks.transformer import Transformer, Unprojected, nats
 
 __all__ = ["WikiText2"]
@@ -47,7 +48,7 @@ class WikiText2:
         dropout: float = 0.1,
         chunked_loss: bool = False,
     ) -> None:
-        self.folder, self.length = folder, length
+        self.folder, self.length = None if folder is None else str(whole_path(folder)), length
         self.layers, self.width, self.heads, self.dropout = layers, width, heads, dropout
         self.chunked_loss = chunked_loss
         self._words: dict[str, int] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import os
 import sys
 import time
 import weakref
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import optim
-from surefoot.components.data import size_of
+from surefoot.components.data import in_place, size_of
 from surefoot.components.data.sources import Watched
 from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
@@ -35,6 +34,7 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee, check_not_importing
 from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
+from surefoot.core.process.forked import Owner
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
@@ -153,6 +153,8 @@ class Attached:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._record.owner.is_here:
+            return  # the process that attached ends it
         if error is None:
             self._record.save()
             self._record.end()
@@ -175,14 +177,13 @@ class _Record:
         self._length = _length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
-        self._process, self._old_error = os.getpid(), getattr(sys, "last_value", None)
+        self.owner, self._old_error = Owner(), getattr(sys, "last_value", None)
         self._loss: float | None = None
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
-        self._unstepped: list[
-            tuple[int, int, tuple[int, ...]]
-        ] = []  # (pass, place in it, samples) of the batches since the last step
+        self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []  # (pass, place, samples) of the batches since the last step
+        self._lent = in_place.Lent(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -260,12 +261,16 @@ class _Record:
 
     def between_steps(self) -> None:
         """The loop asks for its next batch: all that belongs to the step before is done, schedulers too."""
+        if self._lent.was_data_changed():
+            what = in_place.describe("the loop")
+            self._console.warn(f"{what}; {in_place.HINT}")
+            self._write(environment.fault(self.generation, GuardFault(self.step, "changed-data", in_place.HINT, what)))
         if self.step > self._saved_step and not self._unstepped and self._keeper.is_due(self.step):
             self.save()
 
     def save(self) -> None:
         """Commit the loop as it stands; what the disk refuses ends this commit, never the loop."""
-        if self._is_over or self.step == self._saved_step:
+        if self._is_unrecorded() or self.step == self._saved_step:
             return
         self._close_window()
         counters = {
@@ -300,6 +305,7 @@ class _Record:
 
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
+        self._lent.lend(batch)
         self._num_batches += 1
         position = self._keeper.position
         self._unstepped.append((self._keeper.pass_number, position, self._keeper.take(batch)))
@@ -315,8 +321,15 @@ class _Record:
     def _epoch(self) -> float:
         return self._num_batches / self._length if self._length else float(self._num_passes)
 
+    def _is_unrecorded(self) -> bool:
+        """Whether nothing is recorded: the loop is over, or goes on in a process that was forked from the one that records it."""
+        if not self._is_over and not self.owner.is_here:
+            self._is_over = True
+            self._console.warn(f"{self.owner.describe('this loop')}: here it is neither recorded nor saved")
+        return self._is_over
+
     def step_done(self, loss: Tensor | float, num_samples: int | None) -> None:
-        if self._is_over:
+        if self._is_unrecorded():
             return
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise TaskError(
@@ -346,7 +359,7 @@ class _Record:
             self._write_steps()
 
     def _write_steps(self) -> None:
-        summary = None if self._is_over else self._meter.take()
+        summary = None if self._is_unrecorded() else self._meter.take()
         if summary is None:
             return
         timing = self.clock.take()
@@ -365,6 +378,8 @@ class _Record:
 
     def _write(self, event: events.Event) -> None:
         """What the disk refuses ends the recording, never the loop."""
+        if self._is_unrecorded():
+            return
         try:
             trouble = self._journal.write(event)
         except StorageError as error:
@@ -401,7 +416,7 @@ class _Record:
 
     def end(self, outcome: str = "", cause: str = "", exit_code: int = EXIT_OK) -> None:
         """Write Ended, once; without an outcome it is what the last pass over the data says. Only "finished" closes the folder."""
-        if self._is_over or os.getpid() != self._process:
+        if self._is_over or not self.owner.is_here:
             return
         self._close_window()
         if not outcome:
@@ -440,6 +455,7 @@ class _Record:
     def _let_go(self) -> None:
         self._is_over = True
         self._stop_listening()
+        self._watched.close()
         self._ledger.close()
         self._journal.abandon()
         self._lock.release()

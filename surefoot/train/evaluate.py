@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from surefoot.components.data import WHOLE, Iterated, Share, size_of, to_device
 from surefoot.components.data.loader import look
+from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.metrics import Better
 from surefoot.components.precision import Compute, compute_context
 from surefoot.contract.events import Evaluated
@@ -153,7 +154,8 @@ def try_out(
     """
     try:
         few = _Few(source, min(1 if isinstance(source, Iterated) else NUM_TRIED, len(source)))
-        return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision)
+        with closing(source) if isinstance(source, Iterated) else nullcontext():  # its workers, until they are needed
+            return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision)
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
@@ -172,7 +174,7 @@ class _Few:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        return self._source.read(ids)
+        return copy_of(self._source.read(ids))  # what a forward pass writes into it must not stay in the data
 
     def describe(self) -> str:
         return self._source.describe()

@@ -23,6 +23,7 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
 from surefoot.core import signals
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFolderError, StorageError, SurefootError, TaskError
+from surefoot.core.process.forked import Owner
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
@@ -77,6 +78,7 @@ class Run:
     def __enter__(self) -> Self:
         check_not_importing()
         script.watch()
+        self._owner = Owner()
         self._opened.callback(environment.apply(self.spec))
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
@@ -225,6 +227,7 @@ class Run:
     def _check_begun(self) -> None:
         if not self._is_open:
             raise InputError("this run is not open", hint="use it inside its block: with Run(spec) as run: ...")
+        self._owner.check("this run")
 
     def _listen(self) -> None:
         """`ENDINGS` (Ctrl-C, SIGTERM ...) end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
@@ -280,6 +283,7 @@ class Run:
                 tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
+            self._check_begun()  # a process that the loop's body forks may come back here, too
             if self._keeper.is_due(number):
                 self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
             else:
@@ -337,9 +341,7 @@ class Run:
     @property
     def evaluation_due(self) -> bool:
         """Whether the spec wants an evaluation after this step: every so often, and at the end."""
-        return self._scores.is_due(self.step) or (
-            self.assembly.course.total_steps is not None and self.step == self.assembly.course.total_steps
-        )
+        return self._scores.is_due(self.step) or self.step == self.assembly.course.total_steps
 
     def evaluate(self, split: str | None = None) -> Evaluation:
         """Evaluate the weights of this step on `split` (the spec's by default), commit them if they are the best so far."""
@@ -381,12 +383,7 @@ class Run:
 
     @property
     def _is_preempted(self) -> bool:
-        return (
-            self.group.is_alone
-            and self._stop is not None
-            and self._stop[0] == "interrupted"
-            and self._stop_code != EXIT_INTERRUPTED
-        )
+        return self.group.is_alone and self.is_stopping == "interrupted" and self._stop_code != EXIT_INTERRUPTED
 
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
         """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
@@ -453,6 +450,8 @@ class Run:
     # ---- ending
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._owner.is_here:
+            return  # the process that opened it ends it
         self._clock.switch(OTHER)  # whatever an error broke off
         try:
             if error is None and self.step:

@@ -117,9 +117,13 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(OTHER)
     done = verify(f"{tmp_path / 'other.py'}:Other", "replicate=2")
     assert done.returncode == 1, done.stderr
-    _, wide, _ = json.loads(done.stdout)["rows"]
+    _, wide, narrow = json.loads(done.stdout)["rows"]
     assert not wide["holds"]
-    assert 1e-8 < wide["off"] < 1e-4
+    assert wide["off"] > 1e-8
+    # AdamW divides a gradient by its own size: where its terms cancel, a weight moves by much more than a millionth of a step
+    assert wide["worst"].startswith("weight/1/")
+    assert narrow["worst"].startswith("gradient/1/")  # of the same step, which is what is compared in fp32
+    assert narrow["off"] < 1e-5
 
 
 def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 from surefoot.components.observe.meter import Summary
+from surefoot.core.process.forked import call_in_children
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds, format_throughput
 
 LINE_EVERY_S = 5.0  # plain lines: at most so often
@@ -65,6 +66,13 @@ class Console:
         )  # fmt: skip
         self._row = self._bar.add_task("starting", total=self._total, completed=self._done_before)
         self._bar.start()
+        call_in_children(self, Console._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """Draw no bar in a forked process, and print there past it: the thread that draws may have held its lock at the fork."""
+        self._bar, self._quiet = None, True
+        for name in ("stdout", "stderr"):
+            setattr(sys, name, getattr(getattr(sys, name), "rich_proxied_file", getattr(sys, name)))
 
     def say(self, text: str) -> None:
         if not self._quiet:

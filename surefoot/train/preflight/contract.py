@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import Iterated
+from surefoot.components.data import Iterated, in_place
 from surefoot.components.data.lengths import at_its_largest
+from surefoot.components.data.sources.iterated import copy_of
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
@@ -35,6 +36,7 @@ def check(assembly: Assembly) -> list[str]:
     spec splits it.
     """
     notes: list[str] = []
+    writes = [False]  # whether a loss writes into its batch
     state = assembly.task.state
     window = assembly.feed.window(0)
     source = assembly.feed.source
@@ -44,8 +46,12 @@ def check(assembly: Assembly) -> list[str]:
         return assembly.read(window.epoch, part)
 
     def attempt(update: LiveUpdate, batch: Batch) -> Loss:
+        tried = copy_of(batch)  # what writes into it would change the data before step 1
+        versions = in_place.Versions(tried)
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
-            return _try(update.name, update.loss, assembly.model, batch)
+            loss = _try(update.name, update.loss, assembly.model, tried)
+        writes[0] |= versions.have_changed()
+        return loss
 
     train = assembly.spec.train
     splits = (train.microbatch is not None and train.microbatch < train.batch) or assembly.spec.memory.on_oom == "halve"
@@ -71,6 +77,8 @@ def check(assembly: Assembly) -> list[str]:
                     unchecked.append(unknown)
                     continue
             unchecked += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
+    if writes[0] and in_place.share_memory(batch, source):
+        assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with computing(assembly):
         _check_lone_sample(assembly, read)
     budget = assembly.engine.recomputed.budget
@@ -89,7 +97,7 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
         model.train()
         for update in assembly.updates:
             with assembly.engine.policy.context():
-                update.loss(model, read(ids))
+                update.loss(model, copy_of(read(ids)))
 
 
 def computing(assembly: Assembly) -> AbstractContextManager[Any]:
@@ -111,7 +119,7 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
         with untouched(model, assembly.task.state), torch.enable_grad():
             model.train()
             for update in assembly.updates:
-                update.loss(model, read(lone))
+                update.loss(model, copy_of(read(lone)))
     except ValueError as error:
         if not str(error).startswith("Expected more than 1"):
             raise

@@ -28,7 +28,10 @@ def _check_own(assembly: Assembly) -> list[str]:
     if digests[0] == digests[1]:
         return []
     what = f"the same samples read twice have other values ({source.describe()})"
-    why = "it draws from a generator of its own, or reads the clock, so a resumed run, other workers and other ranks read other values"
+    why = (
+        "it draws from a generator of its own, reads the clock, or changes its samples in place, so a resumed run, other workers and other "
+        "ranks read other values"
+    )
     return [f"{what}: {why}; what it draws from the global streams of torch, NumPy or Python is the same again"]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.optim import leaf_of
 from surefoot.components.stability import find_batch_norms
 from surefoot.contract.task import Batch
@@ -31,7 +32,7 @@ def check(assembly: Assembly) -> list[str]:
     parts = parts[:MOST_MICROBATCHES]
 
     def read(ids: np.ndarray) -> Batch:
-        return assembly.read(window.epoch, ids)
+        return copy_of(assembly.read(window.epoch, ids))  # what a forward pass writes into it must not stay in the data
 
     with untouched(assembly.model, assembly.task.state), torch.enable_grad():
         for module in norms:

@@ -125,7 +125,7 @@ class Telling:
     def hear(self, loader: Loader) -> Callable[[], None]:
         """Tell what the loader of the data finds: a worker that was lost, steps that wait, how many workers it takes; gives its end."""
         loader.tell = self._tell_of_data
-        return loader.close
+        return loader.end
 
     def of_evaluation(self, split: str, step: int) -> Callable[[Told], None]:
         """The same of an evaluation of the weights after `step`."""

@@ -120,7 +120,7 @@ class LoopKeeper:
         if self._saves_itself:
             checkpoint.restore_random(wanted)
             self.seen = self._before or PassDigest()
-            return iter(self._data)
+            return self._watched.iterate()
         self._restore(self._pass_random)
         self._watched.start_sampler_at(self._sampler)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
@@ -140,7 +140,7 @@ class LoopKeeper:
 
     def _iterate(self) -> Iterator[Any]:
         self._watched.before_iteration(is_first=self.pass_number == 0)
-        return iter(self._data)
+        return self._watched.iterate()
 
     def take(self, batch: Any) -> tuple[int, ...]:
         """Count a batch that was read; returns its samples, or a digest of it as four numbers where they are not known."""
@@ -152,7 +152,7 @@ class LoopKeeper:
         if self._before is None or self._saves_itself or not self._last_random or not self._before.count:
             return
         self._restore(self._last_random)
-        for batch in self._data:
+        for batch in self._watched.iterate():
             seen = PassDigest()
             self._watched.record(batch, seen)
             self.difference = seen.compare_first(self._before)

@@ -29,6 +29,7 @@ from surefoot.components.data.loader.ring import Slot, pack_ids, unpack
 from surefoot.components.data.loader.worker import serve
 from surefoot.contract.task import import_file, task_files
 from surefoot.core.errors import DataError
+from surefoot.core.process.forked import Owner
 
 Start = Literal["auto", "fork", "spawn"]
 ENDS_WITHIN_S = 1.0
@@ -179,6 +180,7 @@ class Processes:
         if self.start != "fork":
             check_picklable(reader)
         self._workers: list[_Process] = []
+        self._owner = Owner()
         if multiprocessing.current_process().daemon:
             raise DataError(
                 "this process is daemonic, and such a one may begin no workers",
@@ -260,6 +262,8 @@ class Processes:
         self._begin(place)
 
     def close(self) -> None:
+        if not self._owner.is_here:
+            self._workers = []  # of the parent, which goes on reading
         for worker in self._workers:
             worker.pipe.close()  # at which it ends by itself
         for worker in self._workers:

@@ -192,6 +192,12 @@ class Loader:
         if crew is not None:
             crew.close()
 
+    def end(self) -> None:
+        """End the workers, and those of a source that is read forwards: nobody reads on."""
+        self.close()
+        if isinstance(self.source, Iterated):
+            self.source.close()
+
     def use(self, settings: Settings, *, last: int | None = None) -> None:
         """Go on with other workers: what is read stays the same. `last` is the last step that will be asked for."""
         self.close()

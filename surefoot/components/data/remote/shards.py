@@ -17,7 +17,8 @@ from surefoot.components.data.remote.cache import Cache
 from surefoot.components.data.remote.fetch import Far, Patience, Stream
 from surefoot.components.data.remote.names import Place, find_places
 from surefoot.core.errors import DataError, SurefootError
-from surefoot.core.place import cache_folder
+from surefoot.core.place import cache_folder, whole_path
+from surefoot.core.process.forked import make_lock
 from surefoot.core.units import parse_bytes
 
 SUMS = "SHA256SUMS"
@@ -34,6 +35,8 @@ class Remote:
     lies beside the shards, else that of the first fetch. Raises DataError for URLs that are not taken, digests that are none.
     """
 
+    _lock: threading.Lock
+
     def __init__(
         self, urls: str | Sequence[str], *, cache: str | Path | None = None, cache_bytes: str | int = "20 GiB", ahead: int = 2,
         digests: Mapping[str, str] | None = None, patience: Patience | None = None,
@@ -45,7 +48,7 @@ class Remote:
             raise DataError(
                 f"a cache of {cache_bytes} with {ahead} shards ahead is none", hint='give cache_bytes="20 GiB" and ahead=2, or 0'
             )
-        self.cache = Cache(Path(cache).expanduser() if cache else cache_folder() / "remote", most_bytes)
+        self.cache = Cache(whole_path(cache) if cache else cache_folder() / "remote", most_bytes)
         where = self.places[0].shown.rpartition("/")[0]
         self.folder = self.cache.folder / hashlib.sha256(where.encode()).hexdigest()[:16]
         self.where = where
@@ -56,7 +59,7 @@ class Remote:
         self._sound: dict[int, int] = {}  # the inode of each copy whose digest was seen to hold, by this process
         self._coming: deque[int] = deque()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        make_lock(self)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -186,7 +189,8 @@ class Remote:
         return {**self.__dict__, "_thread": None, "_lock": None, "_coming": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        self.__dict__.update(state)
+        make_lock(self)
 
 
 def _digest_of(descriptor: int) -> str:

@@ -20,6 +20,7 @@ from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, Sample
 from surefoot.components.data.tars.source import join
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
+from surefoot.core.place import whole_path
 
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -39,7 +40,7 @@ class ImageFolder:
     thread_safe = True
 
     def __init__(self, folder: str | Path, *, transform: Transform | None = None, follow_links: bool = False) -> None:
-        self.folder, self._transform = Path(folder).expanduser(), transform
+        self.folder, self._transform = whole_path(folder), transform
         files: list[tuple[str, int]] = []
         labels: list[int] = []
         try:

@@ -122,6 +122,12 @@ class Iterated:
     def describe(self) -> str:
         return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
 
+    def close(self) -> None:
+        """End the workers of a DataLoader, if it has any; whoever reads on begins others, at the same place."""
+        if getattr(self._iterable, "num_workers", 0):
+            self._iterator = None
+            self._watched.close()
+
     # ---- reading
 
     def _read(self, epoch: int, number: int, streams: Streams, *, keep: bool) -> Batch:
@@ -132,7 +138,7 @@ class Iterated:
             batch = self._draw()
             if self._next == len(self) and not self._is_cut:
                 self._finish()
-        self._first = (self._row, _copy_of(batch)) if keep and number == 0 else None
+        self._first = (self._row, copy_of(batch)) if keep and number == 0 else None
         self.on_read(self._row)
         return batch
 
@@ -178,7 +184,7 @@ class Iterated:
             if self._has_state and self._next == 0:
                 self._pass.state = self._take_state()
             self._watched.before_iteration(is_first=self._pass.epoch == 0)
-            self._iterator = iter(self._iterable)
+            self._iterator = self._watched.iterate()
         batch = next(self._iterator, NOTHING)
         if batch is NOTHING:
             self._iterator = None
@@ -308,7 +314,7 @@ class Iterated:
             with streams(0), self.keep_generators():
                 self._watched.restore_generators(expected.generators)
                 self._watched.set_epoch(expected.epoch)
-                batch = next(iter(self._iterable), NOTHING)
+                batch = next(self._watched.iterate(), NOTHING)
             if batch is NOTHING:
                 return None
             seen = PassDigest()
@@ -335,7 +341,8 @@ def _only(ids: np.ndarray) -> int:
     return int(ids[0])
 
 
-def _copy_of(batch: Batch) -> Batch:
+def copy_of(batch: Batch) -> Batch:
+    """Return a copy of all that a batch holds; the batch itself where it cannot be copied."""
     try:
         return copy.deepcopy(batch)
     except Exception:  # noqa: BLE001 - whatever its parts raise: then it is given twice as it is

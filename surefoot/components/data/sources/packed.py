@@ -25,6 +25,7 @@ from surefoot.components.data.sources.asked import check_asked
 from surefoot.components.data.sources.tokens import IGNORED, Tokens, check_stream, digest_of, open_tokens, to_int64
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
+from surefoot.core.place import whole_path
 
 SCAN_TOKENS = 1 << 24  # of a memory map at a time, to find where documents end
 NO_DOCUMENT = -1  # of what is padding
@@ -115,7 +116,8 @@ class TokenFile:
     ) -> None:  # fmt: skip
         if end is not None and offsets is not None:
             raise DataError("TokenFile is given an end token and offsets", hint="give one of the two")
-        self.path = Path(path).expanduser()
+        self.path = whole_path(path)
+        offsets = offsets if offsets is None else whole_path(offsets)
         self._again = partial(TokenFile, length=length, dtype=dtype, end=end, offsets=offsets)
         ids = open_tokens(self.path, dtype)
         found = find_documents(ids, end) if end is not None else None if offsets is None else _open_offsets(offsets)

@@ -23,6 +23,8 @@ from surefoot.components.data.tars.shards import Sample
 from surefoot.components.data.tars.source import join
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, needing
+from surefoot.core.place import whole_path
+from surefoot.core.process.forked import make_lock
 
 CACHE_BYTES = 256 << 20
 TAIL_BYTES = 1 << 16  # of a file, for its digest: the footer of Parquet, with sizes and statistics, stands there
@@ -55,12 +57,13 @@ class Table:
 
     guarantee: Guarantee = "proven"
     thread_safe = True  # one reads a group at a time, all take rows of it
+    _lock: threading.Lock
 
     def __init__(
         self, paths: str | Path | Sequence[str | Path], *, transform: Transform | None = None, cache_bytes: int = CACHE_BYTES,
         **columns: str,
     ) -> None:  # fmt: skip
-        given = [Path(path).expanduser() for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        given = [whole_path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         if not given or not columns:
             raise DataError(
                 "Table is told of no file, or no column, to read", hint='Table("a.parquet", text="text", label="class")'
@@ -78,7 +81,7 @@ class Table:
         if not len(self):
             raise DataError(f"{', '.join(map(str, given[:3]))} hold no rows", hint="give 1 or more")
         self._cache: OrderedDict[int, Any] = OrderedDict()  # the group used last at the end
-        self._lock = threading.Lock()
+        make_lock(self)
         self.digest = _digest(self._files, columns)
 
     def __len__(self) -> int:

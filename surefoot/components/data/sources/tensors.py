@@ -21,6 +21,7 @@ from surefoot.components.data.sources.asked import check_asked
 from surefoot.contract.manifest import ITEM_BYTES, MAX_DIMS
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
+from surefoot.core.place import whole_path
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
@@ -52,7 +53,7 @@ class Safetensors:
     thread_safe = True
 
     def __init__(self, path: str | Path, **parts: str) -> None:
-        self.path = Path(path).expanduser()
+        self.path = whole_path(path)
         self._again = partial(Safetensors, **parts)
         held = read_header(self.path)
         missing = sorted(set(parts.values()) - held.keys())

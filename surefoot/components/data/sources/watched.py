@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MOST_IDS, Promise
+from surefoot.core.process.forked import never_end_in_children
 
 
 class Watched:
@@ -58,6 +59,17 @@ class Watched:
         # what workers draw that take the place of others is another augmentation, and known to be: no spots
         digest = seen.add(batch, samples, spots=not self.has_lasting_workers)
         return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
+
+    def iterate(self) -> Iterator[Any]:
+        """Begin to read; the iterator is of this process, with the workers that it may have."""
+        iterator = iter(self.data)
+        never_end_in_children(iterator)
+        return iterator
+
+    def close(self) -> None:
+        """Let workers go that stay for the next pass; those of a loader that is the user's own object stay with it."""
+        if self._sampler is not None:
+            vars(self.data)["_iterator"] = None
 
     # ---- what the order is drawn from
 

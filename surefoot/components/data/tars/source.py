@@ -27,7 +27,8 @@ from surefoot.components.data.tars.index import Index, Tell, open_index
 from surefoot.components.data.tars.shards import Sample, complete, split_name
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
-from surefoot.core.place import cache_folder
+from surefoot.core.place import cache_folder, whole_path
+from surefoot.core.process.forked import make_lock
 
 MOST_OPEN = 64  # shards at a time
 HEADER = struct.Struct("100s 24x 12s 20x c 100x 5s 83x c")  # name, size, kind, magic, first of the prefix
@@ -48,6 +49,7 @@ class Tars:
 
     guarantee: Guarantee = "proven"
     thread_safe = True
+    _lock: threading.Lock
 
     def __init__(
         self, paths: Remote | str | Path | Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None,
@@ -56,11 +58,11 @@ class Tars:
         if not parts:
             raise DataError("Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")')
         self.parts, self.transform = parts, transform
-        below = Path(cache).expanduser() if cache else cache_folder() / "tars"
+        below = whole_path(cache) if cache else cache_folder() / "tars"
         self._remote = remote = find_remote(paths, cache)
         named = [paths] if isinstance(paths, str | Path) else paths
         self.index: Index = (
-            open_index([Path(path).expanduser() for path in named], below, tell=tell)  # type: ignore[union-attr]
+            open_index([whole_path(path) for path in named], below, tell=tell)  # type: ignore[union-attr]
             if remote is None
             else open_remote(remote, tell=tell)
         )
@@ -69,7 +71,7 @@ class Tars:
             self.index.folder / shard.name for shard in self.index.shards
         ]  # made once: it takes as long as reading one
         self._open: OrderedDict[int, Descriptor] = OrderedDict()  # of each shard that is open, the one used last at the end
-        self._lock = threading.Lock()
+        make_lock(self)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -147,7 +149,8 @@ class Tars:
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        self.__dict__ |= {**held, "_open": OrderedDict(), "_lock": threading.Lock()}
+        self.__dict__ |= {**held, "_open": OrderedDict()}
+        make_lock(self)
 
 
 class Descriptor:

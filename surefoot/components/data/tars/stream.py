@@ -19,6 +19,8 @@ from surefoot.components.data.tars.shards import Sample, read_spans
 from surefoot.components.data.tars.source import Transform, make_batch
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
+from surefoot.core.place import whole_path
+from surefoot.core.process.forked import call_in_children
 
 Opener = Callable[[], BinaryIO]
 
@@ -49,12 +51,12 @@ class TarStream:
                 hint='give a count of 1 or more for each shard, and a part: TarStream([opener], [1000], label="cls")',
             )
         self.shards, self.counts, self.window, self.parts, self.transform = given, list(counts), window, parts, transform
-        self._openers = [each if callable(each) else _Once(each) if hasattr(each, "read") else Path(each) for each in given]
+        self._openers = [each if callable(each) else _Once(each) if hasattr(each, "read") else whole_path(each) for each in given]
         self._ends = np.cumsum(self.counts)
-        text = f"{self.counts} {parts} {[_name(opener, number) for number, opener in enumerate(self._openers)]}"
-        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.digest = _digest(self.counts, parts, given)
         self._reading: OrderedDict[int, _Forwards] = OrderedDict()
         self._lock = threading.Lock()
+        call_in_children(self, TarStream._open_own)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -82,8 +84,10 @@ class TarStream:
                 f"part {part} of {parts} of {len(self.shards)} shards is none",
                 hint="use as many readers as shards at most, from 0",
             )
-        shards, counts = self.shards[part::parts], self.counts[part::parts]
-        return TarStream(shards, counts, window=self.window, transform=self.transform, **self.parts)
+        shards, counts = self._openers[part::parts], self.counts[part::parts]
+        made = TarStream(shards, counts, window=self.window, transform=self.transform, **self.parts)
+        made.digest = _digest(counts, self.parts, self.shards[part::parts])  # by the names that were given
+        return made
 
     def describe(self) -> str:
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
@@ -108,6 +112,12 @@ class TarStream:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
+        call_in_children(self, TarStream._open_own)
+
+    def _open_own(self) -> None:
+        """Open shards anew in a forked process: in a file that both read, each would move the place of the other."""
+        once = [(shard, each) for shard, each in self._reading.items() if isinstance(self._openers[shard], _Once)]
+        self._reading, self._lock = OrderedDict(once), threading.Lock()
 
 
 class _Forwards:
@@ -168,15 +178,20 @@ class _OfRemote:
         return self.remote.stream(self.number)
 
 
-def _name(opener: Any, number: int) -> str:
-    if isinstance(opener, _OfRemote):
-        return opener.remote.names[opener.number]
-    return str(opener) if isinstance(opener, Path) else f"stream-{number}"
+def _digest(counts: Sequence[int], parts: dict[str, str], shards: Sequence[Any]) -> str:
+    text = f"{list(counts)} {parts} {[_name(each, number) for number, each in enumerate(shards)]}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _name(shard: Any, number: int) -> str:
+    if isinstance(shard, _OfRemote):
+        return shard.remote.names[shard.number]
+    return str(Path(shard)) if isinstance(shard, str | Path) else f"stream-{number}"
 
 
 def _open(opener: Any, name: Path) -> BinaryIO:
     try:
-        file: BinaryIO = opener.expanduser().open("rb") if isinstance(opener, Path) else opener()
+        file: BinaryIO = opener.open("rb") if isinstance(opener, Path) else opener()
     except OSError as error:
         raise DataError(
             f"{name} cannot be opened: {error.strerror or error}", hint="check that it is there and who may read it"

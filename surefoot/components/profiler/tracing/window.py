@@ -88,7 +88,7 @@ class Profiler:
     ) -> None:  # fmt: skip
         if nvtx:
             check_gpu()
-        self.folder, self.window, self.levels = Path(folder), window, () if nvtx else check_levels(levels)
+        self.folder, self.window, self.levels = Path(folder).absolute(), window, () if nvtx else check_levels(levels)
         self._nvtx = nvtx
         self._model, self._optimizers, self._more = model, list(optimizers), list(more_state)
         self.ranges: Ranges | None = None  # while the window is open

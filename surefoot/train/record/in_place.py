@@ -1,0 +1,46 @@
+"""The first steps of an attempt, watched for writes into batches that are the data's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from surefoot.components.data import in_place
+from surefoot.components.stability import GuardFault
+from surefoot.contract.state import StepReport
+from surefoot.contract.task import Batch
+from surefoot.train.assemble import Assembly
+from surefoot.train.record.telling import Telling
+
+NUM_WATCHED = 2  # steps: the first batch of an iterable may be the copy that a check left
+
+
+@final
+class WatchedForWrites:
+    """Does one step when called with its number; the first ones are watched, since a check in evaluation mode does not see all."""
+
+    def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling) -> None:
+        self._step, self._telling, self._stepper = step, telling, assembly.engine.stepper
+        self._what = in_place.describe("the forward pass")
+        is_known = any(warning.startswith(self._what) for warning in assembly.warnings)
+        self._lent, self._num_left = in_place.Lent(assembly.feed.source), 0 if is_known else NUM_WATCHED
+
+    def __call__(self, number: int) -> StepReport:
+        if not self._num_left:
+            return self._step(number)
+        self._num_left -= 1
+        lent, before = self._lent, self._stepper.saw
+
+        def see(batch: Batch) -> None:
+            lent.lend(batch)
+            if before is not None:
+                before(batch)
+
+        self._stepper.saw = see
+        try:
+            report = self._step(number)
+        finally:
+            self._stepper.saw = before
+        if lent.was_data_changed():
+            self._telling.fault(GuardFault(number, "changed-data", in_place.HINT, self._what))
+        return report

@@ -1,0 +1,114 @@
+"""What a script that trains over a DataLoader with workers leaves behind: its own output, its exit code, and no process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 300
+
+# trains, is left in the middle of an epoch, lets the run become garbage, and forks children that collect what they inherit
+SCRIPT = """
+import gc, multiprocessing, os, sys, threading, time
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import surefoot
+
+WAY, LEFT, PERSISTENT, FOLDER = sys.argv[1:]
+FORK = multiprocessing.get_context("fork")
+
+def loader():
+    data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
+    return DataLoader(data, batch_size=4, shuffle=True, num_workers=2, persistent_workers=PERSISTENT == "persistent")
+
+class Mine:
+    def model(self):
+        return nn.Linear(4, 3)
+    def data(self, split):
+        return loader()
+    def forward(self, model, batch):
+        return model(batch[0])
+    def loss(self, output, batch):
+        return surefoot.Loss.sum(nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+
+def leave(step):
+    if step == 5:
+        print(f"workers: {[each.name[:7] for each in multiprocessing.active_children()].count('Process') >= 2}")
+        if LEFT == "error":
+            raise ValueError("mine")
+        return LEFT == "break"
+
+def train_by_run():
+    spec = surefoot.RunSpec(train={"length": "9 steps", "device": "cpu"}, observe={"tensorboard": False})
+    with surefoot.Run(spec, Mine(), folder=FOLDER, quiet=True) as run:
+        for report in run.steps():
+            if leave(report.step):
+                break
+
+def train_by_attach():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with surefoot.attach(model=model, optimizer=optimizer, data=loader(), folder=FOLDER) as run:
+        for inputs, labels in run.batches():
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            run.step_done(loss)
+            if leave(run.step):
+                break
+
+def collect(number):
+    gc.collect()
+    return number
+
+if __name__ == "__main__":
+    gc.disable()
+    torch.set_num_threads(1)
+    failed = None
+    try:
+        train_by_run() if WAY == "Run" else train_by_attach()
+    except ValueError as error:
+        failed = error
+    print(f"left: {[each.name for each in multiprocessing.active_children()]}" if LEFT != "error" else "left by an error")
+    del failed
+    for _ in DataLoader(torch.arange(4), num_workers=2, worker_init_fn=collect):
+        pass
+    with FORK.Pool(2) as pool:
+        print(pool.map(collect, range(4)))
+    with ProcessPoolExecutor(2, mp_context=FORK) as pool:
+        print(list(pool.map(collect, range(4))))
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        sys.exit(4)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    sys.exit(7)
+"""
+
+
+MEMBERS = (
+    ("Run", "end", "persistent"), ("Run", "break", "anew"), ("Run", "error", "persistent"), ("attach", "break", "persistent"),
+    ("attach", "error", "anew"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "left", "workers"), MEMBERS)
+def test_nothing_but_a_script_s_own_output_comes_of_its_workers(way: str, left: str, workers: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [sys.executable, str(tmp_path / "script.py"), way, left, workers, str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=DEADLINE_S)
+    after = "left by an error" if left == "error" else "left: []"
+    wanted = f"workers: True\n{after}\n[0, 1, 2, 3]\n[0, 1, 2, 3]\n4\n"
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == wanted
