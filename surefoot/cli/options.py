@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
+    from surefoot.contract.spec_file import Origin
     from surefoot.control.launch.looking import Judge
     from surefoot.core.flight import Seen
 
@@ -66,8 +67,9 @@ def overrides(
 ) -> list[tuple[str, Any, str]]:
     """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set.
 
-    Of several values that --set gives a key the last one counts: a command line is changed by adding to it.
+    Of several values that --set gives a key the last one counts, which a line says: a command line is changed by adding to it.
     """
+    from surefoot.cli.help import warn_of_values
     from surefoot.contract.spec_file import parse_set
 
     found = [parse_set(text) for text in set_ or []]
@@ -77,7 +79,22 @@ def overrides(
         found.append(("train.seed", seed, "--seed"))
     if data is not None:
         found.append(("data.folder", data, "--data"))
+    for key in dict.fromkeys(key for key, _, _ in found):
+        given = [(value, origin.split()[0]) for other, value, origin in found if other == key]
+        if any(value != given[0][0] for value, _ in given):
+            warn_of_values(key, [f"{value!r} by {flag}" for value, flag in given])
     return found
+
+
+def read_spec(command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False) -> Origin:
+    """The spec that a command is given; the keys that the command does not use are named, unless `is_quiet`, as of a further rank."""
+    from surefoot.cli.left_out import name_left_out
+    from surefoot.contract import spec_file
+
+    origin = spec_file.read(given, overrides)
+    if not is_quiet:
+        name_left_out(command, origin)
+    return origin
 
 
 def check_new_file(path: Path, flag: str, example: str) -> None:

@@ -54,7 +54,7 @@ def roofline(
     elif run:
         _check_folder((run / FILE).parent)
     stated = options.overrides(set_, seed=seed, data=data)
-    spec = (spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated)).spec
+    spec = (options.read_spec("roofline", given, stated) if run is None else spec_file.read_of_run(run, stated)).spec
     found = place(spec, steps=steps, tell=tell)
     row, unwritten = found.as_row(), dict[Path, StorageError]()
     for path in [*([out] if out else []), *([run / FILE] if run else [])]:
