@@ -125,6 +125,14 @@ def check_new_folder(path: Path, flag: str) -> None:
         raise InputError(f"{flag} {path} cannot be made: {error.strerror}", hint="name another") from None
 
 
+def check_of_run(task: str | None, *, is_run: bool) -> None:
+    """Raise InputError for `--task` without a run: a SPEC names its task itself."""
+    from surefoot.core.errors import InputError
+
+    if task is not None and not is_run:
+        raise InputError(f"--task {task} says where the task of a RUN is now", hint=f"of a SPEC: --set task.use={task}")
+
+
 def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
     """Raise InputError for a flag that would change the spec of a run, which is `done` as it is."""
     from surefoot.core.errors import InputError

@@ -64,6 +64,16 @@ def find_lost(run: Path) -> list[gone.Gone]:
     return []
 
 
+def why_unread(run: Path) -> str | None:
+    """Why the log of a run does not say which commits there should be; None where it says so."""
+    damaged: list[str] = []
+    try:
+        records = list(events.read(run, Started, damaged=damaged))
+    except RunFolderError as error:
+        return error.message
+    return damaged[0] if damaged else None if records else "the log has no record of a start"
+
+
 def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:
     """Every commit that the folder holds or `records` name, by step."""
     steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})

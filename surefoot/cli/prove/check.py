@@ -32,5 +32,9 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     for each in found:
         for problem in each.problems:
             print(without_control(f"{each.name}: {problem}"))
-    print("the run folder is whole" if is_whole else "the run folder is NOT whole")
+    has_commits = any(each.step is not None for each in found)
+    whole = (
+        "the run folder is whole" if has_commits else "spec, log and ledger are whole; there is no commit, and the log names none"
+    )
+    print(whole if is_whole else "the run folder is NOT whole")
     return int(not is_whole)

@@ -13,7 +13,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
-from surefoot.core.errors import EXIT_OK, StorageError, hint_unwritten
+from surefoot.core.errors import EXIT_OK, InputError, StorageError, hint_unwritten
 
 if TYPE_CHECKING:
     from surefoot.prove.ladder import Ladder
@@ -60,6 +60,12 @@ def ladder(
         options.print_json(as_row(found))
     else:
         _print(found, folder, few=not settings.can_decide)
+    if found.results and not any(each.is_measured for each in found.results):
+        first = found.results[0]
+        raise InputError(
+            f"no rung was measured, so nothing is known of any: {first.rung.name}: {first.reason}",
+            hint=f"{folder / 'ladder.md'} has the reason of each; give rungs that this machine and task have: --rungs, --rung",
+        )
     return EXIT_OK
 
 

@@ -11,7 +11,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.left_out import name_left_out
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TaskOption, TracebackOption
 from surefoot.core.errors import InputError, OutOfMemory, StorageError, UserCodeError
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def whatif(
     size: Annotated[
         int | None, typer.Option("--size", metavar="N", help="samples of each of them", show_default="an eighth of train.batch")
     ] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
-    traceback: TracebackOption = False,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, json: JsonOption = False,
+    quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
     """Measure what another batch would cost, or what compiling would bring.
 
@@ -80,12 +80,13 @@ def whatif(
     from surefoot.contract import spec_file
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    options.check_of_run(task, is_run=run is not None)
     if run is not None and noise:
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif")
     if save_kernels is not None:
         options.check_new_folder(save_kernels, "--save-kernels")
     stated = options.overrides(set_, seed=seed, data=data)
-    origin = spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated)
+    origin = spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated, task=task)
     name_left_out(f"whatif {question}", origin)
     spec = origin.spec
     tell = options.teller("whatif", quiet=quiet or json)
