@@ -150,6 +150,11 @@ def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
 
 
+def warn(text: str) -> None:
+    """Say what nobody should miss, however quiet the verb is to be."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def _say(text: str) -> None:
     """A reader of standard error who left ends no training, nor makes a failure a success."""
     try:

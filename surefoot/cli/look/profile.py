@@ -111,7 +111,7 @@ def _of_run(
     from surefoot.train.record import windows
 
     if not runlock.is_held(run):
-        return windows.record_again(run, window, levels, tell, nvtx=nvtx, use=task)
+        return windows.record_again(run, window, levels, tell, warn=options.warn, nvtx=nvtx, use=task)
     if task is not None:
         raise InputError(f"{run} is running, with the task that it has", hint="leave --task out")
     if nvtx:

@@ -45,12 +45,12 @@ def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, n
 
 
 def record_again(
-    run: Path, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False, use: str | None = None
+    run: Path, window: Window, levels: Sequence[str], tell: Tell, *, warn: Tell, nvtx: bool = False, use: str | None = None
 ) -> Path:  # fmt: skip
     """Repeat a run from its newest whole commit for as long as the window lasts, beside it: of its folder only `profile/` changes.
 
-    `use` says where its task is now (`file.py:Task`). Raises RunFolderError for a run without a commit, InputError for one whose task was
-    built in a script.
+    `warn` says what nobody should miss, `use` where its task is now (`file.py:Task`). Raises RunFolderError for a run without a commit,
+    InputError for one whose task was built in a script.
     """
     spec = spec_file.read_of_run(run, task=use).spec
     if spec.task.use is None:
@@ -60,7 +60,7 @@ def record_again(
         )
     step, troubles = newest_sound(run)
     for trouble in troubles:
-        tell(f"{trouble}; the commit before it is taken")
+        warn(f"{trouble}; the commit before it is taken")
     try:
         files.make_folder(run, FOLDER)
         _clear_killed(run / FOLDER)
