@@ -52,7 +52,7 @@ def check(run: Path) -> list[Part]:
     records = list(events.read(run, damaged=damaged))
     starts = [event for event in records if isinstance(event, Started)]
     problems = [*damaged, *([] if starts else ["it has no record of a start"])]
-    log = _part("log", f"{len(records):,} records, {len(starts):,} attempts", problems)
+    log = _part("log", f"{len(records):,} records, {len(starts):,} attempt{'s' * (len(starts) != 1)}", problems)
     ledger = _check_ledger(run, starts, records, is_log_whole=not damaged)
     return [_check_spec(run, starts), log, ledger, *_check_commits(run, records)]
 

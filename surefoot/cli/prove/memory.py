@@ -190,7 +190,7 @@ def _print(row: Mapping[str, Any]) -> None:
         low_high = row["interval"]
         said = "" if low_high is None else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
         layout = row.get("layout", "1")
-        print(f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}")
+        print_text(f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}")
     if "times_budget" in row:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
     if "measured_bytes" in row:

@@ -209,18 +209,23 @@ def _teller(quiet: bool) -> Any:
 
 
 def _print(found: Verdict, spec: str) -> None:
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import format_number
 
     rows = [("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))]
     if found.repeat is None:
         kills = ", ".join(f"{step}{' (a save cut in two)' if in_save else ''}" for step, _, in_save in found.kills)
         rows.append(
-            (f"killed {len(found.kills)} times and resumed", f"after steps {kills}", _told(found.resume, "the same bits"))
+            (
+                f"killed {len(found.kills)} time{'s' * (len(found.kills) != 1)} and resumed",
+                f"after step{'s' * (len(found.kills) != 1)} {kills}",
+                _told(found.resume, "the same bits"),
+            )
         )
     print_table(("test", "how", "outcome"), rows)
-    print(
-        f"\ncompared after every step: {', '.join(found.components)}; at the end every tensor of the last commit, and the ledger"
+    print()
+    print_text(
+        f"compared after every step: {', '.join(found.components)}; at the end every tensor of the last commit, and the ledger"
     )
     print(f"data: {found.guarantee}; kill seed {found.seed}")
     for difference in (found.repeat, found.resume):
