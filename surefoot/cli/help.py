@@ -1,17 +1,31 @@
-"""How `--help` reads: no `<bool>` beside a flag that takes no value, no `<str>` beside an argument that has its own word.
+"""How a command line is read: of an option that takes one value and is given with several, the last one counts, and one line says so.
+
+And how `--help` reads: no `<bool>` beside a flag that takes no value, no `<str>` beside an argument that has its own word.
 
 What stands in brackets, as the name of a spec's table, is text and no markup, which would leave it out.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from surefoot.core import place
+
 
 class Verb(TyperCommand):
     """A verb."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:  # as a shell does that completes a word
+            _warn_of_repeated(self.make_parser(ctx).parse_args(list(given))[2], given)
+        return rest
 
     def get_params(self, ctx: Any) -> list[Any]:
         return [_plain(each) for each in super().get_params(ctx)]
@@ -30,6 +44,32 @@ class Verbs(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _escape(self, *self.get_params(ctx), *self.commands.values())
         super().format_help(ctx, formatter)
+
+
+def warn_of_values(name: str, values: Sequence[str]) -> None:
+    """Say on standard error which of several values counts: the last one. The first process of a command says so, its ranks do not."""
+    if len(set(values)) > 1 and place.flight_file() is None and not place.here().rank:
+        told = ", ".join(value if value.isprintable() else ascii(value) for value in values)
+        print(f"warning: {name} is given {len(values)} times ({told}): the last one counts", file=sys.stderr, flush=True)
+
+
+def _warn_of_repeated(order: Sequence[Any], args: Sequence[str]) -> None:
+    """Name each option with one value that `args` gives different values; `order` are the parameters as they were given."""
+    for parameter, times in Counter(order).items():
+        if times > 1 and parameter.param_type_name == "option" and not parameter.multiple:
+            warn_of_values(max(parameter.opts, key=len), _find_values(parameter, args))
+
+
+def _find_values(parameter: Any, args: Sequence[str]) -> list[str]:
+    """The values that `args` give an option; of a switch its names."""
+    names, found = (*parameter.opts, *parameter.secondary_opts), []
+    for index, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if word == "--":
+            break
+        if name in names:
+            found.append(name if parameter.is_flag else value if equals else args[index + 1])
+    return found
 
 
 def _plain(parameter: Any) -> Any:

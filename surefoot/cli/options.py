@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
+    from surefoot.contract.spec_file import Origin
     from surefoot.control.launch.looking import Judge
     from surefoot.core.flight import Seen
 
@@ -66,8 +67,9 @@ def overrides(
 ) -> list[tuple[str, Any, str]]:
     """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set.
 
-    Of several values that --set gives a key the last one counts: a command line is changed by adding to it.
+    Of several values that --set gives a key the last one counts, which a line says: a command line is changed by adding to it.
     """
+    from surefoot.cli.help import warn_of_values
     from surefoot.contract.spec_file import parse_set
 
     found = [parse_set(text) for text in set_ or []]
@@ -77,7 +79,22 @@ def overrides(
         found.append(("train.seed", seed, "--seed"))
     if data is not None:
         found.append(("data.folder", data, "--data"))
+    for key in dict.fromkeys(key for key, _, _ in found):
+        given = [(value, origin.split()[0]) for other, value, origin in found if other == key]
+        if any(value != given[0][0] for value, _ in given):
+            warn_of_values(key, [f"{value!r} by {flag}" for value, flag in given])
     return found
+
+
+def read_spec(command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False) -> Origin:
+    """The spec that a command is given; the keys that the command does not use are named, unless `is_quiet`, as of a further rank."""
+    from surefoot.cli.left_out import name_left_out
+    from surefoot.contract import spec_file
+
+    origin = spec_file.read(given, overrides)
+    if not is_quiet:
+        name_left_out(command, origin)
+    return origin
 
 
 def check_new_file(path: Path, flag: str, example: str) -> None:
@@ -108,6 +125,14 @@ def check_new_folder(path: Path, flag: str) -> None:
         raise InputError(f"{flag} {path} cannot be made: {error.strerror}", hint="name another") from None
 
 
+def check_of_run(task: str | None, *, is_run: bool) -> None:
+    """Raise InputError for `--task` without a run: a SPEC names its task itself."""
+    from surefoot.core.errors import InputError
+
+    if task is not None and not is_run:
+        raise InputError(f"--task {task} says where the task of a RUN is now", hint=f"of a SPEC: --set task.use={task}")
+
+
 def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
     """Raise InputError for a flag that would change the spec of a run, which is `done` as it is."""
     from surefoot.core.errors import InputError
@@ -123,6 +148,11 @@ def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
 def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     """What a verb says while it works: a line on standard error, or nothing."""
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Say what nobody should miss, however quiet the verb is to be."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:

@@ -8,13 +8,14 @@ where the data do not say which samples a batch holds, and the place alone is kn
 from __future__ import annotations
 
 import json
+import os
 import struct
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from surefoot.contract.ledger import FILE, HEADER_BYTES, Appended
 from surefoot.contract.run_folder import files
@@ -24,6 +25,8 @@ FORMAT = "loop 1"
 HEAD = struct.Struct("<IIIII")
 ID_BYTES = 4
 MOST_IDS = 1 << 32
+MOST_ATTEMPTS = 1 << 16  # more between two rows are damage
+NEAR, LONG_CHAIN = 64, 3  # rows that damage may cost at once; rows that follow each other are rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,16 @@ class Batch(NamedTuple):
     ids: tuple[int, ...]
 
 
+class Damage(NamedTuple):
+    """Bytes of the file that are no rows, behind a row of `step`."""
+
+    start: int
+    end: int
+    step: int
+
+
 class Fault(NamedTuple):
-    """What a loop consumed that it should not have, or did not: `lost`, `twice` or `out of order`."""
+    """What a loop consumed that it should not have, or did not: `lost`, `twice`, `out of order`, `damaged`."""
 
     kind: str
     step: int
@@ -82,7 +93,7 @@ class LoopLedger:
     def __init__(self, folder: Path, promise: Promise, generation: int) -> None:
         path, self._generation = folder / FILE, generation
         header = json.dumps({"surefoot ledger": FORMAT, **asdict(promise)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
-        self._file = Appended(path, header, lambda size: HEADER_BYTES + sum(_num_bytes(row) for row in read(folder)))
+        self._file = Appended(path, header, lambda size: max((end for _, end in _scan(folder)), default=HEADER_BYTES))
         found = read_promise(folder)
         if replace(found, digests=promise.digests) != promise:
             raise RunFolderError(f"{path} is of other data: {found}, now {promise}", hint="give another folder")
@@ -120,21 +131,116 @@ def read_promise(folder: Path) -> Promise:
         raise RunFolderError(f"{folder / FILE} is no ledger of a loop: {error}") from None
 
 
-def read(folder: Path) -> Iterator[Batch]:
-    """Every batch in the order written; a part of one at the end, which a kill leaves, is left out."""
+def read(folder: Path, damaged: list[Damage] | None = None) -> Iterator[Batch]:
+    """Every batch in the order written; a part of one at the end, which a kill leaves, is left out.
+
+    So are rows that are damaged, which are named in `damaged`: what stands behind them is found again.
+    """
+    return (row for row, _ in _scan(folder, damaged))
+
+
+def _scan(folder: Path, damaged: list[Damage] | None = None) -> Iterator[tuple[Batch, int]]:
+    """Every batch, and where its row ends in the file."""
     with files.opened(folder, FILE) as file:
-        file.seek(HEADER_BYTES)
-        while len(head := file.read(HEAD.size)) == HEAD.size:
-            step, generation, number_of_pass, place, count = HEAD.unpack(head)
-            ids = array("I")
-            ids.frombytes(data := file.read(ID_BYTES * count))
-            if step == 0 or len(data) < ID_BYTES * count:
+        size, at, before = file.seek(0, os.SEEK_END), HEADER_BYTES, None
+        while at < size:
+            row = _read_head(file, at, size)
+            end = at if row is None else at + _num_bytes(row)
+            behind = None if row is None else _read_head(file, end, size)
+            if row is None or (end < size and (behind is None or not _follows(row, behind))):
+                found = _find_row(file, at + ID_BYTES, size, before)
+                if found is None and row is None:
+                    return  # a part of a row
+                if found is not None and _is_damaged(file, (at, end, found), size, row, before):
+                    if damaged is not None:
+                        damaged.append(Damage(at, found, 0 if before is None else before.step))
+                    at = found
+                    continue
+            if row is None:
                 return
-            yield Batch(step, generation, number_of_pass, place, tuple(ids))
+            file.seek(at + HEAD.size)
+            before = row._replace(ids=tuple(array("I", file.read(ID_BYTES * len(row.ids)))))
+            yield before, end
+            at = end
 
 
 def _num_bytes(batch: Batch) -> int:
     return HEAD.size + ID_BYTES * len(batch.ids)
+
+
+def _read_head(file: BinaryIO, at: int, size: int) -> Batch | None:
+    """The row at a place in the file, with as many zeros as it has ids; None where there is none, or a part of one."""
+    file.seek(at)
+    head = file.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    step, generation, number_of_pass, place, count = HEAD.unpack(head)
+    if step == 0 or ID_BYTES * count > size - at - HEAD.size:
+        return None
+    return Batch(step, generation, number_of_pass, place, range(count))  # type: ignore[arg-type]
+
+
+def _follows(row: Batch, behind: Batch) -> bool:
+    """Whether a row is what a loop writes next: the next batch, or one of a later attempt, which may go back."""
+    here, after = (row.number_of_pass, row.place + 1), (row.number_of_pass + 1, 0)
+    found = behind.number_of_pass, behind.place
+    if behind.generation != row.generation:
+        is_later = row.generation < behind.generation < row.generation + MOST_ATTEMPTS
+        return is_later and behind.step <= row.step + 1 and (found <= here or found == after)
+    return found in (here, after) and row.step <= behind.step <= row.step + 1
+
+
+def _count_chain(file: BinaryIO, at: int, size: int) -> tuple[int, bool]:
+    """How many rows from `at` on follow each other, at most LONG_CHAIN; and whether they end with the file."""
+    row, num_rows = _read_head(file, at, size), 0
+    while row is not None:
+        num_rows, at = num_rows + 1, at + _num_bytes(row)
+        behind = _read_head(file, at, size)
+        if at == size or num_rows == LONG_CHAIN:
+            return num_rows, at == size
+        row = behind if behind is not None and _follows(row, behind) else None
+    return num_rows, False
+
+
+def _goes_on(file: BinaryIO, at: int, size: int) -> bool:
+    """Whether rows go on at a place in the file, whatever stands before it: a loop may really have left out a batch."""
+    num_rows, is_last = _count_chain(file, at, size)
+    return num_rows == LONG_CHAIN or is_last
+
+
+def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> int | None:
+    """Where the next row begins that several others follow, or the end of the file; None where there is none."""
+    for at in range(start, size - HEAD.size + 1, ID_BYTES):
+        row = _read_head(file, at, size)
+        if row is not None and _is_near(before, row):
+            num_rows, is_last = _count_chain(file, at, size)
+            is_certain = num_rows > 1 or (before is not None and row.generation == before.generation)  # ids may look like a row
+            if num_rows == LONG_CHAIN or (is_last and is_certain):
+                return at
+    return None
+
+
+def _is_near(before: Batch | None, row: Batch) -> bool:
+    """Whether a row may stand a few rows behind `before`; None is the beginning of the file."""
+    if before is None:
+        return row.generation < MOST_ATTEMPTS and row.step <= NEAR and row.number_of_pass == 0 and row.place <= NEAR
+    if row.generation != before.generation:
+        return before.generation < row.generation < before.generation + NEAR and row.step <= before.step + NEAR
+    is_same = row.number_of_pass == before.number_of_pass and before.place < row.place <= before.place + NEAR
+    is_next = row.number_of_pass == before.number_of_pass + 1 and row.place <= NEAR
+    return before.step <= row.step <= before.step + NEAR and (is_same or is_next)
+
+
+def _is_damaged(file: BinaryIO, places: tuple[int, int, int], size: int, row: Batch | None, before: Batch | None) -> bool:
+    """Whether a row is damaged: `places` are where it begins, where it says that it ends, and where another row was found."""
+    at, end, found = places
+    if row is None or found == end:
+        return row is None
+    if _goes_on(file, end, size):  # a loop may really have left out a batch; but no row holds the next one
+        inside = _read_head(file, found, size)
+        return found < end and inside is not None and _follows(row, inside)
+    is_as_before = before is not None and found - at == _num_bytes(before)
+    return found < end or found - end < HEAD.size or is_as_before
 
 
 def consumed(batches: Iterator[Batch]) -> tuple[list[Batch], int]:
@@ -152,14 +258,21 @@ def consumed(batches: Iterator[Batch]) -> tuple[list[Batch], int]:
 def check(run: Path) -> LoopConsumed:
     """Read the ledger of `run` and judge what was consumed. Raises RunFolderError for one that is damaged."""
     promise = read_promise(run)
-    rows = list(read(run))
+    damaged: list[Damage] = []
+    rows = list(read(run, damaged))
     kept, overruled = consumed(iter(rows))
     num_compared, others = _read_again(rows, kept)
     return LoopConsumed(
         promise=promise, last=kept[-1].step if kept else 0, attempts=tuple(sorted({row.generation for row in rows} - {0})),
         num_batches=len(kept), num_overruled=overruled, num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
         num_passes=len({batch.number_of_pass for batch in kept}), num_compared=num_compared,
-        faults=(*_places(kept), *_samples(kept, promise), *others),
+        faults=(*map(_told_of_damage, damaged), *_places(kept), *_samples(kept, promise), *others),
+    )  # fmt: skip
+
+
+def _told_of_damage(damage: Damage) -> Fault:
+    return Fault(
+        "damaged", damage.step, f"bytes {damage.start:,} to {damage.end:,} of {FILE}, behind a row of step {damage.step:,}, are no rows"
     )  # fmt: skip
 
 

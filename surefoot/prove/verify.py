@@ -7,6 +7,7 @@ buffers, random states, schedule, task state and counters are compared, at the e
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,11 @@ def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: 
             raise TaskError(
                 f"the run is over after {len(first)} steps", hint=f"make it {LEAST_STEPS} or more: train.length, --steps"
             )
+        if not any(_is_finite(row["loss"]) for row in first):
+            raise TaskError(
+                f"no step of {len(first)} has a finite loss, so there is no training to compare",
+                hint="surefoot train SPEC names the first step that is not finite",
+            )
         components, guarantee, done_steps = tuple(first[0]["digests"]), str(first[0]["guarantee"]), int(first[-1]["step"])
         apart = _compare(folder / "first", folder / "second", cause=_cause_of_noise)
         if apart is not None:
@@ -146,6 +152,9 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Difference | None:
     """The first step and component in which the attempts at `other` differ from `whole`; then the last commits; then the ledgers."""
     expected, rows = {row["step"]: row for row in _trace(whole)}, sorted(_trace(other), key=lambda row: int(row["step"]))
+    missing = sorted(expected.keys() - {row["step"] for row in rows})
+    if missing:
+        return Difference(missing[0], "the number of steps", cause("the number of steps"))
     pairs = [(row["loss"], expected[row["step"]]["loss"]) for row in rows if row["step"] in expected]
     gap = max((abs(one - two) for one, two in pairs if None not in (one, two)), default=0.0)
     for row in rows:
@@ -171,7 +180,12 @@ def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
     names = [name for name, value in first["digests"].items() if row["digests"].get(name) != value]
     if "random states" in names:
         return "random states"  # whatever else differs follows from them
-    return names[0] if names else None if row["loss"] == first["loss"] else "the loss"
+    is_same = row["loss"] == first["loss"] or not (_is_finite(row["loss"]) or _is_finite(first["loss"]))
+    return names[0] if names else None if is_same else "the loss"
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
 
 
 def _differing_tensor(whole: Path, other: Path) -> str | None:

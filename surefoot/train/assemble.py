@@ -188,7 +188,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     frozen = optim.freeze(model, spec.optim.freeze)
     notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
     notes += set_storage(model, spec)
-    recomputed = recompute(model, spec.memory.recompute, blocks=_blocks(spec, resolved, model))
+    recomputed = recompute(model, spec.memory.recompute, blocks=find_wanted_blocks(spec, resolved, model))
     notes += recomputed.notes
     if spec.fault.forget:
         notes.append(f"going on leaves out {', '.join(spec.fault.forget)}, on purpose: fault.forget")
@@ -208,7 +208,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     schedule = build_schedule(stated, total_steps, lambda text: to_steps_or_refuse(text, feed, tokens), better=better)
     course = Course(schedule, length, total_steps, feed, tokens)
     curve = _curve(spec, resolved, schedule, feed, total_steps)
-    sharded = shard(spec, model, _blocks(spec, resolved, model), mesh)
+    sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     told = optim.describe_scaling(spec.optim, feed.largest) + describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
@@ -308,7 +308,7 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
     return model.train().to(device) if device.type != "cpu" else model.train()
 
 
-def _blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:
+def find_wanted_blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:
     """What may be computed again: as the spec names it, else the task, else what repeats."""
     return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from surefoot.core.errors import BadRecordError, InputError
+from surefoot.core.errors import BadRecordError, InputError, TaskError
 from surefoot.core.units import format_number
 from surefoot.trial.arm import Arm
 from surefoot.trial.process import run_arm
@@ -102,6 +102,17 @@ def compare_arrays(
         found = None if distance is not None else "is not finite in one of them alone"
         gaps.append(Gap(name=name, distance=distance, floor=floor, tolerance=allowed, problem=found))
     return sorted(gaps, key=_badness, reverse=True)
+
+
+def check_finite(arrays: Arrays, what: str) -> None:
+    """Raise TaskError where no loss among `arrays` (`loss/...`) has a finite value: NaN equals NaN, and proves nothing."""
+    losses = [array for name, array in arrays.items() if name.startswith("loss/")]
+    if not any(np.isfinite(each.astype(np.float64)).any() for each in losses):
+        reported = "reports no loss" if not losses else f"has no finite loss in {len(losses)} that it reports"
+        raise TaskError(
+            f"{what} {reported}, so there is nothing to compare",
+            hint="surefoot train SPEC names the first step that is not finite",
+        )
 
 
 def compare_arms(

@@ -204,3 +204,36 @@ def test_help_and_every_looking_verb_work_without_torch_and_numpy(tmp_path: Path
 def test_of_two_values_that_set_gives_a_key_the_last_one_counts(surefoot: Command) -> None:
     answer = surefoot("spec", "show", "digits", "--set", "optim.lr=0.1", "--set", "optim.lr=0.2", "--json", "--json")
     assert [each["value"] for each in answer.row["values"] if each["key"] == "optim.lr"] == [0.2]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("spec", "show", "digits", "--steps", "3", "--steps=6"), "--steps is given 2 times (3, 6)"),
+        (("spec", "check", "digits", "--seed", "1", "--seed", "1", "--seed", "2"), "--seed is given 3 times (1, 1, 2)"),
+        (("verify", "digits", "--keep", ".", "--kills", "1", "--kills=2"), "--kills is given 2 times (1, 2)"),
+        (("checkpoint", "prune", "nothing", "--keep", "3", "--keep", "2"), "--keep is given 2 times (3, 2)"),
+        (("spec", "show", "digits", "--set", "optim.lr=1.0", "--set", "optim.lr=2.0"),
+         "optim.lr is given 2 times (1.0 by --set, 2.0 by --set)"),
+        (("spec", "show", "digits", "--seed", "2", "--set", "train.seed=1"), "train.seed is given 2 times (1 by --set, 2 by --seed)"),
+        (("memory", "nothing", "--quiet", "--fit", "1GiB", "--fit", "\x1b[31m"), "--fit is given 2 times (1GiB, '\\x1b[31m')"),
+    ],
+)  # fmt: skip
+def test_of_an_option_with_several_values_the_last_one_counts_and_is_named(
+    words: tuple[str, ...], line: str, surefoot: Command
+) -> None:
+    answer = surefoot(*words)
+    assert answer.err.startswith(f"warning: {line}: the last one counts\n"), answer.err
+    assert "given" not in answer.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--steps", "3", "--steps", "3"), ("--json", "--json"), ("--set", "optim.lr=0.1", "--set", "optim.decay=0.1"),
+        ("--set", "train.seed=1", "--seed", "1"),
+    ],
+)  # fmt: skip
+def test_a_value_that_is_given_again_is_not_named(words: tuple[str, ...], surefoot: Command) -> None:
+    answer = surefoot("spec", "show", "digits", *words)
+    assert (answer.code, answer.err) == (0, "")

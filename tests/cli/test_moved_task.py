@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -40,11 +41,20 @@ def test_a_verb_that_needs_no_task_works_without_it(verb: str, moved: str, suref
 
 @pytest.mark.parametrize(
     "verb",
-    ["resume", "evaluate", "predict", "checkpoint export --to w.safetensors", "resume --fork other --steps 12"],
+    [
+        "resume",
+        "evaluate",
+        "predict",
+        "checkpoint export --to w.safetensors",
+        "resume --fork other --steps 12",
+        'profile --steps 2 --with ""',
+        "roofline --steps 1 --quiet",
+        "whatif --noise --draws 16 --size 1 --quiet",
+    ],
 )
 def test_one_option_says_where_the_task_is_now(verb: str, moved: str, surefoot: Command) -> None:
     name, *words = verb.split(" --")
-    options = [part for each in words for part in f"--{each}".split()]
+    options = [part for each in words for part in shlex.split(f"--{each}")]
     refused = surefoot(*name.split(), "run", *options)
     assert refused.code == 2
     assert "old/mine.py" in refused.err

@@ -175,7 +175,7 @@ def test_two_runs_lie_side_by_side_and_what_differs_is_told(surefoot: Command) -
         assert page.says(label), label
     past.write_finished(Path("runs/c"))
     assert surefoot("report", "runs/a", "runs/c", "--out", "same.html").code == 0
-    assert seen(Path("same.html")).says("spec, versions, machine, code and data are equal")
+    assert seen(Path("same.html")).says("what is recorded of spec, versions, machine, code and data is equal")
 
 
 def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:

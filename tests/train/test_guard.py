@@ -35,7 +35,9 @@ def step_of(sample: int, seed: int = 0) -> int:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(name: str, tmp_path: Path) -> None:
+def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     poisoned = next(sample for sample in range(SAMPLES) if step_of(sample) == 3)
     table = {**OPTIMIZERS[name], "lr": 0.05, "ema": 0.9}
     before: dict[str, Tensor] = {}
@@ -55,6 +57,7 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(name: st
         (3, "nonfinite", "the step was skipped, nothing moved")
     ]
     assert "the loss is nan" in faults[0].detail
+    assert f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err  # also when quiet
     assert end_of(tmp_path / "a").outcome == "finished"
     assert run.num_skipped == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state_of(run).values())

@@ -80,7 +80,7 @@ def _tell_unjudged(run: Path, last: int) -> None:
 
 
 def _tell(found: Consumed) -> None:
-    from surefoot.cli.table import print_pairs
+    from surefoot.cli.table import print_pairs, print_text
     from surefoot.core.units import format_number
 
     plan = found.plan
@@ -100,14 +100,16 @@ def _tell(found: Consumed) -> None:
         pairs.append(("torn", "half a row at the end, as a kill leaves it; the next attempt takes it away"))
     print_pairs(pairs)
     if found.holds:
-        print("exactly once: every step consumed what the plan says, nothing twice, lost or out of order")
+        print_text("exactly once: every step consumed what the plan says, nothing twice, lost or out of order")
         return
     _tell_faults(found.faults)
 
 
 def _tell_faults(faults: Sequence[Fault | loop_ledger.Fault]) -> None:
+    from surefoot.cli.table import print_text
+
     for each in faults[:MOST_SHOWN]:
-        print(f"  {each.kind}: {each.told}")
+        print_text(f"{each.kind}: {each.told}", indent=2)
     if len(faults) > MOST_SHOWN:
         print(f"  and {len(faults) - MOST_SHOWN:,} more")
     print("NOT exactly once")
@@ -136,7 +138,7 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
 
 
 def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
-    from surefoot.cli.table import print_pairs
+    from surefoot.cli.table import print_pairs, print_text
 
     promise = found.promise
     unknown = "known by digests alone" if promise.digests else "which samples they held is not known"
@@ -151,7 +153,7 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     elif promise.once and found.num_samples:
         print("exactly once: every batch in its place, every sample once a pass")
     else:
-        print("every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader")
+        print_text("every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader")
     if found.num_compared and found.holds:
         what = "digest" if promise.digests else "samples"
         print(f"{found.num_compared:,} batches that were read again after a stop had the same {what}")

@@ -18,6 +18,7 @@ from surefoot.cli.options import (
     RunOption,
     SeedOption,
     SetOption,
+    TaskOption,
     TracebackOption,
 )
 
@@ -36,7 +37,7 @@ def profile(
     with_: Annotated[str, typer.Option("--with", metavar="LEVELS", help="of shapes,stacks,memory; each costs more")] = ALL,
     run: RunOption = None,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="mark the window for nsys or ncu, which record it instead")] = False,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, ranks: RanksOption = None,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, ranks: RanksOption = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int | None:  # fmt: skip
     """Record where the time and the memory of some steps go.
@@ -47,6 +48,7 @@ def profile(
     """
     tell = options.teller("profile", quiet=quiet or json)
     is_run = (Path(given) / "spec.toml").is_file()
+    options.check_of_run(task, is_run=is_run)
     if given.endswith(ENDINGS) and not is_run:
         _tell_trace(Path(given), run, json=json)
         return None
@@ -61,7 +63,7 @@ def profile(
         options.check_as_it_is(
             {"--set": set_, "--seed": seed, "--data": data, "--run": run, "--ranks": ranks}, "profiled", "profile"
         )
-        folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx)
+        folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx, task=task)
     else:
         changed = options.overrides(set_, seed=seed, data=data)
         if ranks is not None:
@@ -101,13 +103,17 @@ def _of_spec(
     return record(Run(spec_file.read(given, changed).spec, folder=run, fresh=True, quiet=True), window, levels, tell, nvtx=nvtx)
 
 
-def _of_run(run: Path, window: Window, levels: tuple[str, ...], tell: Callable[[str], None], *, nvtx: bool) -> Path:
+def _of_run(
+    run: Path, window: Window, levels: tuple[str, ...], tell: Callable[[str], None], *, nvtx: bool, task: str | None
+) -> Path:  # fmt: skip
     from surefoot.contract import runlock
     from surefoot.core.errors import InputError
     from surefoot.train.record import windows
 
     if not runlock.is_held(run):
-        return windows.record_again(run, window, levels, tell, nvtx=nvtx)
+        return windows.record_again(run, window, levels, tell, warn=options.warn, nvtx=nvtx, use=task)
+    if task is not None:
+        raise InputError(f"{run} is running, with the task that it has", hint="leave --task out")
     if nvtx:
         raise InputError(
             f"{run} goes on in a process that nsys and ncu did not start", hint="wait for its end, or profile its spec.toml"

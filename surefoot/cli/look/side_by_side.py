@@ -19,7 +19,9 @@ def tell(runs: Sequence[Past]) -> None:
     """Print the comparison, a column for each run."""
     headers = ["", *(str(each.folder) for each in runs)]
     spec, circumstances = spec_differences(runs), circumstance_differences(runs)
-    _print_rows("Spec", headers, [(key, [_text(value) for value in values]) for key, values in spec], "the specs are equal")
+    has_specs = any(each.started.spec for each in runs)
+    same = "the specs are equal" if has_specs else "no run has a spec: nothing was compared"
+    _print_rows("Spec", headers, [(key, [_text(value) for value in values]) for key, values in spec], same)
     _print_rows("Outcome", headers, list(_outcomes(runs)), "")
     losses = losses_at_equal_steps(runs)
     rows: list[Row] = [(f"loss at step {step:,}", [format_number(loss) for loss in values]) for step, values in losses]
@@ -27,7 +29,11 @@ def tell(runs: Sequence[Past]) -> None:
     texts: list[Row] = [
         (key, [shorten(_text(value), 15 if key in DIGESTS else 24) for value in values]) for key, values in circumstances
     ]
-    _print_rows("Versions and machine", headers, texts, "versions, machine, code and data are equal")
+    unknown = find_unrecorded(runs)
+    left = f"; not recorded, and not compared: {', '.join(unknown)}" if unknown else ""
+    _print_rows("Versions and machine", headers, texts, f"what is recorded of versions, machine, code and data is equal{left}")
+    if texts and left:
+        print(f"  {left.removeprefix('; ')}\n")
 
 
 def _print_rows(title: str, headers: Sequence[str], rows: Sequence[Row], otherwise: str) -> None:
@@ -67,7 +73,18 @@ def spec_differences(runs: Sequence[Past]) -> list[Row]:
 
 def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
     """Versions, machine, code and data that are not all the same."""
-    return _differences(
+    return [(key, values) for key, values in _find_circumstances(runs).items() if any(value != values[0] for value in values)]
+
+
+def find_unrecorded(runs: Sequence[Past]) -> list[str]:
+    """Which of code, commit and data no run has a digest of, so that they cannot be compared."""
+    found = _find_circumstances(runs)
+    return [name for name in DIGESTS if all(value in (None, "") for value in found[name])]
+
+
+def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
+    """Versions, machine, code and data of each run."""
+    return _beside(
         [
             {
                 **each.started.versions, **{f"machine.{name}": value for name, value in each.started.machine.items()},
@@ -82,9 +99,13 @@ def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
 
 
 def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
+    return [(key, values) for key, values in _beside(tables).items() if any(value != values[0] for value in values)]
+
+
+def _beside(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Each key with its value in every table."""
     keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [(key, [table.get(key) for table in tables]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    return {key: [table.get(key) for table in tables] for key in keys}
 
 
 def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -132,6 +132,9 @@ def check(
     found += stored.check_run(Path(run)) if has_folder else []
     if not found and not lost:
         raise RunFolderError(f"{run} holds no commit, so there is nothing to check", hint=stored.COMMIT_HINT)
+    unread = wholeness.why_unread(Path(run)) if is_run else None
+    if unread is not None:
+        print(without_control(f"warning: whether commits are gone is not known: {unread}"), file=sys.stderr)
     damaged = [each for each in found if not each.is_sound]
     moved = _set_aside(Path(run), damaged, found[0].folder if found else None) if repair and damaged else {}
     goes_on = stored.newest_sound(found)
@@ -146,6 +149,7 @@ def check(
                 "goes_on_after": goes_on,
                 "commits": rows,
                 "gone": [each.step for each in lost],
+                "log_unread": unread,
             }
         )
         return int(bool(damaged or lost))
@@ -257,10 +261,13 @@ def diff(one: CommitArgument, other: CommitArgument, json: JsonOption = False, t
     """
     from surefoot.cli.operate import difference, stored
     from surefoot.cli.table import print_table
+    from surefoot.core.errors import RunFolderError
     from surefoot.core.units import format_number
 
     folders = stored.find_commit(one), stored.find_commit(other)
     found, same = difference.compare(*folders)
+    if not found and not same:
+        raise RunFolderError(f"neither {one} nor {other} holds a tensor, so nothing was compared", hint=stored.COMMIT_HINT)
     if json:
         options.print_json({"one": str(folders[0]), "other": str(folders[1]), "equal": not found, "num_equal_tensors": same,
                             "differences": [each.as_row() for each in found]})  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,10 +80,12 @@ def _find(
     """What is meant by the words before OUT. Raises DataError."""
     from surefoot.components.data.disk.given import Folder, Samples, of_arrays
     from surefoot.components.data.sources.wrapped import as_source
-    from surefoot.contract import spec_file
     from surefoot.core.errors import DataError
     from surefoot.train.assemble import load_task
 
+    is_spec = len(sources) == 1 and "=" not in sources[0] and not Path(sources[0]).expanduser().is_dir()
+    if not is_spec and (idle := [flag for flag, value in {"--set": set_, "--data": data}.items() if value]):
+        print(f"note: data convert does not use {' and '.join(idle)}: arrays and images have no spec", file=sys.stderr)
     if all("=" in word for word in sources):
         return of_arrays(_pairs(sources), kinds)
     if len(sources) > 1 or sources[0].endswith(".npy"):
@@ -92,7 +95,7 @@ def _find(
         if kinds:
             raise DataError("--as says how arrays are written, and images are copied as they are", hint="leave --as out")
         return Folder(sources[0], follow_links=follow_links)
-    spec = spec_file.read(sources[0], options.overrides(set_, data=data)).spec
+    spec = options.read_spec("data convert", sources[0], options.overrides(set_, data=data)).spec
     source = as_source(load_task(spec).task.data(split))
     return Samples(source, kinds=kinds, known=f"{split} {spec.task.use} {sorted(spec.task.parameters.items())}")
 

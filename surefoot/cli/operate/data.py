@@ -89,8 +89,13 @@ def check(
     Ends with 1 where something is.
     """
     from surefoot.cli.table import print_table
+    from surefoot.core.errors import DataError
 
     found = _audit(paths, quiet or json)
+    if not found.num_samples and not found.bad:
+        raise DataError(
+            f"{' '.join(map(str, paths))} hold no sample, so there is nothing to check", hint="name tars with samples in them"
+        )
     if json:
         rows = [{"shard": each.shard, "key": each.key, "reason": each.reason} for each in found.bad]
         options.print_json({"ok": not found.bad, "samples": found.num_samples, "bytes": found.num_bytes, "bad": rows})

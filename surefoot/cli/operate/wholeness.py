@@ -52,7 +52,7 @@ def check(run: Path) -> list[Part]:
     records = list(events.read(run, damaged=damaged))
     starts = [event for event in records if isinstance(event, Started)]
     problems = [*damaged, *([] if starts else ["it has no record of a start"])]
-    log = _part("log", f"{len(records):,} records, {len(starts):,} attempts", problems)
+    log = _part("log", f"{len(records):,} records, {len(starts):,} attempt{'s' * (len(starts) != 1)}", problems)
     ledger = _check_ledger(run, starts, records, is_log_whole=not damaged)
     return [_check_spec(run, starts), log, ledger, *_check_commits(run, records)]
 
@@ -62,6 +62,16 @@ def find_lost(run: Path) -> list[gone.Gone]:
     with contextlib.suppress(RunFolderError):
         return [each for each in gone.find_gone(run) if each.is_lost]
     return []
+
+
+def why_unread(run: Path) -> str | None:
+    """Why the log of a run does not say which commits there should be; None where it says so."""
+    damaged: list[str] = []
+    try:
+        records = list(events.read(run, Started, damaged=damaged))
+    except RunFolderError as error:
+        return error.message
+    return damaged[0] if damaged else None if records else "the log has no record of a start"
 
 
 def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:

@@ -10,11 +10,14 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
+from surefoot.cli.left_out import name_left_out
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
 from surefoot.cli.prove import comm
 from surefoot.core.errors import InputError, StorageError, UserCodeError
 
 if TYPE_CHECKING:
+    from surefoot.contract.spec import RunSpec
+    from surefoot.contract.spec_file import Origin
     from surefoot.prove.bench.step import Bench, Timed
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other.")
@@ -60,7 +63,14 @@ def step(
     if not modes or set(mode.split(",")) - set(MODES):
         raise InputError(f"--mode is {mode!r}", hint=f"use some of {','.join(MODES)}")
     stated = options.overrides(set_, seed=seed, data=data)
-    variants = make_variants(lambda chosen: spec_file.read(spec, [*stated, *chosen]).spec, vary or [])
+    origins: list[Origin] = []
+
+    def read(chosen: Sequence[tuple[str, Any, str]]) -> RunSpec:
+        origins.append(spec_file.read(spec, [*stated, *chosen]))
+        return origins[-1].spec
+
+    variants = make_variants(read, vary or [])
+    name_left_out("bench step", origins[-1])
     tell = options.teller("bench", quiet=quiet or json)
     with ending_by_signal():
         found = measure(variants, modes=modes, n=calls, warmup=warmup, rounds=rounds, tell=tell)

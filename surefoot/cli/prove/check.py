@@ -13,7 +13,7 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     where something is damaged or missing.
     """
     from surefoot.cli.operate import wholeness
-    from surefoot.cli.table import print_table, without_control
+    from surefoot.cli.table import print_table, print_text
 
     found = wholeness.check(run)
     is_whole = all(each.is_whole for each in found)
@@ -28,9 +28,13 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     rows = [(each.name, each.state if each.is_whole else each.state.upper(), each.found) for each in shown]
     print_table(("part", "state", ""), rows)
     if removed:
-        print(f"removed, as retention does or by hand: {len(removed):,}, from {removed[0]} to {removed[-1]}")
+        print_text(f"removed, as retention does or by hand: {len(removed):,}, from {removed[0]} to {removed[-1]}")
     for each in found:
         for problem in each.problems:
-            print(without_control(f"{each.name}: {problem}"))
-    print("the run folder is whole" if is_whole else "the run folder is NOT whole")
+            print_text(f"{each.name}: {problem}")
+    has_commits = any(each.step is not None for each in found)
+    whole = (
+        "the run folder is whole" if has_commits else "spec, log and ledger are whole; there is no commit, and the log names none"
+    )
+    print_text(whole if is_whole else "the run folder is NOT whole")
     return int(not is_whole)

@@ -52,7 +52,6 @@ def comm(
     """
     _refuse_idle(spec, {"--only": only, "--smallest": smallest, "--largest": largest, "--device": device, "--transport": transport},
                  {"--buckets": buckets, "--rounds": rounds, "--set": set_, "--seed": seed, "--data": data})  # fmt: skip
-    from surefoot.contract import spec_file
     from surefoot.contract.spec import RunSpec
     from surefoot.core import place
     from surefoot.prove.bench import wanted
@@ -71,7 +70,8 @@ def comm(
         if starts:
             return options.launch_ranks(ranks or RANKS, RunSpec(), None, None, trains=False)
         return _collectives(sizes, here.rank == 0, json=json, tell=tell)
-    origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data)).spec
+    is_started = here.rank > 0 or here.told is not None  # by a process that has named what is left out
+    origin = options.read_spec("bench comm", spec, options.overrides(set_, seed=seed, data=data), is_quiet=is_started).spec
     asked = wanted.Buckets(**_given({
         "sizes": None if buckets is None else tuple(map(_bytes, buckets.split(","))), "calls": calls, "warmup": warmup, "rounds": rounds,
     }))  # fmt: skip

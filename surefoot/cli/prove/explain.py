@@ -25,11 +25,10 @@ def explain(
 
     from surefoot.cli.table import print_text
     from surefoot.components.precision import check_contract
-    from surefoot.contract import spec_file
     from surefoot.prove.bench.rehearsal import Rehearsal
     from surefoot.train.failure.causes import find_overflow
 
-    origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
+    origin = options.read_spec("explain", spec, options.overrides(set_, seed=seed, data=data))
     with Rehearsal(origin.spec, steps=1) as rehearsal:
         rehearsal.take("step")
         policy, record = rehearsal.assembly.engine.policy, rehearsal.assembly.engine.stepper.record

@@ -35,10 +35,9 @@ def formats(
     scales: tuple[float, ...] = (1.0,)
     flushed: tuple[Flushed, ...] = ()
     if spec is not None:
-        from surefoot.contract import spec_file
         from surefoot.prove.bench.flushed import find_flushed
 
-        origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
+        origin = options.read_spec("formats", spec, options.overrides(set_, seed=seed, data=data))
         scales = (1.0, origin.spec.precision.init_scale)
         flushed = find_flushed(origin.spec, scales)
     if json:

@@ -13,7 +13,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
-from surefoot.core.errors import EXIT_OK, StorageError, hint_unwritten
+from surefoot.core.errors import EXIT_OK, InputError, StorageError, hint_unwritten
 
 if TYPE_CHECKING:
     from surefoot.prove.ladder import Ladder
@@ -39,12 +39,11 @@ def ladder(
     One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its interval excludes no gain and its
     numbers are those of the start; what is thrown out stays in the table, with the reason. Writes a table, JSON, a picture and best.toml.
     """
-    from surefoot.contract import spec_file
     from surefoot.core.errors import SpecError
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.ladder import Settings, as_row, climb_ladder, parse_rung
 
-    origin = spec_file.read(spec, options.overrides(set_, seed=seed, data=data))
+    origin = options.read_spec("ladder", spec, options.overrides(set_, seed=seed, data=data))
     if origin.spec.task.use is None:
         raise SpecError("the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "file.py:Task"')
     given = [parse_rung(text) for text in rung or []]
@@ -61,6 +60,12 @@ def ladder(
         options.print_json(as_row(found))
     else:
         _print(found, folder, few=not settings.can_decide)
+    if found.results and not any(each.is_measured for each in found.results):
+        first = found.results[0]
+        raise InputError(
+            f"no rung was measured, so nothing is known of any: {first.rung.name}: {first.reason}",
+            hint=f"{folder / 'ladder.md'} has the reason of each; give rungs that this machine and task have: --rungs, --rung",
+        )
     return EXIT_OK
 
 

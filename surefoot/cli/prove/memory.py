@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,9 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption,
 from surefoot.core.errors import InputError, StorageError, hint_unwritten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from surefoot.contract.spec import RunSpec
 
 FILE = "shape.json"
 
@@ -112,30 +115,51 @@ def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
 
 
 def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any) -> dict[str, Any]:
+    from surefoot.cli.left_out import name_left_out
     from surefoot.contract import spec_file
     from surefoot.prove import memory as room
+    from surefoot.train import environment
 
-    spec = spec_file.read(given, overrides).spec
+    origin = spec_file.read(given, overrides)
+    spec = origin.spec
     if spec.memory.offload != "none":
         raise InputError(
             f"memory.offload is {spec.memory.offload!r}, and what lies on the host is not predicted",
             hint="leave it out: what is told is the peak of a device that keeps all",
         )
-    if budget is not None:
-        found = room.fit(spec, budget, tell)
-        return {"budget_bytes": budget, **found.as_row()}
+    left_out = {"left_out": name_left_out("memory", origin)}
+    put_back = environment.apply(spec)  # train.attention decides what attention allocates
     try:
-        prediction = room.predict(spec)
-        row = prediction.as_row()
-    except InputError as error:
-        if not measure:
-            raise
-        tell(error.message)
-        row = {"spec_id": spec.id, "peak_bytes": None, "interval": None, "terms": {}}
+        if budget is not None:
+            found = room.fit(spec, budget, tell)
+            return {"budget_bytes": budget, **found.as_row(), **left_out}
+        try:
+            row = room.predict(spec).as_row()
+        except InputError as error:
+            if not measure:
+                raise
+            tell(error.message)
+            row = {"spec_id": spec.id, "peak_bytes": None, "interval": None, "terms": {}}
+    finally:
+        put_back()
     if measure:
-        tell("three steps are run")
-        row |= room.compare(spec, row["peak_bytes"]).as_row()
-    return row
+        row |= _measure(spec, row, tell)
+    return {**row, **left_out}
+
+
+def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """What three steps of one process hold, compared with the prediction where that is of one process."""
+    from surefoot.prove import memory as room
+
+    layout = row.get("layout", "1")
+    if layout != "1":
+        print(
+            f"note: --measure runs one process, and the prediction is for a rank of {layout}: they are not compared; "
+            "surefoot train SPEC --ranks N --set memory.predict=true measures a rank",
+            file=sys.stderr,
+        )
+    tell("three steps are run")
+    return room.compare(spec, row["peak_bytes"] if layout == "1" else None).as_row()
 
 
 def _print(row: Mapping[str, Any]) -> None:
@@ -165,7 +189,8 @@ def _print(row: Mapping[str, Any]) -> None:
     if peak is not None:
         low_high = row["interval"]
         said = "" if low_high is None else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
-        print(f"at its most {format_bytes(peak)}{said}")
+        layout = row.get("layout", "1")
+        print_text(f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}")
     if "times_budget" in row:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
     if "measured_bytes" in row:

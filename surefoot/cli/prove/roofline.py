@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TaskOption, TracebackOption
 from surefoot.core.errors import StorageError
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def roofline(
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are timed")] = 10,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the JSON to a new file, as of a RUN to its profile/")] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
-    traceback: TracebackOption = False,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, json: JsonOption = False,
+    quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
     """Lay a step over what this machine can do.
 
@@ -47,6 +47,7 @@ def roofline(
     from surefoot.prove.bench.place import place
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    options.check_of_run(task, is_run=run is not None)
     if run:
         options.check_as_it_is({"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline")
     if out:
@@ -54,7 +55,7 @@ def roofline(
     elif run:
         _check_folder((run / FILE).parent)
     stated = options.overrides(set_, seed=seed, data=data)
-    spec = (spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated)).spec
+    spec = (options.read_spec("roofline", given, stated) if run is None else spec_file.read_of_run(run, stated, task=task)).spec
     found = place(spec, steps=steps, tell=tell)
     row, unwritten = found.as_row(), dict[Path, StorageError]()
     for path in [*([out] if out else []), *([run / FILE] if run else [])]:

@@ -25,11 +25,10 @@ def tune_loader(
 
     Measures what the steps could take, what the loader gives with 0, 1, 2, 4 workers and so on, and both together.
     """
-    from surefoot.contract import spec_file
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.loading import tune
 
-    read = spec_file.read(spec, options.overrides(set_, seed=seed, data=data)).spec
+    read = options.read_spec("tune-loader", spec, options.overrides(set_, seed=seed, data=data)).spec
     with ending_by_signal():
         found = tune(read, seconds=seconds, most=most, tell=options.teller("tune-loader", quiet=quiet or json))
     if json:

@@ -89,9 +89,7 @@ def verify(
     with _folder(keep) as folder:
         if command is not None and state is not None:
             return _verify_command(command, state, folder, kills, kill_seed or 0, json=json, quiet=quiet)
-        from surefoot.contract import spec_file
-
-        origin = spec_file.read(str(spec), options.overrides(set_, seed=seed, data=data))
+        origin = options.read_spec("verify", str(spec), options.overrides(set_, seed=seed, data=data))
         found = verify_resume(origin.spec, folder, steps=steps, kills=kills, seed=kill_seed or 0, tell=_teller(quiet or json))
     if json:
         options.print_json({"version": 1, "spec": spec, "holds": found.holds, **asdict(found)})
@@ -102,12 +100,13 @@ def verify(
 
 def _verify_precision(spec: str, stated: Any, *, steps: int, seeds: int, json: bool, quiet: bool) -> int:
     from surefoot.cli.table import print_table
-    from surefoot.contract import spec_file
     from surefoot.core.units import format_number
     from surefoot.prove.precision import WIDE, verify_precision
 
     with ending_by_signal():
-        name, score = verify_precision(spec_file.read(spec, stated).spec, steps=steps, seeds=seeds, tell=_teller(quiet or json))
+        name, score = verify_precision(
+            options.read_spec("verify --precision", spec, stated).spec, steps=steps, seeds=seeds, tell=_teller(quiet or json)
+        )
     if json:
         options.print_json({"spec": spec, "precision": name, "against": WIDE, "holds": not score.is_worse, **asdict(score)})
     else:
@@ -122,11 +121,10 @@ def _verify_precision(spec: str, stated: Any, *, steps: int, seeds: int, json: b
 
 def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet: bool) -> int:
     from surefoot.cli.table import print_table
-    from surefoot.contract import spec_file
     from surefoot.core.units import format_number
     from surefoot.prove.ladder import verify_compiled
 
-    tried, found = verify_compiled(spec_file.read(spec, stated).spec, folder, tell=_teller(quiet or json))
+    tried, found = verify_compiled(options.read_spec("verify --compile", spec, stated).spec, folder, tell=_teller(quiet or json))
     holds, what = found.verdict == "passes", f"{tried.compile.what}, {tried.compile.mode}"
     if json:
         rows = [asdict(each) for each in found.claims]
@@ -144,7 +142,6 @@ def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet:
 
 def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: int, json: bool, quiet: bool) -> int:
     from surefoot.cli.table import print_table
-    from surefoot.contract import spec_file
     from surefoot.core.ranks.layout import Layout
     from surefoot.core.units import format_number, format_seconds
     from surefoot.prove.layouts import verify_layouts
@@ -154,7 +151,9 @@ def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: i
         raise InputError(f"--layouts {text!r} names no layout of several ranks", hint='--layouts "replicate=2; replicate=4"')
     if steps < 1:
         raise InputError(f"--steps is {steps}", hint="use a step or more")
-    found = verify_layouts(spec_file.read(spec, stated).spec, layouts, folder, steps=steps, tell=_teller(quiet or json))
+    found = verify_layouts(
+        options.read_spec("verify --layouts", spec, stated).spec, layouts, folder, steps=steps, tell=_teller(quiet or json)
+    )
     if json:
         rows = [{**asdict(row), "holds": row.holds} for row in found.rows]
         options.print_json({**asdict(found), "spec": spec, "holds": found.holds, "rows": rows})
@@ -210,18 +209,23 @@ def _teller(quiet: bool) -> Any:
 
 
 def _print(found: Verdict, spec: str) -> None:
-    from surefoot.cli.table import print_table
+    from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import format_number
 
     rows = [("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))]
     if found.repeat is None:
         kills = ", ".join(f"{step}{' (a save cut in two)' if in_save else ''}" for step, _, in_save in found.kills)
         rows.append(
-            (f"killed {len(found.kills)} times and resumed", f"after steps {kills}", _told(found.resume, "the same bits"))
+            (
+                f"killed {len(found.kills)} time{'s' * (len(found.kills) != 1)} and resumed",
+                f"after step{'s' * (len(found.kills) != 1)} {kills}",
+                _told(found.resume, "the same bits"),
+            )
         )
     print_table(("test", "how", "outcome"), rows)
-    print(
-        f"\ncompared after every step: {', '.join(found.components)}; at the end every tensor of the last commit, and the ledger"
+    print()
+    print_text(
+        f"compared after every step: {', '.join(found.components)}; at the end every tensor of the last commit, and the ledger"
     )
     print(f"data: {found.guarantee}; kill seed {found.seed}")
     for difference in (found.repeat, found.resume):

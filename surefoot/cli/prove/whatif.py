@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TracebackOption
+from surefoot.cli.left_out import name_left_out
+from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TaskOption, TracebackOption
 from surefoot.core.errors import InputError, OutOfMemory, StorageError, UserCodeError
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def whatif(
     size: Annotated[
         int | None, typer.Option("--size", metavar="N", help="samples of each of them", show_default="an eighth of train.batch")
     ] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
-    traceback: TracebackOption = False,
+    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, json: JsonOption = False,
+    quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
     """Measure what another batch would cost, or what compiling would bring.
 
@@ -66,7 +67,7 @@ def whatif(
     --fit: the largest microbatch whose peak stays a tenth below so much memory, tried in fresh processes, and in a run of 50 steps.
     --noise: how far the gradients of batches lie apart at the same weights, and what that says of the batch.
     """
-    _check_question(
+    question = _check_question(
         {
             "--batch": batch, "--compile": compiled, "--save-kernels": save_kernels, "--recompute": recompute, "--fit": fit,
             "--noise": noise,
@@ -79,12 +80,15 @@ def whatif(
     from surefoot.contract import spec_file
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    options.check_of_run(task, is_run=run is not None)
     if run is not None and noise:
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif")
     if save_kernels is not None:
         options.check_new_folder(save_kernels, "--save-kernels")
     stated = options.overrides(set_, seed=seed, data=data)
-    spec = (spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated)).spec
+    origin = spec_file.read(given, stated) if run is None else spec_file.read_of_run(run, stated, task=task)
+    name_left_out(f"whatif {question}", origin)
+    spec = origin.spec
     tell = options.teller("whatif", quiet=quiet or json)
     if noise:
         from surefoot.prove.whatif.noise import measure_noise
@@ -107,8 +111,8 @@ def whatif(
         _compare_batches(given, spec, sizes, 10 if updates is None else updates, 3 if rounds is None else rounds, csv, tell, json)
 
 
-def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, ...], Any]) -> None:
-    """One question is asked, and each further flag belongs to it: the first of each key, the others are the questions it belongs to."""
+def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, ...], Any]) -> str:
+    """Return the one question that is asked; each further flag belongs to it: the first of each key, the others are its questions."""
     asked = [flag for flag, value in questions.items() if value not in (None, False)]
     if len(asked) != 1:
         raise InputError(
@@ -121,6 +125,7 @@ def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, 
             raise InputError(
                 f"{flag} belongs to {named}, which {'is' if len(owners) == 1 else 'are'} not asked for", hint="leave it out"
             )
+    return asked[0]
 
 
 def _compare_batches(

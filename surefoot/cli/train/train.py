@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,7 +122,8 @@ def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> Non
     if json:
         options.print_json(dict(summary))
     else:
-        print(final_table(result_rows(dict(summary)), title))
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(final_table(result_rows(dict(summary)), title, columns))
 
 
 def finish(attempt: Run, *, json: bool) -> int:

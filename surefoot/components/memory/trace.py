@@ -7,6 +7,7 @@ allocates inside itself is not seen; `workspace` says it for those where it matt
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,9 +73,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in find_tensors(out):
             self.hold(tensor, self._kind())
         if inside:  # beside what it gives
-            number = len(self._kinds)
-            self._kinds.append(WORKSPACE)
-            self._events += [(number, inside), (number, -inside)]
+            self.pass_through(inside, WORKSPACE)
         return out
 
     def _kind(self) -> str:
@@ -82,14 +81,25 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return TEMPORARIES
         return ACTIVATIONS if self._part is None else f"{OF_PART}{self._part}"
 
-    def hold(self, tensor: Tensor, kind: str) -> None:
-        """Note the storage of `tensor`, if it is new."""
+    def pass_through(self, num_bytes: int, kind: str) -> None:
+        """Note `num_bytes` that are allocated and freed at once."""
+        number = self.reserve(num_bytes, kind)
+        self._events.append((number, -num_bytes))
+
+    def reserve(self, num_bytes: int, kind: str) -> int:
+        """Note `num_bytes` that no tensor of the trace stands for, and that stay; gives their number."""
+        self._kinds.append(kind)
+        self._events.append((len(self._kinds) - 1, num_bytes))
+        return len(self._kinds) - 1
+
+    def hold(self, tensor: Tensor, kind: str, share: float = 1.0) -> None:
+        """Note the storage of `tensor`, if it is new; of its bytes `share` count."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
         if id(storage) in self._alive or not storage.nbytes():
             return
-        number, num_bytes = len(self._kinds), storage.nbytes()
+        number, num_bytes = len(self._kinds), math.ceil(storage.nbytes() * share)
         self._alive[id(storage)] = number
         self._kinds.append(kind)
         self._events.append((number, num_bytes))

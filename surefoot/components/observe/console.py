@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
@@ -162,11 +163,21 @@ class Console:
                 bar.stop()
 
 
-def final_table(rows: list[tuple[str, str]], title: str) -> str:
-    """The table at the end of a run, as text: aligned, without colour."""
+def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = None) -> str:
+    """The table at the end of a run, as text: aligned, without color. At a terminal of `columns` a long value is wrapped between words.
+
+    >>> print(final_table([("time went to", "forward 50 %, backward 50 %")], "digits: finished", 32))
+    digits: finished
+      time went to  forward 50 %,
+                    backward 50 %
+    """
     width = max(len(name) for name, _ in rows)
-    body = "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-    return f"{title}\n{body}"
+    room = sys.maxsize if columns is None else max(20, columns - width - 4)
+    lines = [title]
+    for name, value in rows:
+        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [f"  {label:<{width}}  {part}" for label, part in zip([name, *[""] * len(parts)], parts, strict=False)]
+    return "\n".join(lines)
 
 
 def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

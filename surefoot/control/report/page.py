@@ -103,7 +103,7 @@ def _sections(report: Report) -> Iterator[Section]:
 def _summary(report: Report) -> Iterator[Part]:
     yield Part(tables=[_beside(report.runs, "summary")])
     if report.differences is not None:
-        same = [] if report.differences.rows else ["spec, versions, machine, code and data are equal"]
+        same = [] if report.differences.rows else ["what is recorded of spec, versions, machine, code and data is equal"]
         yield Part(title="What differs", tables=[report.differences] if report.differences.rows else [], notes=same)
 
 

@@ -52,6 +52,11 @@ class Result:
     def kept(self) -> bool:
         return self.standing == "kept"
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything of the rung was measured: its numbers, or its time."""
+        return self.parity.verdict != "not measured" or any(ratio is not None for ratio in self.step.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:

@@ -14,6 +14,7 @@ from surefoot.core.errors import SpecError, TaskError
 from surefoot.prove.ladder import gate, rungs
 from surefoot.prove.ladder.gate import Verdict
 from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.trial import check_finite
 
 UNITS = {"fp32": (1, 2, 4, 4)}  # of a draw; in formats of fewer bits a compiled step rounds less often than eager mode does
 FLOOR = "floor/"
@@ -39,6 +40,7 @@ def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec
     found = _states(bench, "eager mode", eager, tuple(unit * times for times in UNITS.get(compute, (1, 1, 1))))
     start = {name: array for name, array in found.items() if not name.startswith(FLOOR)}
     floor = {name.removeprefix(FLOOR): array for name, array in found.items() if name.startswith(FLOOR)}
+    check_finite(start, "eager mode")
     tell(f"compiled: {what}")
     return compiled, gate.judge("nothing", start, floor, _states(bench, "compiled", compiled))
 

@@ -26,6 +26,7 @@ from surefoot.core.errors import SpecError
 from surefoot.core.ranks.layout import Layout
 from surefoot.prove.layouts.compare import Arrays, Compared, Tell, Trial
 from surefoot.prove.layouts.reference import take_reference
+from surefoot.trial import check_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, st
             continue
         flags = ("--float64",) if is_wide else ()
         whole, facts = run.run(tried, Layout(), f"one process, {precision}", *flags)
+        check_finite(whole, f"one process in {precision}")
         if is_wide == reference.is_wide:
             rows += reference.compare(whole, int(facts["batch"]))
         for each in layouts:

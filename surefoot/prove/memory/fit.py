@@ -11,6 +11,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes
 from surefoot.train.preflight.predicted import Prediction, predict
+from surefoot.train.preflight.rank_memory import find_layout
 
 WAYS = ("none", "operators", "every 2", "full")  # the cheapest first
 Tell = Callable[[str], None]
@@ -29,15 +30,17 @@ class Fit:
 
 
 def find_sizes(spec: RunSpec) -> list[int]:
-    """The microbatches that divide every batch of `spec`, the whole batch first.
+    """The microbatches that divide every batch of `spec`, the whole batch first; of several ranks a rank's part of it.
 
     >>> find_sizes(RunSpec(task={"use": "digits"}, train={"batch": 12}))
     [12, 6, 4, 3, 2, 1]
+    >>> find_sizes(RunSpec(task={"use": "digits"}, train={"batch": 12}, layout={"shard": 2}))
+    [6, 4, 3, 2, 1]
     """
-    batch = spec.train.batch
+    batch = -(-spec.train.batch // find_layout(spec).world_size)
     if spec.memory.update_in_backward:
         return [batch]
-    smaller = math.gcd(batch, *(stage for _, stage in spec.train.ramp))
+    smaller = math.gcd(spec.train.batch, *(stage for _, stage in spec.train.ramp))
     return [size for size in range(batch, 0, -1) if size == batch or smaller % size == 0]
 
 
@@ -47,11 +50,12 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
     Raises InputError where none fits, with the least that is needed.
     """
     spec = spec.replace(observe={"noise": False})  # which not every microbatch has
-    batch, ways, least = spec.train.batch, list(WAYS), None
-    for size in find_sizes(spec):
+    ways, least = list(WAYS), None
+    sizes = find_sizes(spec)
+    for size in sizes:
         for way in ways:
             blocks = spec.memory.blocks if way != "none" else ()
-            train = {"microbatch": size if size < batch else None}
+            train = {"microbatch": size if size < sizes[0] else None}
             try:
                 found = predict(_changed(spec, train, {"recompute": way, "blocks": blocks}))
             except InputError:

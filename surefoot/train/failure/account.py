@@ -112,13 +112,14 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
     spec = assembly.spec.replace(train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)})
     source = assembly.feed.source
     try:
-        found = predict(spec, assembly.task, source=source)
+        found = predict(spec, assembly.task, source=source, num_ranks=assembly.feed.share.size)
     except Exception as error:  # noqa: BLE001 - memory is short, and the error on its way is the one to tell
         return None, [], error.message if isinstance(error, SurefootError) else describe(error)
     changes: list[tuple[str, int]] = []
     for change in _candidates(assembly):
         with contextlib.suppress(Exception):  # a change that this spec does not take
-            then = predict(spec.replace(**change), None if "task" in change else assembly.task, source=source).peak_bytes
+            task = None if "task" in change else assembly.task
+            then = predict(spec.replace(**change), task, source=source, num_ranks=assembly.feed.share.size).peak_bytes
             if then <= (1 - LEAST_GAIN) * found.peak_bytes:
                 changes.append((_words(change), then))
         if len(changes) == NUM_CHANGES:

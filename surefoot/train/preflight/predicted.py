@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Keys
+from surefoot.components.data import Keys, Share
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.tensors import find_tensors
@@ -24,13 +24,18 @@ from surefoot.components.optim import WeightAverage, backward, load_codes, maste
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
+from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import How
-from surefoot.train.assemble import Assembly, assemble, take_task
+from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
 from surefoot.train.failure.blame import describe
+from surefoot.train.preflight.rank_memory import GATHERED, RankGradients, RankShare, find_layout, find_share
+from surefoot.train.resume.together import check_shared
 from surefoot.train.step import LiveUpdate
 from surefoot.train.step.reading import make_feed, read_split
+from surefoot.train.step.sharding import check_keys
 
 MARGIN = 0.03  # what is claimed; furthest off is a small convolutional network, by 0.2 %: benchmarks/memory_prediction
+MARGIN_OF_RANKS = 0.1
 VERSION = 1
 
 
@@ -45,23 +50,26 @@ class Prediction:
     terms: Mapping[str, int]
     num_parameters: int
     blocks: Mapping[str, int]
+    layout: Layout
 
     @property
     def interval(self) -> tuple[int, int]:
         """Between what the measured peak will lie."""
-        return round(self.peak_bytes / (1 + MARGIN)), round(self.peak_bytes / (1 - MARGIN))
+        margin = MARGIN if self.layout.world_size == 1 else MARGIN_OF_RANKS
+        return round(self.peak_bytes / (1 + margin)), round(self.peak_bytes / (1 - margin))
 
     def as_row(self) -> dict[str, Any]:
         return {
             "version": VERSION, "spec_id": self.spec_id, "peak_bytes": self.peak_bytes, "interval": list(self.interval),
-            "terms": dict(self.terms), "num_parameters": self.num_parameters, "blocks": dict(self.blocks),
+            "terms": dict(self.terms), "num_parameters": self.num_parameters, "blocks": dict(self.blocks), "layout": str(self.layout),
         }  # fmt: skip
 
 
-def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) -> Prediction:
-    """The peak of a step of `spec` on a CPU, with its largest batch, not compiled and nothing offloaded.
+def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, num_ranks: int | None = None) -> Prediction:
+    """The peak of a step of `spec` on a CPU, with its largest batch, not compiled and nothing offloaded; of rank 0 where there are several.
 
-    `source` are its training data where they are read. Raises InputError for a task that needs numbers to know its sizes.
+    `source` are its training data where they are read, `num_ranks` the ranks where they are known; by default as many as `[layout]` names.
+    Raises InputError for a task that needs numbers to know its sizes, SpecError for a layout that `train` refuses.
     """
     if How.parse(spec.memory.recompute).kind == "budget":
         raise InputError(
@@ -72,13 +80,18 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) ->
         raise InputError(
             "what products in float8 allocate is not known without running it", hint="run three steps: --measure; or predict bf16"
         )
+    layout = find_layout(spec, num_ranks)
+    if layout.world_size > 1:
+        check_shared(spec)
+    if layout.is_sharded:
+        check_keys(spec, layout.shard)
     resolved, spec = take_task(spec, task)
     resolved = resolve(copy.copy(resolved.task), resolved.importable)  # what its code sets on itself has no numbers
     identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
     spec = at_its_largest(RunSpec(**{**tables, "memory": {**tables.get("memory", {}), "offload": "none"}}))
     source = read_split(resolved, "train") if source is None else source
-    batches = _read(spec, resolved, source)
+    batches = _read(spec, resolved, source, layout.world_size)
     if spec.optim.state == "8bit":
         load_codes()  # they are numbers
     with without_numbers() as sizes, warnings.catch_warnings():
@@ -86,7 +99,8 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None) ->
         try:
             known = replace(resolved, task=_Read(resolved.task, source))
             assembly = assemble(spec.replace(train={"device": "cpu"}), known, better="lower")
-            return replace(_trace(assembly, [_without_numbers(sizes, batch) for batch in batches]), spec_id=identity)
+            share = find_share(layout, assembly.model, find_wanted_blocks(spec, known, assembly.model))
+            return replace(_trace(assembly, [_without_numbers(sizes, batch) for batch in batches], share), spec_id=identity)
         except SurefootError:
             raise
         except Exception as error:
@@ -109,11 +123,11 @@ class _Read:
         return self._source if split == "train" else self._task.data(split)
 
 
-def _read(spec: RunSpec, task: Resolved, source: Source) -> list[Any]:
-    """The microbatches of the first step, augmented."""
-    feed = make_feed(spec, source)
+def _read(spec: RunSpec, task: Resolved, source: Source, num_ranks: int) -> list[Any]:
+    """The microbatches of rank 0 in the first step, augmented: no rank has more of them."""
+    feed = make_feed(spec, source, Share(0, num_ranks, spec.layout.virtual_ranks))
     window = feed.window(0)
-    read = [(source.read(ids), ids) for ids in feed.microbatches(window)]
+    read = [(source.read(ids), ids) for ids in feed.mine(window)[1]]
     return [
         batch if task.augment is None else task.augment(batch, Keys(spec.train.seed, window.epoch, ids)) for batch, ids in read
     ]
@@ -159,16 +173,21 @@ def copied_bytes(model: nn.Module) -> int:
     return total_bytes(buffer for module in kept for buffer in module.buffers(recurse=False))
 
 
-def _trace(assembly: Assembly, batches: list[Any]) -> Prediction:
+def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Prediction:
     """Two steps: after the first the optimisers have their state."""
     watched, model, updates = Allocations(), assembly.model, assembly.updates
     average = assembly.engine.average
+    gradients: RankGradients | None = None
 
     def take_step() -> None:
         for update in updates:
             update.guarded.clear_gradients()
-            for batch in batches:
+            for number, batch in enumerate(batches, start=1):
+                if gradients is not None:
+                    gradients.begin_pass(is_last=number == len(batches))
                 _pass(watched, assembly, update, batch)
+            if gradients is not None:
+                gradients.end_passes()
             if update.in_backward is None:
                 update.guarded.apply(1.0)
         if average is not None:
@@ -179,9 +198,12 @@ def _trace(assembly: Assembly, batches: list[Any]) -> Prediction:
         update.guarded.clear_gradients()
     for kind, tensors in held(model, updates, average, batches).items():
         for tensor in tensors:
-            watched.hold(tensor, kind)
+            watched.hold(tensor, kind, share.of(kind))
+    watched.reserve(share.gathered_bytes(model), GATHERED)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    mark: Any = functools.partial(_mark, watched)
+    if share.layout.world_size > 1:
+        gradients = RankGradients(share, model, watched)
+    mark: Any = functools.partial(_mark, watched, gradients)
     hooks = [cast(Any, each).register_post_accumulate_grad_hook(mark) for each in trained]
     with naming(_parts(model), watched.enter), watched:
         take_step()
@@ -191,7 +213,8 @@ def _trace(assembly: Assembly, batches: list[Any]) -> Prediction:
     copies = copied_bytes(model)
     if copies:
         terms["buffers"] = terms.get("buffers", 0) + copies
-    return Prediction(assembly.spec.id, most + copies, terms, sum(each.numel() for each in trained), watched.by_part())
+    num_trained = sum(each.numel() for each in trained)
+    return Prediction(assembly.spec.id, most + copies, terms, num_trained, watched.by_part(), share.layout)
 
 
 def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: Any) -> None:
@@ -209,10 +232,12 @@ def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: A
         update.in_backward.run(run)
 
 
-def _mark(watched: Allocations, parameter: Tensor) -> None:
+def _mark(watched: Allocations, of_rank: RankGradients | None, parameter: Tensor) -> None:
     gradient = master_of(parameter).grad  # handed over to the master already
     if gradient is not None:
         watched.mark(gradient, GRADIENTS)
+    if of_rank is not None:
+        of_rank.take(parameter)
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:

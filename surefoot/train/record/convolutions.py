@@ -30,7 +30,7 @@ class TimedConvolutions:
             self._stepper.saw = None
             torch.backends.cudnn.benchmark = False
             said = f"batches had {len(self._shapes)} shapes so far, and each new one is timed anew"
-            self._telling.say(f"step {number}: train.cudnn_benchmark is off from here on: {said}")
+            self._telling.warn(f"step {number}: train.cudnn_benchmark is off from here on: {said}")
         return self._step(number)
 
 

@@ -63,9 +63,9 @@ class Compared:
             if isinstance(assembly.feed.source, Iterated):
                 raise InputError("the source gives its batches once, and prediction would take the first of them")
             with untouched(assembly.model, assembly.task.state), torch.enable_grad():
-                return predict(assembly.spec, assembly.task, source=assembly.feed.source)
+                return predict(assembly.spec, assembly.task, source=assembly.feed.source, num_ranks=assembly.feed.share.size)
         except InputError as error:
-            self._telling.say(f"the peak of a step is not predicted: {error.message}")
+            self._telling.warn(f"the peak of a step is not predicted: {error.message}")
             return None
 
     def __call__(self, number: int) -> StepReport:

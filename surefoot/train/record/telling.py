@@ -11,6 +11,7 @@ from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
+from surefoot.core import place
 from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
@@ -43,6 +44,11 @@ class Telling:
         with self._clock.within(LOGGING):
             self.console.say(text)
 
+    def warn(self, text: str) -> None:
+        """Say what was lost or is not done, even to who wants quiet."""
+        with self._clock.within(LOGGING):
+            self.console.warn(text)
+
     def begin(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
         """Say what a person should hear at the start; the warnings even to who wants quiet."""
         with self._clock.within(LOGGING):
@@ -61,10 +67,11 @@ class Telling:
                 self.give_up("TensorBoard", error, getattr(event, "step", 0))
 
     def judge(self, step: int) -> None:
-        """Record and say what the guard found in the steps up to `step`."""
+        """Record what the guard found in the steps up to `step`; rank 0 says it even to who wants quiet, as all ranks find the same."""
         for fault in self._guard.judge(step):
             self.write(environment.fault(self.generation, fault))
-            self.say(f"step {fault.step}: {fault.detail}; {fault.action}")
+            if not place.here().rank:
+                self.warn(f"step {fault.step}: {fault.detail}; {fault.action}")
         if self._compiling is not None:
             self._tell_compiled(self._compiling, step)
 

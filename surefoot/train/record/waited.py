@@ -26,7 +26,7 @@ class Waited:
             for each in named:
                 fault = GuardFault(number - 1, "straggler", f"the run goes on; {ADVICE[each.cause]}", each.words)
                 self._telling.write(environment.fault(self._telling.generation, fault))
-                self._telling.say(f"step {fault.step}: {fault.detail}; {ADVICE[each.cause]}")
+                self._telling.warn(f"step {fault.step}: {fault.detail}; {ADVICE[each.cause]}")
             for rank in over:
                 self._telling.say(f"step {number - 1}: rank {rank} keeps up again")
         return report

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from surefoot.components.profiler.tracing import Window
-from surefoot.contract import events, runlock
+from surefoot.contract import events, runlock, spec_file
 from surefoot.contract.events import Started
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, RunFolderError, hint_unwritten
 from surefoot.core.units import Duration
 from surefoot.train.record.profiling import ANSWER_FILE, FOLDER, REQUEST_FILE
-from surefoot.train.resume.start import Start, newest_sound, spec_of
+from surefoot.train.resume.start import Start, newest_sound
 from surefoot.train.run import Run
 
 POLL_S = 0.1
@@ -44,12 +44,15 @@ def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, n
     return attempt.folder / FOLDER
 
 
-def record_again(run: Path, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False) -> Path:
+def record_again(
+    run: Path, window: Window, levels: Sequence[str], tell: Tell, *, warn: Tell, nvtx: bool = False, use: str | None = None
+) -> Path:  # fmt: skip
     """Repeat a run from its newest whole commit for as long as the window lasts, beside it: of its folder only `profile/` changes.
 
-    Raises RunFolderError for a run without a commit, InputError for one whose task was built in a script.
+    `warn` says what nobody should miss, `use` where its task is now (`file.py:Task`). Raises RunFolderError for a run without a commit,
+    InputError for one whose task was built in a script.
     """
-    spec = spec_of(run)
+    spec = spec_file.read_of_run(run, task=use).spec
     if spec.task.use is None:
         raise InputError(
             f"the task of {run} was built in a script, so only that script can repeat it",
@@ -57,7 +60,7 @@ def record_again(run: Path, window: Window, levels: Sequence[str], tell: Tell, *
         )
     step, troubles = newest_sound(run)
     for trouble in troubles:
-        tell(f"{trouble}; the commit before it is taken")
+        warn(f"{trouble}; the commit before it is taken")
     try:
         files.make_folder(run, FOLDER)
         _clear_killed(run / FOLDER)

@@ -50,7 +50,7 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
     here = place.here()
     layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
     if here.world_size > 1 or spec.layout.virtual_ranks is not None:
-        _check_shared(spec)
+        check_shared(spec)
     if spec.layout.virtual_ranks is not None:
         _check_exact(spec, spec.layout.virtual_ranks, here.world_size)
     device = find_device(spec.train.device)
@@ -72,7 +72,7 @@ def meshed(group: Group, spec: RunSpec) -> Mesh:
     return lay_out(group, layout.fit(group.size, table.replicate, table.shard, table.stage), timeout_s=table.timeout)
 
 
-def _check_shared(spec: RunSpec) -> None:
+def check_shared(spec: RunSpec) -> None:
     """Raise SpecError for what only one rank can do so far."""
     table = spec.as_tables()
     refused = {

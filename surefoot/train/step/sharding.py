@@ -41,6 +41,15 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
     """
     if not mesh.is_sharded:
         return None
+    check_keys(spec, mesh.shard.size)
+    first_weights = _digest_of(model)
+    made = _split(spec, model, blocks, mesh)
+    made.first_weights = first_weights
+    return made
+
+
+def check_keys(spec: RunSpec, num_ranks: int) -> None:
+    """Raise SpecError for keys that do not go with a state that is split over `num_ranks` ranks."""
     stage = spec.layout.stage
     table = {
         "precision.weights": (
@@ -68,13 +77,7 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
         if is_set:
             room, name = key.split(".")
             hint = f"leave {key} out, or train with layout.replicate alone"
-            raise SpecError(
-                f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {mesh.shard.size}: {why}", hint=hint
-            )
-    first_weights = _digest_of(model)
-    made = _split(spec, model, blocks, mesh)
-    made.first_weights = first_weights
-    return made
+            raise SpecError(f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {num_ranks}: {why}", hint=hint)
 
 
 def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded:
@@ -82,15 +85,7 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
     if stage == 1:
         sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
         return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host)
-    try:
-        units = find_blocks(model, blocks)
-    except InputError as error:
-        if blocks or stage == 3:
-            raise SpecError(
-                f"layout.stage = {stage} gathers the weights of a block at a time: {error.message}",
-                hint="name its blocks in the task, blocks(model), or set layout.stage to 1 or 2",
-            ) from None
-        units = {}  # gathered once a step: all at a time
+    units = find_units(stage, model, blocks)
     narrow = torch.bfloat16 if spec.precision.weights == "bf16" else None
     frozen = next((name for name, each in model.named_parameters() if not each.requires_grad), None)
     if narrow is not None and frozen is not None:
@@ -100,6 +95,19 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
             hint='train it, or set precision.weights = "fp32"',
         )
     return FullySharded(model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model), on_host=on_host)
+
+
+def find_units(stage: int, model: nn.Module, blocks: Sequence[str | nn.Module]) -> dict[str, nn.Module]:
+    """The blocks whose weights stages 2 and 3 gather at a time. Raises SpecError where stage 3 finds none."""
+    try:
+        return find_blocks(model, blocks)
+    except InputError as error:
+        if blocks or stage == 3:
+            raise SpecError(
+                f"layout.stage = {stage} gathers the weights of a block at a time: {error.message}",
+                hint="name its blocks in the task, blocks(model), or set layout.stage to 1 or 2",
+            ) from None
+        return {}  # gathered once a step: all at a time
 
 
 def make_ranks(

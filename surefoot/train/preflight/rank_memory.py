@@ -1,0 +1,113 @@
+"""How much of the training state one rank of a layout holds, for the trace of a step on one process.
+
+Without sharding, and in stage 1, every gradient is moved into a bucket of its own size, which stays from step to step; in stages 2 and 3
+a rank keeps rows of it. What `layout.stage` splits is divided by the shard ranks. In stage 2 all weights are gathered during a step, in
+stage 3 those outside of blocks, and one block at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components.memory.tensors import find_tensors
+from surefoot.components.memory.trace import GRADIENTS, Allocations
+from surefoot.components.optim import master_of
+from surefoot.contract.spec import RunSpec
+from surefoot.core.ranks.layout import Layout, fit
+from surefoot.train.step.sharding import find_units
+
+GATHERED = "gathered weights"
+NUM_GATHERED = 1  # blocks whose weights are there at a time where a step holds most: at the end of its backward pass
+
+NUM_SENT = 2  # buffers of gradients that are there at a time: that of the block before is freed when the next one is sent
+
+
+def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:
+    """The layout of a spec on `num_ranks` ranks; by default as many as the spec names. Raises SpecError where it does not fit them."""
+    table = spec.layout
+    world_size = (table.replicate or 1) * table.shard if num_ranks is None else num_ranks
+    return fit(world_size, table.replicate, table.shard, table.stage)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank of `layout` holds of a model that is whole in the trace; the weights of a block of `blocks` are gathered at a time."""
+
+    layout: Layout
+    blocks: Mapping[str, nn.Module]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether gradients leave a backward pass as rows (stages 2 and 3)."""
+        return self.layout.is_sharded and self.layout.stage > 1
+
+    def of(self, kind: str) -> float:
+        """The share of all bytes of a kind of state (`held`) that one rank holds."""
+        split = {"optimiser", "averages"} | ({GRADIENTS, "parameters"} if self.is_split else set())
+        return 1 / self.layout.shard if self.layout.is_sharded and kind in split else 1.0
+
+    def gathered_bytes(self, model: nn.Module) -> int:
+        """The bytes of the weights that are gathered during a step."""
+        if not self.is_split:
+            return 0
+        whole = sum(map(_num_bytes, model.parameters()))
+        if self.layout.stage == 2:
+            return whole
+        sizes = sorted((sum(map(_num_bytes, each.parameters())) for each in self.blocks.values()), reverse=True)
+        return whole - sum(sizes) + sum(sizes[:NUM_GATHERED])
+
+
+def find_share(layout: Layout, model: nn.Module, blocks: Sequence[str | nn.Module]) -> RankShare:
+    """The share of one rank. Raises SpecError where stage 3 finds no blocks to gather."""
+    if not layout.is_sharded or layout.stage == 1:
+        return RankShare(layout, {})
+    return RankShare(layout, find_units(layout.stage, model, blocks))
+
+
+class RankGradients:
+    """Moves each gradient of a traced backward pass to where a rank keeps it. Make it before the traced step, while nothing is watched."""
+
+    def __init__(self, share: RankShare, model: nn.Module, watched: Allocations) -> None:
+        self._share, self._watched = share, watched
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self._kept = {id(each): torch.zeros_like(master_of(each)) for each in self._trained}
+        unit_of = {id(each): name for name, block in share.blocks.items() for each in block.parameters()}
+        self._unit_of = {id(each): unit_of.get(id(each), "") for each in self._trained}
+        self._sizes = Counter(self._unit_of.values())
+        self._left = Counter[str]()
+        for each in self._kept.values():
+            watched.hold(each, GRADIENTS, share.of(GRADIENTS))
+
+    def begin_pass(self, *, is_last: bool) -> None:
+        """A backward pass begins."""
+        self._is_last = is_last
+        self._left = Counter(self._sizes)
+
+    def take(self, parameter: Tensor) -> None:
+        """The gradient of `parameter` is there."""
+        if not self._share.is_split:
+            if self._is_last:
+                master_of(parameter).grad = self._kept[id(parameter)]
+            return
+        unit = self._unit_of[id(parameter)]
+        self._left[unit] -= 1
+        if not self._left[unit]:
+            members = [each for each in self._trained if self._unit_of[id(each)] == unit]
+            size = NUM_SENT * sum(map(_num_bytes, members))
+            self._watched.pass_through(size, GRADIENTS)  # buffers, of which each rank gets rows
+            for each in members:
+                master_of(each).grad = None
+
+    def end_passes(self) -> None:
+        """All backward passes of an update are over: the optimizer finds every gradient."""
+        for each in self._trained:
+            master_of(each).grad = self._kept[id(each)]
+
+
+def _num_bytes(parameter: Tensor) -> int:
+    return sum(each.numel() * each.element_size() for each in find_tensors(parameter))
