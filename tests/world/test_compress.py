@@ -21,7 +21,7 @@ from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.ranks.layout import Layout
 from surefoot.prove.layouts.verify import as_trial
 from surefoot.runtime.comm import Group
-from surefoot.train.resume import unsent
+from surefoot.train.resume.per_rank import unsent
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks, together
 from tests.world.test_replicate import digest, grads

@@ -26,8 +26,8 @@ from surefoot.runtime.attributes import check_attributes, put_back_attributes
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import read_entry, restore_entry
-from surefoot.train.resume import rank_state, unsent
-from surefoot.train.resume.rank_state import Gathered
+from surefoot.train.resume.per_rank import rank_state, unsent
+from surefoot.train.resume.per_rank.rank_state import Gathered
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks

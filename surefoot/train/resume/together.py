@@ -30,8 +30,8 @@ from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
-from surefoot.train.resume import rank_state
 from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
+from surefoot.train.resume.per_rank import rank_state
 from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
