@@ -12,7 +12,6 @@ from surefoot.components.observe import peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.state import Timing
 from surefoot.core.statistics import quantiles
-from surefoot.core.units import Duration
 from surefoot.train.assemble import Assembly
 from surefoot.train.evaluate import Evaluation
 
@@ -26,7 +25,7 @@ class Scores:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         table = assembly.spec.evaluate
-        every = Duration.parse(table.every)
+        every = assembly.course.duration(table.every)
         self._every_s = every.value if every.unit == "s" else None
         self._rhythm = None if self._every_s is not None else assembly.course.rhythm(table.every)
         self._last_s = time.perf_counter()
@@ -74,7 +73,7 @@ class Scores:
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
         if result.value is not None:
-            self._assembly.course.schedule.observe(result.value)
+            self._assembly.schedule.observe(result.value)
         if result.value is None or not math.isfinite(result.value) or not self._beats(result):
             self._since_best += 1
             return False
