@@ -72,8 +72,7 @@ class Scores:
         """Take note of an evaluation; gives whether it is the best so far. Moves a plateau schedule."""
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
-        if result.value is not None:
-            self._assembly.schedule.observe(result.value)
+        self._assembly.schedule.observe(math.nan if result.value is None else result.value)
         if result.value is None or not math.isfinite(result.value) or not self._beats(result):
             self._since_best += 1
             return False
@@ -87,8 +86,10 @@ class Scores:
 
     def reason_to_stop(self) -> str | None:
         patience = self._assembly.spec.evaluate.patience
-        if patience is None or self._since_best < patience or self.best is None:
+        if patience is None or self._since_best < patience or self.last is None:
             return None
+        if self.best is None:
+            return f"{self.last.score} was no number in {patience} evaluations"
         return f"no better {self.best.score} in {patience} evaluations"
 
     def score_of(self, step: int) -> dict[str, Any] | None:
