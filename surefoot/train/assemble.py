@@ -161,6 +161,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
+    modes = _set_modes(model)
     feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
     if spec.train.batchnorm in ("group", "layer"):
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
@@ -194,7 +195,12 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     sharded = shard(spec, model, _blocks(spec, resolved, model), mesh)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
-    told = optim.describe_scaling(spec.optim, feed.largest) + describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
+    told = (
+        modes
+        + optim.describe_scaling(spec.optim, feed.largest)
+        + describe_mode(spec, device.type)
+        + describe_cudnn(spec, device.type)
+    )
     is_counted = not isinstance(source, Iterated)
     warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []
     warnings += optim.warn_of_no_rate(curve, total_steps)
@@ -289,7 +295,19 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
         raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
     check_unwrapped(model)
     optim.check_shaped(model)
-    return model.train().to(device) if device.type != "cpu" else model.train()
+    return model.to(device) if device.type != "cpu" else model
+
+
+def _set_modes(model: nn.Module) -> list[str]:
+    """Train a model that came in evaluation mode as a whole, as `from_pretrained` gives it; parts that `model()` set so stay so."""
+    if not model.training:
+        model.train()
+        return ["model() gave the model in evaluation mode: it is trained in training mode"]
+    kept = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if not module.training]
+    if not kept:
+        return []
+    more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
+    return [f"as model() set them, {', '.join(kept[:3])}{more} stay in evaluation mode"]
 
 
 def _blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
+from surefoot.components.parallel.renormed import find_renormed
 from surefoot.core.errors import TaskError
 
 
 @contextmanager
-def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards model, buffers, the task's `state()` and random streams are as before.
+def untouched(
+    model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None, *, evaluates: bool = True
+) -> Iterator[None]:
+    """No gradients inside, and evaluation mode, or with `evaluates` false the modes that the modules have.
 
-    Raises TaskError for a `state()` that holds what cannot be put back in place.
+    Afterwards the modes, buffers, weights that a forward pass changes (`max_norm`), the task's `state()` and random streams are as
+    before. Raises TaskError for a `state()` that holds what cannot be put back in place.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -31,7 +35,9 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
     cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     held = [(value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
-    model.eval()
+    renormed = [(table.weight, table.weight.detach().clone()) for table in find_renormed(model).values()]
+    if evaluates:
+        model.eval()
     try:
         with torch.no_grad():
             yield
@@ -43,6 +49,8 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
                 checkpoint.fill(name, buffer, kept)
                 if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
                     setattr(module, name, buffer)
+            for weight, kept in renormed:
+                weight.copy_(kept)
         for value, before in held:
             _restore(value, before)
         torch.set_rng_state(cpu_state)

@@ -88,10 +88,10 @@ class Lars(_Layerwise):
         decays = _each(rates * group["weight_decay"], params)
         moves = fused.times(grads, _each(rates, params))
         fused.add_products(moves, params, decays)
-        buffers: list[Tensor] = [self.state[parameter]["momentum_buffer"] for parameter in params]
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in params]
         with fused.in_one_layout([params, moves, buffers]) as (alike, steps, held):
             sgd(
-                alike, steps, held, momentum=group["momentum"], lr=1.0, weight_decay=0.0, dampening=0.0, nesterov=False,
+                alike, steps, [*held], momentum=group["momentum"], lr=1.0, weight_decay=0.0, dampening=0.0, nesterov=False,
                 maximize=False, fused=group["fused"], foreach=not group["fused"], found_inf=found_inf,
             )  # fmt: skip
 
