@@ -14,7 +14,7 @@ from typing import Literal, Self, get_args
 
 from surefoot.core.errors import SpecError
 
-Unit = Literal["steps", "epochs", "samples", "tokens", "s"]
+Unit = Literal["steps", "epochs", "samples", "tokens", "s", "%"]
 
 UNKNOWN = "n/a"
 SMALLEST = 1e-9
@@ -25,7 +25,7 @@ _NAMES: dict[str, tuple[Unit, int]] = {
     "step": ("steps", 1), "steps": ("steps", 1), "epoch": ("epochs", 1), "epochs": ("epochs", 1),
     "sample": ("samples", 1), "samples": ("samples", 1), "token": ("tokens", 1), "tokens": ("tokens", 1),
     "s": ("s", 1), "second": ("s", 1), "seconds": ("s", 1), "min": ("s", 60), "minute": ("s", 60), "minutes": ("s", 60),
-    "h": ("s", 3600), "hour": ("s", 3600), "hours": ("s", 3600),
+    "h": ("s", 3600), "hour": ("s", 3600), "hours": ("s", 3600), "%": ("%", 1),
 }  # fmt: skip
 _BYTES = {"B": 1, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)"
@@ -33,12 +33,15 @@ _DURATION = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBT]?)")
 _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=True))})")
 _LONGEST = 40  # characters; keeps a hostile number cheap
-_HINT = 'a duration is a number with its unit: "5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h"'
+_HINT = (
+    "a duration is a number with its unit: "
+    '"5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h", or "5 %" of the run'
+)
 
 
 @dataclass(frozen=True)
 class Duration:
-    """How long or how often: a finite number >= 0 of steps, epochs, samples, tokens or seconds.
+    """How long or how often: a finite number >= 0 of steps, epochs, samples, tokens or seconds, or a share of the run in percent.
 
     Steps, samples and tokens are whole numbers. Equal meanings are equal and print alike. Raises SpecError for anything else.
 
@@ -46,6 +49,8 @@ class Duration:
     Duration(value=20000000, unit='tokens')
     >>> [str(Duration.parse(text)) for text in ("1 epochs", "0.01 k steps", "10 min", "5_000 steps", "2500 M tokens")]
     ['1 epoch', '10 steps', '600 s', '5000 steps', '2.5 B tokens']
+    >>> str(Duration.parse("5%"))
+    '5 %'
     """
 
     value: int | float
@@ -59,10 +64,12 @@ class Duration:
             raise SpecError(f"{given} is not a finite number of 0 or more", hint=_HINT)
         if self.value > LARGEST or 0 < self.value < SMALLEST:
             raise SpecError(f"{given} is not between {SMALLEST:g} and {LARGEST:g}", hint="is the prefix right?")
+        if self.unit == "%" and self.value > 100:
+            raise SpecError(f"{given} is more than the run", hint="a share of the run is at most 100 %")
         if float(self.value).is_integer():
             object.__setattr__(self, "value", int(self.value))  # 2.0 and 2 mean the same, so they must be the same
-        elif self.unit not in ("epochs", "s"):
-            raise SpecError(f"{given} is not a whole number of {self.unit}", hint="only epochs and times can be divided")
+        elif self.unit not in ("epochs", "s", "%"):
+            raise SpecError(f"{given} is not a whole number of {self.unit}", hint="only epochs, times and shares can be divided")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -75,14 +82,14 @@ class Duration:
             raise SpecError(f"{_clip(text)} is no duration", hint=_HINT)
         number, prefix, name = match.groups()
         unit, scale = _NAMES[name]
-        if unit == "s" and prefix:
-            raise SpecError(f"{text!r} has a prefix before a time", hint=_HINT)
+        if unit in ("s", "%") and prefix:
+            raise SpecError(f"{text!r} has a prefix before {'a time' if unit == 's' else '%'}", hint=_HINT)
         value = Fraction(number) * _PREFIXES[prefix] * scale
         return cls(int(value) if value.denominator == 1 else float(value), unit)
 
     def __str__(self) -> str:
-        if self.unit == "s":
-            return f"{self.value} s"
+        if self.unit in ("s", "%"):
+            return f"{self.value} {self.unit}"
         name = self.unit.removesuffix("s") if self.value == 1 else self.unit
         for prefix in "TBM":
             scale = _PREFIXES[prefix]
@@ -90,11 +97,13 @@ class Duration:
                 return f"{self.value / scale:.3f}".rstrip("0").rstrip(".") + f" {prefix} {name}"
         return f"{self.value} {name}"
 
-    def to_steps(self, steps_per_epoch: int, samples_per_step: int, tokens_per_step: float | None) -> int:
+    def to_steps(
+        self, steps_per_epoch: int, samples_per_step: int, tokens_per_step: float | None, total_steps: int | None = None
+    ) -> int:
         """Optimiser steps, rounded up: at least 1 unless the duration is 0.
 
-        `samples_per_step` is the batch over all microbatches and ranks. Raises SpecError for a time, and for tokens where a
-        step's tokens are unknown.
+        `samples_per_step` is the batch over all microbatches and ranks. Raises SpecError for a time, for tokens where a
+        step's tokens are unknown, and for a share where the `total_steps` of the run are.
 
         >>> Duration.parse("0.07 epochs").to_steps(100, 32, None), Duration.parse("33 samples").to_steps(100, 32, None)
         (7, 2)
@@ -108,6 +117,10 @@ class Duration:
             steps = exact / samples_per_step
         elif self.unit == "tokens" and tokens_per_step:
             steps = exact / Fraction(tokens_per_step)
+        elif self.unit == "%" and total_steps is not None:
+            steps = exact * total_steps / 100
+        elif self.unit == "%":
+            raise SpecError(f"{self} is a share of the run, whose steps are not known", hint="say it in steps or epochs")
         elif self.unit == "tokens":
             raise SpecError(
                 f"{self} cannot be counted: the data has no known tokens per sample", hint="say it in steps or epochs"

@@ -17,7 +17,7 @@ from torch import nn
 from surefoot.components import optim, precision
 from surefoot.components.compiler import Compiled, lay_channels_last
 from surefoot.components.data import Feed, Iterated, Keys, Share, to_device
-from surefoot.components.data.lengths import find_rhythm, find_tokens_per_sample, to_steps, to_steps_or_refuse
+from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
 from surefoot.components.data.loader import Read, Sound, Told, look, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, Spilled, recompute
 from surefoot.components.metrics import Better
@@ -38,27 +38,9 @@ from surefoot.train.evaluate import Evaluation, Reading, try_out
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step.course import Course
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
 from surefoot.train.step.sharding import make_ranks, shard
-
-
-@dataclass(frozen=True)
-class Course:
-    """How long the run is and how its rate moves; `total_steps` is None where the length is a time."""
-
-    schedule: Curve
-    length: Duration
-    total_steps: int | None
-    feed: Feed
-    tokens_per_sample: float | None
-
-    def to_steps(self, text: str) -> int | None:
-        """A duration of the spec in steps of this run; None for one in time."""
-        return to_steps(Duration.parse(text), self.feed, self.tokens_per_sample)
-
-    def rhythm(self, text: str) -> Callable[[int], bool]:
-        """Whether what comes every so often, which is no time, is due after a step."""
-        return find_rhythm(Duration.parse(text), self.feed, self.tokens_per_sample)
 
 
 @dataclass(frozen=True)
@@ -83,6 +65,7 @@ class Assembly:
     evaluation: Callable[[str], Source]
     updates: list[LiveUpdate]
     course: Course
+    schedule: Curve
     engine: Engine
     notes: list[str]
     told: list[str]  # notes that are said at the start, too
@@ -178,6 +161,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
+    modes = _set_modes(model)
     feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
     if spec.train.batchnorm in ("group", "layer"):
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
@@ -205,15 +189,21 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
-    schedule = build_schedule(stated, total_steps, lambda text: to_steps_or_refuse(text, feed, tokens), better=better)
-    course = Course(schedule, length, total_steps, feed, tokens)
+    course = Course(length, total_steps, feed, tokens)
+    schedule = build_schedule(stated, total_steps, course.to_steps_or_refuse, better=better)
     curve = _curve(spec, resolved, schedule, feed, total_steps)
     sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
-    told = optim.describe_scaling(spec.optim, feed.largest) + describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
+    told = (
+        modes
+        + optim.describe_scaling(spec.optim, feed.largest)
+        + describe_mode(spec, device.type)
+        + describe_cudnn(spec, device.type)
+    )
     is_counted = not isinstance(source, Iterated)
     warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []
+    warnings += optim.warn_of_no_rate(curve, total_steps)
     average = None
     if spec.optim.ema is not None:
         average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
@@ -237,7 +227,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes += [] if compiled is None else [compiled.words]
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)
-    return Assembly(spec, resolved, model, read, updates, course, engine, notes, told, tried, warnings)
+    return Assembly(spec, resolved, model, read, updates, course, schedule, engine, notes, told, tried, warnings)
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
@@ -305,7 +295,19 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
         raise TaskError(f"model() of task {task.name} gave a {type(model).__name__}", hint="return a torch.nn.Module")
     check_unwrapped(model)
     optim.check_shaped(model)
-    return model.train().to(device) if device.type != "cpu" else model.train()
+    return model.to(device) if device.type != "cpu" else model
+
+
+def _set_modes(model: nn.Module) -> list[str]:
+    """Train a model that came in evaluation mode as a whole, as `from_pretrained` gives it; parts that `model()` set so stay so."""
+    if not model.training:
+        model.train()
+        return ["model() gave the model in evaluation mode: it is trained in training mode"]
+    kept = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if not module.training]
+    if not kept:
+        return []
+    more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
+    return [f"as model() set them, {', '.join(kept[:3])}{more} stay in evaluation mode"]
 
 
 def find_wanted_blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:

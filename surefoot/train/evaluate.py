@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surefoot.components.data import WHOLE, Iterated, Share, size_of, to_device
 from surefoot.components.data.loader import look
@@ -107,7 +109,7 @@ def evaluate(
             )  # fmt: skip
         for part in gathered:
             merged.add(part)
-    values = {name: metric.value() for name, metric in merged.metrics.items()}
+    values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
     chosen, better = _choose(score, merged.metrics)
     for name, (mean, _) in merged.terms.items():
         check_count(name, mean.count)
@@ -206,10 +208,32 @@ def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]
     return found
 
 
+def _number(name: str, value: object, task: Resolved) -> float | None:
+    """What a metric gives as the number that is recorded, compared and shown. Raises TaskError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor | np.ndarray):
+        given = f"a {type(value).__name__} of shape {tuple(value.shape)}"
+        plain = value.item() if math.prod(value.shape) == 1 else None
+    else:
+        given, plain = f"{value!r:.60}, a {type(value).__name__}", value
+    if isinstance(plain, numbers.Real):  # NumPy's own numbers too
+        return float(plain)
+    raise TaskError(
+        f"metric {name!r} of task {task.name} gives {given}, and a score is one number",
+        hint="return one metric for each number, for example its mean or its diagonal; surefoot predict writes outputs whole",
+    )
+
+
 def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, Better]:
     if score is not None and score != "loss" and score not in metrics:
         raise SpecError(
             f"evaluate.score is {score!r}, which the task does not report", hint=f"use one of {', '.join([*metrics, 'loss'])}"
         )
     chosen = score or next(iter(metrics), "loss")
-    return chosen, "lower" if chosen == "loss" else metrics[chosen].better
+    better = "lower" if chosen == "loss" else getattr(metrics[chosen], "better", None)
+    if better not in get_args(Better):
+        raise TaskError(
+            f"metric {chosen!r} decides what is best, and its `better` is {better!r}", hint='set it to "higher" or "lower"'
+        )
+    return chosen, cast(Better, better)

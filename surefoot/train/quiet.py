@@ -13,16 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
+from surefoot.components.parallel.renormed import find_renormed
 from surefoot.core.errors import TaskError
 from surefoot.runtime.attributes import AttributeSnapshot
 
 
 @contextmanager
-def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; afterwards model, buffers, attributes of its modules, the task's `state()` and random
-    streams are as before.
+def untouched(
+    model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None, *, evaluates: bool = True
+) -> Iterator[None]:
+    """No gradients inside, and evaluation mode, or with `evaluates` false the modes that the modules have.
 
-    Raises TaskError for a `state()` that holds what cannot be put back in place.
+    Afterwards the modes, buffers, attributes of modules, weights that a forward pass changes (`max_norm`), the task's `state()` and
+    random streams are as before. Raises TaskError for a `state()` that holds what cannot be put back in place.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -34,7 +37,9 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
     cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     held = [(name, value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
-    model.eval()
+    renormed = [(table.weight, table.weight.detach().clone()) for table in find_renormed(model).values()]
+    if evaluates:
+        model.eval()
     try:
         with torch.no_grad():
             yield
@@ -46,6 +51,8 @@ def untouched(model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = 
                 checkpoint.fill(name, buffer, kept)
                 if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
                     setattr(module, name, buffer)
+            for weight, kept in renormed:
+                weight.copy_(kept)
         attributes.put_back()
         for name, value, before in held:
             restore_entry(name, value, before)

@@ -33,6 +33,7 @@ from surefoot.train.failure.script_exit import script
 from surefoot.train.folder import Wanted, anchor
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
+from surefoot.train.record.movement import Movement
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
@@ -161,14 +162,13 @@ class Run:
         quiet, total = self._quiet or not self.group.is_first, course.total_steps
         console = Console(total_steps=total, unit=self.task.unit, quiet=quiet, done_steps=self.step)
         self._opened.callback(console.close)
-        compiling = watch(self.assembly.engine.compiled, self.spec.compile)
-        self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling)
+        compiling, movement = watch(self.assembly.engine.compiled, self.spec.compile), Movement(self.model, self.step)
+        self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling, movement)
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        num_lost = self._ledger.count_lost(self.step)
         damage = Damage(log=self._damaged, commits=troubles, lost_commits=self._keeper.lost_commits,
-                        num_lost_rows=num_lost, other_data=self._other_data)  # fmt: skip
+                        num_lost_rows=self._ledger.count_lost(self.step), other_data=self._other_data)  # fmt: skip
         self._telling.tell_damage(damage, self.step)
         self._telling.begin((*said, f"run folder {self.folder}"), warnings if self.group.is_first else ())
         for saved in first:
@@ -479,7 +479,7 @@ class Run:
             if error is not None:
                 with contextlib.suppress(Exception):  # the steps since the last record; the error to tell is the first one
                     self._close_window()
-            self._telling.close_tensorboard(self.step)
+            self._telling.end(self.step)
             self._clock.take()
             self.summary = self._scores.summary(self, self._clock.total())
             self._telling.journal.write(self._scores.ended(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from surefoot.components.data import ImageFolder
 from surefoot.contract.task import Source
@@ -152,3 +154,54 @@ def test_a_size_is_compared_before_a_pixel_is_decoded(tmp_path: Path, monkeypatc
     monkeypatch.setattr("surefoot.components.data.tars.decoders.MOST_PIXELS", 19)
     with pytest.raises(DataError, match="is an image of 5 x 4 pixels, 19 are allowed"):
         ImageFolder(tmp_path).read(np.array([0]))
+
+
+EXIF_TURNS = {
+    1: "as it is",
+    2: "mirrored",
+    3: "upside down",
+    4: "flipped",
+    5: "transposed",
+    6: "turned right",
+    7: "transverse",
+    8: "turned left",
+}
+
+
+def photograph(orientation: int, kind: str) -> tuple[bytes, np.ndarray]:
+    """A picture of four colours with an orientation, and what a viewer shows of it."""
+    pixels = np.zeros((32, 48, 3), np.uint8)
+    pixels[:16, :24, 0], pixels[:16, 24:, 1], pixels[16:, :24, 2] = 200, 200, 200
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    shown = ImageOps.exif_transpose(Image.open(io.BytesIO(out.getvalue())).convert("RGB"))
+    return out.getvalue(), np.asarray(shown)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", EXIF_TURNS, ids=EXIF_TURNS.values())
+def test_a_photograph_is_read_upright(orientation: int, kind: str, tmp_path: Path) -> None:
+    content, shown = photograph(orientation, kind)
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / f"1.{kind.lower()}").write_bytes(content)
+    read = ImageFolder(tmp_path).read(np.array([0]))["images"][0].numpy()
+    assert read.shape == ((48, 32, 3) if orientation >= 5 else (32, 48, 3))
+    assert np.array_equal(read, shown)
+    assert abs(int(read[0, 0, 0]) - 200) < 10 or orientation not in (1, 5)  # red is in the corner that these two leave alone
+
+
+@pytest.mark.parametrize(("name", "kind"), [("1.jpg", "PNG"), ("1.png", "JPEG"), ("1.webp", "PNG"), ("1.jpeg", "WEBP")])
+def test_an_image_is_what_its_content_says_and_not_what_it_is_called(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / name).write_bytes(image(kind))
+    assert ImageFolder(tmp_path).read(np.array([0]))["images"].shape == (1, 4, 5, 3)
+
+
+def test_an_image_of_a_kind_that_is_not_read_says_which_are(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").write_bytes(image("GIF"))
+    with pytest.raises(DataError, match="is none of JPEG, PNG, WEBP") as caught:
+        ImageFolder(tmp_path).read(np.array([0]))
+    assert "convert it" in str(caught.value.hint)

@@ -277,3 +277,25 @@ def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
         optim.find_trained(model)
     model[0].weight.requires_grad_(False)
     assert [each.name for each in optim.find_trained(model)] == ["1.weight", "1.bias"]
+
+
+WRAPS: dict[str, Any] = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_a_weight_is_made_of_has_the_kind_of_its_module(wrap: str) -> None:
+    model = nn.Sequential(WRAPS[wrap](nn.Embedding(6, 4)), WRAPS[wrap](nn.Linear(4, 8)), nn.ReLU(), WRAPS[wrap](nn.Linear(8, 3)))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    kinds = {each.name: each.kind for each in optim.find_trained(model)}
+    assert kinds.keys() == dict(model.named_parameters()).keys()
+    assert {kind for name, kind in kinds.items() if name.startswith("0.")} == {"embedding"}
+    assert {kind for name, kind in kinds.items() if name.startswith("1.") and "bias" not in name} == {"matrix"}
+    assert {kind for name, kind in kinds.items() if name.startswith("3.") and "bias" not in name} == {"head"}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())  # no step of a power iteration

@@ -199,9 +199,9 @@ def test_a_jpeg_is_decoded_to_rows_of_red_green_blue() -> None:
         (jpeg(5, 4), "is an image of 5 x 4 pixels, not 4 x 4"),
         (jpeg()[:-10], "is a broken JPEG: image file is truncated"),
         (jpeg()[:-200], "is a broken JPEG"),
-        (b"not an image", "is a broken JPEG: no JPEG begins there"),
-        (b"", "is a broken JPEG"),
-        (jpeg(kind="PNG"), "is a broken JPEG: no JPEG begins there"),
+        (b"not an image", "is none of JPEG, PNG, WEBP"),
+        (b"", "is none of JPEG, PNG, WEBP"),
+        (jpeg(kind="GIF"), "is none of JPEG, PNG, WEBP"),
     ],
 )
 def test_a_broken_or_wrong_image_is_refused_with_file_and_member(content: bytes, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -88,3 +89,35 @@ def test_a_synthetic_source_waits_as_long_as_it_was_told() -> None:
     same = Synthetic(100, shape=(1, 4, 4)).read(np.array([7]))
     assert torch.equal(same["images"], source.read(np.array([7]))["images"])
     assert same["labels"].tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "kind", ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int64", "float16", "float32", "float64", "complex64"]
+)
+@pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 2, 2)])
+def test_arrays_of_every_dtype_are_read_as_they_are(kind: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(kind)
+    (read,) = Arrays(array).read(np.array([3, 1, 3]))
+    assert read.dtype == torch.from_numpy(array).dtype
+    assert np.array_equal(read.numpy(), array[[3, 1, 3]])
+
+
+def test_the_largest_numbers_of_an_unsigned_array_stay_what_they_are() -> None:
+    largest = np.array([0, 2**16 - 1], np.uint16), np.array([0, 2**32 - 1], np.uint32), np.array([0, 2**64 - 1], np.uint64)
+    read = Arrays(*largest).read(np.array([1]))
+    assert [int(each.numpy()[0]) for each in read] == [2**16 - 1, 2**32 - 1, 2**64 - 1]
+
+
+def test_a_frame_is_read_by_its_columns() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": np.arange(4, dtype=np.float32), "y": np.arange(4)})
+    batch = as_source(frame).read(np.array([2, 0]))
+    assert batch["x"].tolist() == [2.0, 0.0]
+    assert batch["x"].dtype == torch.float32
+    assert batch["y"].dtype == torch.int64
+    with pytest.raises(DataError, match="a frame whose columns are float32, int64 is no one array") as caught:
+        Arrays(x=frame)
+    assert Arrays(**{name: frame[name].to_numpy() for name in frame}).read(np.array([1]))["y"].tolist() == [1]  # as the hint says
+    assert "to_numpy()" in str(caught.value.hint)
+    with pytest.raises(DataError, match="none that torch takes"):
+        as_source(pandas.DataFrame({"text": ["a", "b"]}))

@@ -27,7 +27,7 @@ TABLES: dict[str, dict[str, Any]] = {
 
 
 def to_steps(text: str) -> int:
-    return Duration.parse(text).to_steps(PER_EPOCH, 32, 1024.0)
+    return Duration.parse(text).to_steps(PER_EPOCH, 32, 1024.0, TOTAL)
 
 
 def make(total: int | None = TOTAL, **table: Any) -> Curve:
@@ -59,6 +59,27 @@ def test_warm_up_comes_first_and_the_curve_begins_where_it_ends() -> None:
     assert values(every_three, 39, 40, 69, 70) == pytest.approx([1, 0.1, 0.1, 0.01])
     half = make(name="constant", factor=0.5, warmup="4 steps")
     assert values(half, 0, 3, 4) == pytest.approx([0.125, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("name", [name for name, keys in USES.items() if "warmup" in keys and name != "warmup_stable_decay"])
+@pytest.mark.parametrize("total", [1, 2, 10])
+def test_a_warm_up_as_long_as_the_run_rises_to_where_the_curve_begins(name: str, total: int) -> None:
+    table = {"cycle": "1 epoch"} if name == "cosine_restarts" else TABLES[name]
+    curve = make(total=total, name=name, warmup=f"{total} steps", **table)
+    start = make(total=total, name=name, **table)(0)
+    assert values(curve, *range(total)) == pytest.approx([start * (step + 1) / total for step in range(total)])
+
+
+def test_a_schedule_that_is_its_warm_up_ends_where_its_curve_ends() -> None:
+    assert values(make(length="5 steps", warmup="5 steps"), 4, 5, 6, 50) == pytest.approx([1, 1, 0, 0])
+
+
+def test_shares_of_the_run_are_taken_of_its_steps() -> None:
+    assert values(make(warmup="10 %"), 4, 9, 10, 55) == values(make(warmup="10 steps"), 4, 9, 10, 55)
+    halves = make(sequence=(ScheduleSettings(name="constant", length="33.3 %"), ScheduleSettings(name="linear", length="66.7 %")))
+    assert values(halves, 33, 34, 99) == pytest.approx([1, 1, 1 - 65 / 66])
+    every = make(name="step", every="25 %")
+    assert values(every, 24, 25, 50, 75) == pytest.approx([1, 0.1, 0.01, 0.001])
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "exponential"])

@@ -39,6 +39,9 @@ READ = {
     "60000 samples": (60_000, "samples"),
     " 1e3 steps ": (1000, "steps"),
     "0.5 min": (30, "s"),
+    "5 %": (5, "%"),
+    "2.5%": (2.5, "%"),
+    "100 %": (100, "%"),
 }
 
 REFUSED = [
@@ -63,6 +66,10 @@ REFUSED = [
     "9" * 400 + " steps",
     "\u0663 steps",
     "1e-20 epochs",
+    "101 %",
+    "5 k%",
+    "-1 %",
+    "%",
 ]
 
 
@@ -105,12 +112,13 @@ def test_equal_meanings_give_equal_text(texts: tuple[str, ...], canonical: str) 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["steps", "epochs", "samples", "tokens", "s"]),
+    st.sampled_from(["steps", "epochs", "samples", "tokens", "s", "%"]),
     st.integers(0, 10**15) | st.just(0) | st.floats(1e-9, 1e12),
     st.booleans(),
 )
 def test_every_duration_reads_back_from_its_own_text(unit: Unit, value: float, round_up: bool) -> None:
-    duration = Duration(math.ceil(value) if round_up or unit not in ("epochs", "s") else value, unit)
+    value = value % 100 if unit == "%" and value % 100 >= 1e-9 else 0 if unit == "%" else value
+    duration = Duration(math.ceil(value) if round_up or unit not in ("epochs", "s", "%") else value, unit)
     assert Duration.parse(str(duration)) == duration
 
 
@@ -146,6 +154,15 @@ def test_a_duration_becomes_steps_rounded_up_and_at_least_one_unless_zero(text: 
 def test_a_decimal_share_of_an_epoch_is_taken_as_written() -> None:
     assert 0.07 * 100 > 7  # what floating point alone would round up to 8 steps
     assert Duration.parse("0.07 epochs").to_steps(100, 1, None) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "steps"), [("5 %", 100, 5), ("5 %", 41, 3), ("0 %", 40, 0), ("0.1 %", 7, 1), ("100 %", 7, 7)]
+)
+def test_a_share_of_the_run_is_rounded_up_to_whole_steps(text: str, total: int, steps: int) -> None:
+    assert Duration.parse(text).to_steps(10, 32, None, total) == steps
+    with pytest.raises(SpecError, match="a share of the run"):
+        Duration.parse(text).to_steps(10, 32, None)
 
 
 def test_unknown_tokens_and_times_have_no_steps() -> None:

@@ -190,7 +190,7 @@ def broken(small_set: Path, tmp_path: Path, extension: str, content: bytes | Non
         ("cls", b"cat", "is b'cat', not a class number from 0 to 9"),
         ("cls", None, "is missing; the sample has jpg"),
         ("jpg", None, "is missing; the sample has cls"),
-        ("jpg", b"\xff\xd8\xff", "is a broken JPEG"),
+        ("jpg", b"\xff\xd8\xff", "is none of JPEG, PNG, WEBP"),
         ("jpg", b"x" * (1 << 21), r"has 2,097,152 bytes, 1,048,576 are allowed"),
     ],
 )

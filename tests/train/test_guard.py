@@ -79,7 +79,7 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
         if number == 2:
             continue
         for group in optimizer.param_groups:
-            group["lr"] = 0.05 * run.assembly.course.schedule(applied)
+            group["lr"] = 0.05 * run.assembly.schedule(applied)
         batch = run.assembly.engine.stepper.loader.read(number + 1).batches[0]
         optimizer.zero_grad()
         F.cross_entropy(model(batch[0]), batch[1]).backward()

@@ -37,7 +37,7 @@ class Scale:
     in_epochs: bool
 
     def to_steps(self, text: str) -> int:
-        return Duration.parse(text).to_steps(self.steps_per_epoch, self.batch, self.tokens_per_step)
+        return Duration.parse(text).to_steps(self.steps_per_epoch, self.batch, self.tokens_per_step, self.total_steps)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,15 @@ def find_tokens_per_sample(source: Source) -> float | None:
     return float(tokens) if tokens is not None else None
 
 
+def resolve(duration: Duration, length: Duration, total_steps: int | None) -> Duration:
+    """A share of the run as steps of it, or as a time where the run's own `length` is one; itself where it is none."""
+    if duration.unit != "%":
+        return duration
+    if total_steps is None:
+        return Duration(length.value * duration.value / 100, "s")
+    return Duration(duration.to_steps(1, 1, None, total_steps), "steps")
+
+
 def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
     """The steps that a duration from the beginning of a run takes; None for a time. Raises SpecError for one that cannot be counted."""
     if duration.unit == "s":
@@ -36,14 +45,6 @@ def to_samples(duration: Duration, feed: Feed, tokens_per_sample: float | None) 
     if duration.unit == "tokens" and tokens_per_sample is not None:
         return duration.value / tokens_per_sample
     return duration.value if duration.unit == "samples" else None
-
-
-def to_steps_or_refuse(text: str, feed: Feed, tokens_per_sample: float | None) -> int:
-    """The same for a schedule, which has no use for a time. Raises SpecError for one."""
-    steps = to_steps(Duration.parse(text), feed, tokens_per_sample)
-    if steps is None:
-        raise SpecError(f"a schedule cannot use the time {text!r}", hint="say it in steps, epochs, samples or tokens")
-    return steps
 
 
 def find_rhythm(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> Callable[[int], bool]:
@@ -66,7 +67,7 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
             hint='use data.last_batch = "keep": the short last batch counts as what it is',
         )
     kept = spec.checkpoint.keep_every
-    if kept is not None and Duration.parse(kept).unit not in ("steps", "s"):
+    if kept is not None and Duration.parse(kept).unit not in ("steps", "s", "%"):
         raise SpecError(
             f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of steps everywhere",
             hint="say it in steps, or as a time",

@@ -7,6 +7,7 @@ allocates inside itself is not seen; `workspace` says it for those where it matt
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import weakref
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surefoot.components.memory import workspace
@@ -28,6 +29,17 @@ OF_PART = f"{ACTIVATIONS} of "
 def without_numbers() -> FakeTensorMode:
     """A context in which tensors are made without numbers: sizes, types and devices alone."""
     return _Sizes(allow_non_fake_inputs=True)
+
+
+def build_without_numbers(sizes: FakeTensorMode, build: Callable[[], Any]) -> Any:
+    """What `build` gives, without numbers: where it needs some itself (a cast, `item()`), it is built with them and copied."""
+    try:
+        return build()
+    except Exception:  # noqa: BLE001 - torch's own, of many types; what is wrong with the code itself is raised once more
+        with unset_fake_temporarily():
+            made = build()
+        with FakeCopyMode(sizes):
+            return copy.deepcopy(made)
 
 
 class _Sizes(FakeTensorMode):  # type: ignore[no-untyped-call]

@@ -58,13 +58,29 @@ def accuracy(logits: Tensor, labels: Tensor) -> Mean:
 
 
 def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
-    """The share of samples whose label is among the `k` largest logits; raises TaskError when there are fewer classes than k."""
+    """The share of samples whose label is among the `k` largest logits. Raises TaskError for other shapes, and for fewer classes than k."""
+    _check_shapes(logits, labels)
     if not 1 <= k <= logits.shape[-1]:
         raise TaskError(f"top-{k} of {logits.shape[-1]} classes", hint=f"use a k from 1 to {logits.shape[-1]}")
     counted = labels != -100
     chosen = logits.argmax(-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1).indices
     hits = ((chosen == labels.unsqueeze(-1)).any(-1) & counted).sum()
     return Mean(hits, counted.sum(), unit="%")
+
+
+def _check_shapes(logits: Tensor, labels: Tensor) -> None:
+    """Raise TaskError for logits and labels that compare, since one of them is broadcast, and mean nothing."""
+    given = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
+    hint = "logits are (B, C) and labels (B,), or (B, T, C) and (B, T)"
+    if logits.ndim < 2 or logits.shape[-1] < 2:
+        raise TaskError(f"{given}: there are no 2 classes", hint=f"{hint}; for one logit compare it with 0 and use mean_of")
+    if labels.shape == (*logits.shape[:-1], 1):
+        hint = f"{hint}: labels.squeeze(-1)"
+    channels_first = logits.ndim > 3 and labels.shape == (logits.shape[0], *logits.shape[2:])
+    if channels_first:
+        hint = f"{hint}: logits.movedim(1, -1).flatten(0, -2) and labels.flatten()"
+    if labels.shape != logits.shape[:-1] or channels_first:
+        raise TaskError(f"{given} do not belong together", hint=hint)
 
 
 def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:

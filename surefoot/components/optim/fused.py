@@ -6,7 +6,8 @@ goes through `optimizer.step()` with the same numbers; a test holds both against
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,31 @@ def create_state(optimizer: Optimizer) -> None:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers fill its part of the memory, each once: no slice, and not expanded."""
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+@contextmanager
+def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """The rows with contiguous copies where those of a parameter do not lie in memory alike; they are written back at the end.
+
+    The kernels walk the memory of parameter, gradient and state side by side, whatever their strides (pytorch#106951).
+    """
+    made, copies = [list(row) for row in rows], []
+    for number, parameter in enumerate(rows[0]):
+        mine = [row[number] for row in made if row]
+        if is_dense(parameter) and all(each.stride() == parameter.stride() for each in mine):
+            continue
+        for row in (each for each in made if each):
+            own = row[number].detach()
+            row[number] = own.contiguous()
+            copies += [(own, row[number])] if row[number] is not own else []
+    yield made
+    for own, copy in copies:
+        own.copy_(copy)
+
+
 class Group(Protocol):
     """One parameter group that can be told to divide its gradients by `grad_scale`, and to leave all as it is where `found_inf` is 1."""
 
@@ -79,6 +105,8 @@ class FusedGroup:
         self._second = [] if self._is_sgd else [state["exp_avg_sq"] for state in states]
         self._buffers = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
         self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
+        rows = zip(self._params, *(row for row in (self._first, self._second, self._buffers) if row), strict=True)
+        self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
 
     @property
     def _momentum(self) -> list[Tensor]:
@@ -143,6 +171,17 @@ class FusedGroup:
                 self._steps[number].add_(applied)
 
     def _call(
+        self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,
+        grad_scale: Tensor | None, found_inf: Tensor | None,
+    ) -> None:  # fmt: skip
+        steps, first, second, momentum = states
+        if not self._lie_alike or [grad.stride() for grad in grads] != [parameter.stride() for parameter in params]:
+            with in_one_layout([params, grads, first, second, momentum]) as (params, grads, first, second, momentum):
+                self._call_kernel(params, grads, (steps, first, second, momentum), lr, grad_scale, found_inf)
+            return
+        self._call_kernel(params, grads, states, lr, grad_scale, found_inf)
+
+    def _call_kernel(
         self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip

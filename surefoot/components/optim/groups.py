@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
@@ -53,18 +54,28 @@ def find_trained(model: nn.Module) -> list[Named]:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             head = module
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and any(p.requires_grad for p in _own(module)):
             raise TaskError(
-                f"the gradient of an {type(module).__name__} of {len(module.weight):,} rows is sparse, and the optimisers take dense ones",
+                f"the gradient of an {type(module).__name__} of {module.num_embeddings:,} rows is sparse, and optimizers take dense ones",
                 hint="build it with sparse=False",
             )
-        for parameter in module.parameters(recurse=False):
+        for parameter in _own(module):
             kind = _kind(module, parameter)
             if kinds.get(id(parameter)) not in ("embedding", "norm"):  # a tied head counts as the embedding
                 kinds[id(parameter)] = kind
-    if head is not None and kinds[id(head.weight)] == "matrix":
-        kinds[id(head.weight)] = "head"
+    for parameter in _own(head) if head is not None else ():
+        if kinds[id(parameter)] == "matrix":
+            kinds[id(parameter)] = "head"
     return [Named(name, master_of(p), kinds[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module itself, and those that its parametrizations make them of (weight_norm, orthogonal, ...).
+
+    The attribute that is made is not read: spectral_norm takes a step of its power iteration then.
+    """
+    made = module.parametrizations.values() if is_parametrized(module) else ()  # type: ignore[operator]
+    return [*module.parameters(recurse=False), *(each for part in made for each in part.parameters())]
 
 
 def _kind(module: nn.Module, parameter: nn.Parameter) -> str:

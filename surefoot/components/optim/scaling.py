@@ -31,6 +31,13 @@ def describe_scaling(table: OptimTable, batch: int) -> list[str]:
     ]
 
 
+def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
+    """A warning for a rate that is 0 in every step of the run; nothing for any other."""
+    if total_steps is None or any(curve(step) for step in range(0, total_steps, max(1, total_steps // LOOKED_AT))):
+        return []
+    return [f"the learning rate is 0 in each of the {total_steps:,} steps, so that nothing is trained: look at [schedule]"]
+
+
 def warn_of_large_batch(curve: Curve, batch: int, total_steps: int | None, optimizer: str) -> list[str]:
     """A warning for a batch above 8,192 whose rate does not rise at first; nothing for any other."""
     total = total_steps or LOOKED_AT

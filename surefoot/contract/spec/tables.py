@@ -186,6 +186,10 @@ class TrainTable(Table):
             raise ValueError(f"microbatch = {self.microbatch} does not divide batch = {self.batch}; use one of {legal}")
         self._check_ramp()
         length = Duration.parse(self.length)
+        if length.unit == "%":
+            raise ValueError(
+                f"length = {self.length} is a share of itself; say how long the run is, for example in epochs or steps"
+            )
         if length.unit == "s" and length.value < SHORTEST_RUN_S:
             raise ValueError(f"length = {self.length} is over before the first step; use at least {SHORTEST_RUN_S} s, or 1 step")
         return self

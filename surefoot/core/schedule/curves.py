@@ -255,8 +255,8 @@ def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> fl
 
 
 def _share(step: int, length: int) -> float:
-    """How much of `length` is over, from 0 to 1; all of it where there is no length."""
-    return 1.0 if step >= length else step / length
+    """How much of `length` is over, from 0 to 1; of no length none at its first step, so that a warm-up rises to where a curve begins."""
+    return 1.0 if step >= max(length, 1) else step / max(length, 1)
 
 
 def _cosine_between(start: float, end: float, share: float) -> float:

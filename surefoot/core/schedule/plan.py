@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -104,7 +105,7 @@ def check_for_ramp(settings: ScheduleSettings) -> None:
             wrong = [
                 text
                 for text in texts
-                if key in schedule_settings.DURATIONS and text is not None and Duration.parse(text).unit != "steps"
+                if key in schedule_settings.DURATIONS and text is not None and Duration.parse(text).unit not in ("steps", "%")
             ]
             if wrong:
                 raise SpecError(
@@ -117,13 +118,19 @@ def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_st
     if total_steps is None:
         raise SpecError("a sequence must add up to the run, whose length is a time", hint="say train.length in steps or epochs")
     lengths = [to_steps(piece.length) for piece in pieces if piece.length is not None]
+    shares = [Duration.parse(piece.length) for piece in pieces if piece.length is not None]
     if len(lengths) < len(pieces):
         lengths.append(total_steps - sum(lengths))
+    elif all(share.unit == "%" for share in shares) and math.isclose(sum(share.value for share in shares), 100):
+        lengths[-1] = total_steps - sum(lengths[:-1])  # each is rounded up, and together they are the run
     if min(lengths) < 1:
         raise SpecError(
             f"schedule.sequence: a table has {min(lengths)} of the run's {total_steps} steps", hint="leave each at least 1 step"
         )
-    made = [(_Builder(piece, length, to_steps).with_warmup(), length) for piece, length in zip(pieces, lengths, strict=True)]
+    made = [
+        (_Builder(replace(piece, length=None), length, to_steps).with_warmup(), length)
+        for piece, length in zip(pieces, lengths, strict=True)
+    ]
     try:
         return curves.sequence(made, total_steps)
     except SpecError as error:

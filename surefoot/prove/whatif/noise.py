@@ -130,8 +130,7 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
         batch = augment(batch, Keys(assembly.spec.train.seed, draw, ids))
     update = assembly.updates[0]
     params = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
-    with untouched(model, assembly.task.state), torch.enable_grad():
-        model.train()
+    with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
         torch.manual_seed(draw)
         with assembly.engine.policy.context():
             loss = update.loss(model, batch)

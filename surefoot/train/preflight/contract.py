@@ -93,8 +93,7 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
     """Let a microbatch of the largest batch through, so that a budget that cannot be met is told before the run."""
     model, feed = assembly.model, make_feed(at_its_largest(assembly.spec), assembly.feed.source)
     ids = feed.microbatches(feed.window(0))[0]
-    with untouched(model, assembly.task.state), torch.enable_grad():
-        model.train()
+    with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
         for update in assembly.updates:
             with assembly.engine.policy.context():
                 update.loss(model, copy_of(read(ids)))
@@ -116,8 +115,7 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
     reached: list[nn.Module] = []
     hooks = [module.register_forward_pre_hook(lambda module, _: reached.append(module)) for module in norms]
     try:
-        with untouched(model, assembly.task.state), torch.enable_grad():
-            model.train()
+        with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
             for update in assembly.updates:
                 update.loss(model, copy_of(read(lone)))
     except ValueError as error:

@@ -19,7 +19,7 @@ from surefoot.components.data import Keys, Share
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.tensors import find_tensors
-from surefoot.components.memory.trace import GRADIENTS, Allocations, naming, total_bytes, without_numbers
+from surefoot.components.memory.trace import GRADIENTS, Allocations, build_without_numbers, naming, total_bytes, without_numbers
 from surefoot.components.optim import WeightAverage, backward, load_codes, master_of
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
@@ -97,7 +97,7 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
     with without_numbers() as sizes, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, where a module is copied
         try:
-            known = replace(resolved, task=_Read(resolved.task, source))
+            known = replace(resolved, task=_Read(resolved.task, source, sizes))
             assembly = assemble(spec.replace(train={"device": "cpu"}), known, better="lower")
             share = find_share(layout, assembly.model, find_wanted_blocks(spec, known, assembly.model))
             return replace(_trace(assembly, [_without_numbers(sizes, batch) for batch in batches], share), spec_id=identity)
@@ -113,11 +113,14 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
 class _Read:
     """A task whose training data are read already: they have numbers, and the model gets none."""
 
-    def __init__(self, task: Any, source: Source) -> None:
-        self._task, self._source = task, source
+    def __init__(self, task: Any, source: Source, sizes: Any) -> None:
+        self._task, self._source, self._sizes = task, source, sizes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
+
+    def model(self) -> Any:
+        return build_without_numbers(self._sizes, self._task.model)
 
     def data(self, split: str) -> Source:
         return self._source if split == "train" else self._task.data(split)

@@ -12,7 +12,6 @@ from surefoot.components.observe import peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.state import Timing
 from surefoot.core.statistics import quantiles
-from surefoot.core.units import Duration
 from surefoot.train.assemble import Assembly
 from surefoot.train.evaluate import Evaluation
 
@@ -26,7 +25,7 @@ class Scores:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         table = assembly.spec.evaluate
-        every = Duration.parse(table.every)
+        every = assembly.course.duration(table.every)
         self._every_s = every.value if every.unit == "s" else None
         self._rhythm = None if self._every_s is not None else assembly.course.rhythm(table.every)
         self._last_s = time.perf_counter()
@@ -73,8 +72,7 @@ class Scores:
         """Take note of an evaluation; gives whether it is the best so far. Moves a plateau schedule."""
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
-        if result.value is not None:
-            self._assembly.course.schedule.observe(result.value)
+        self._assembly.schedule.observe(math.nan if result.value is None else result.value)
         if result.value is None or not math.isfinite(result.value) or not self._beats(result):
             self._since_best += 1
             return False
@@ -88,8 +86,10 @@ class Scores:
 
     def reason_to_stop(self) -> str | None:
         patience = self._assembly.spec.evaluate.patience
-        if patience is None or self._since_best < patience or self.best is None:
+        if patience is None or self._since_best < patience or self.last is None:
             return None
+        if self.best is None:
+            return f"{self.last.score} was no number in {patience} evaluations"
         return f"no better {self.best.score} in {patience} evaluations"
 
     def score_of(self, step: int) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
 from surefoot.train.record.compiling import Compiling
+from surefoot.train.record.movement import Movement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,11 @@ class Telling:
 
     def __init__(
         self, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int,
-        compiling: Compiling | None = None,
+        compiling: Compiling | None = None, movement: Movement | None = None,
     ) -> None:  # fmt: skip
         self.journal, self.console = journal, console
         self._tensorboard, self._guard, self._clock, self.generation = tensorboard, guard, clock, generation
-        self._compiling = compiling
+        self._compiling, self._movement = compiling, movement
 
     def say(self, text: str) -> None:
         with self._clock.within(LOGGING):
@@ -144,7 +145,11 @@ class Telling:
         else:
             self.fault(GuardFault(told.step, told.kind, told.then, f"step {told.step}: {told.what}"))
 
-    def close_tensorboard(self, step: int) -> None:
+    def end(self, step: int) -> None:
+        """Say what only the end shows, and close what is written beside the log."""
+        unmoved = self._movement.describe_none(step) if self._movement is not None else ""
+        if unmoved:
+            self.fault(GuardFault(step, "no-movement", "look at the learning rate, the gradient and optim.freeze", unmoved))
         try:
             with self._clock.within(LOGGING):
                 self._tensorboard.close()

@@ -43,7 +43,7 @@ class Keeper:
         """Of several ranks the first one saves, or each of them the rows that it holds; all of them load."""
         self._folder, self._lock, self._assembly, self.parent, self._group = folder, lock, assembly, parent, group
         self._table = table = assembly.spec.checkpoint
-        every = None if table.every == "never" else Duration.parse(table.every)
+        every = None if table.every == "never" else assembly.course.duration(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
         self._rhythm = None if every is None or self._every_s is not None else assembly.course.rhythm(str(table.every))
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
@@ -344,5 +344,5 @@ def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float
     """What `checkpoint.keep_every` says: so many steps, or so many seconds of training."""
     if text is None:
         return None, None
-    duration = Duration.parse(text)
+    duration = assembly.course.duration(text)
     return (None, duration.value) if duration.unit == "s" else (max(1, assembly.course.to_steps(text) or 1), None)

@@ -225,7 +225,7 @@ class LiveState:
         return {
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
-            "plateau": self._assembly.course.schedule.state(),
+            "plateau": self._assembly.schedule.state(),
             "microbatch": self._assembly.feed.microbatch
             if self._assembly.feed.share.size == 1
             else None,  # else cut for each rank
@@ -373,7 +373,7 @@ class LiveState:
             update.guarded.restore(tree["optimizer"][update.name], self._names)
         if self._assembly.engine.average is not None:
             self._assembly.engine.average.restore(tree["average"])
-        self._assembly.course.schedule.restore(tree["plateau"])
+        self._assembly.schedule.restore(tree["plateau"])
         self._take_microbatch(tree.get("microbatch"))
         if self._scaler is not None and tree.get("scaler") is not None:  # a fork, or a commit before there were any, has none
             self._scaler.load_state_dict(tree["scaler"])

@@ -85,8 +85,8 @@ def check_shared(spec: RunSpec) -> None:
         "memory.on_oom": (spec.memory.on_oom == "halve", "one rank would compute another step than the others"),
         "observe.noise": (spec.observe.noise, "it compares a microbatch with its batch on one rank"),
         "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),
-        "evaluate.every": (Duration.parse(spec.evaluate.every).unit == "s", "clocks differ between ranks"),
-        "layout.check_every": (_is_time(spec.layout.check_every), "clocks differ between ranks"),
+        "evaluate.every": (_is_time(spec, spec.evaluate.every), "clocks differ between ranks"),
+        "layout.check_every": (_is_time(spec, spec.layout.check_every), "clocks differ between ranks"),
     }
     for key, (is_set, why) in refused.items():
         if is_set:
@@ -117,8 +117,10 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
             )
 
 
-def _is_time(text: str) -> bool:
-    return text != "never" and Duration.parse(text).unit == "s"
+def _is_time(spec: RunSpec, text: str) -> bool:
+    """A share of a run whose length is a time is one too."""
+    unit = None if text == "never" else Duration.parse(text).unit
+    return unit == "s" or (unit == "%" and Duration.parse(spec.train.length).unit == "s")
 
 
 def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:

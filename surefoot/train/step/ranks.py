@@ -12,6 +12,7 @@ from surefoot.components.optim import Lamb, Lars, leaf_of, master_of
 from surefoot.components.parallel import Compression, JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.exact import Ordered, VirtualRanks
+from surefoot.components.parallel.renormed import JoinedRenorms
 from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from surefoot.components.parallel.totals import Row
 from surefoot.components.parallel.wires import NONE
@@ -46,6 +47,7 @@ class Ranks:
                         each.join_norms = self._join_norm
         self.totals = Totals(group)
         self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers, virtual=self._virtual)
+        self.renorms = JoinedRenorms(model, group)
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
         self._mine, self._was_told = 0, False
@@ -131,6 +133,7 @@ class Ranks:
             self._ordered[index].put_back()
         if not self.replicas[index].asks_factor:
             self.replicas[index].finish()
+        self.renorms.join()
         return self.add(self.names[index], mine)
 
     def finish(self, index: int, factor: float | Tensor) -> None:

@@ -14,6 +14,7 @@ from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.optim import Lamb, Lars, find_norms
 from surefoot.components.parallel import Compression, FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
+from surefoot.components.parallel.renormed import find_renormed
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
@@ -85,6 +86,11 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
     if stage == 1:
         sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
         return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host)
+    if renormed := next(iter(find_renormed(model)), None):
+        raise SpecError(
+            f"{renormed} has max_norm, which changes its weights in a forward pass, and layout.stage = {stage} gathers them for it alone",
+            hint="set layout.stage = 1, or normalize the rows in forward: torch.nn.functional.normalize",
+        )
     units = find_units(stage, model, blocks)
     narrow = torch.bfloat16 if spec.precision.weights == "bf16" else None
     frozen = next((name for name, each in model.named_parameters() if not each.requires_grad), None)

@@ -20,14 +20,21 @@ from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError
 
 ArrayLike = Tensor | np.ndarray
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # whose rows torch can select
 DIGEST_SAMPLES = 256  # rows hashed of each array: enough to tell two sets apart without reading a memory map whole
 NO_NPY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, RecursionError, tokenize.TokenError)  # what numpy raises
 
 
 def as_tensor(array: ArrayLike) -> Tensor:
-    """The array as a tensor, not copied. Raises DataError for numbers that torch does not have."""
+    """The array as a tensor, not copied. Raises DataError for numbers that torch does not have, and for a frame of several dtypes."""
     if isinstance(array, Tensor):
         return array
+    kinds = sorted(set(map(str, getattr(array, "dtypes", ())))) if hasattr(array, "iloc") and hasattr(array, "columns") else []
+    if len(kinds) > 1:
+        raise DataError(
+            f"a frame whose columns are {', '.join(kinds)} is no one array",
+            hint="give its columns by name: Arrays(**{name: frame[name].to_numpy() for name in frame})",
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; a source never writes into them
         try:
@@ -117,10 +124,15 @@ class Arrays:
     def read(self, ids: np.ndarray) -> Batch:
         check_asked(ids, self._length)
         rows = torch.from_numpy(ids)
-        read = [tensor.index_select(0, rows) for tensor in self._tensors]
+        read = [_select(tensor, rows) for tensor in self._tensors]
         return dict(zip(self._names, read, strict=True)) if self._names else tuple(read)
 
     def describe(self) -> str:
         names = self._names or tuple(str(number) for number in range(len(self._tensors)))
         parts = (f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in zip(names, self._tensors, strict=True))
         return f"{self._length:,} samples: {', '.join(parts)}"
+
+
+def _select(tensor: Tensor, rows: Tensor) -> Tensor:
+    signed = SIGNED.get(tensor.dtype)
+    return tensor.index_select(0, rows) if signed is None else tensor.view(signed).index_select(0, rows).view(tensor.dtype)

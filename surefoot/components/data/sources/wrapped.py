@@ -77,6 +77,8 @@ def as_source(given: Any) -> Source:
         return Arrays(given)
     if isinstance(given, tuple) and given and all(isinstance(part, (Tensor, np.ndarray)) for part in given):
         return Arrays(*given)
+    if hasattr(given, "iloc") and hasattr(given, "columns"):  # a frame of pandas: indexed by number it gives a column, not a row
+        return Arrays(**_checked({name: given[name].to_numpy() for name in given.columns}))
     if isinstance(given, dict) or (
         isinstance(given, Mapping) and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
     ):

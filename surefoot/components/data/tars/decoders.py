@@ -25,12 +25,16 @@ from surefoot.core.errors import DataError, needing
 MOST_PIXELS = 1 << 26  # of an image: 192 MiB of colours
 WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
 IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}  # by extension, what Pillow calls them
+KINDS = tuple(dict.fromkeys(IMAGES.values()))
+ORIENTATION = 0x0112  # of EXIF; from 5 on width and height are exchanged
+SIDEWAYS = (5, 6, 7, 8)
 
 
 def decode(sample: Sample, extension: str) -> Any:
     """The value of the part `extension` of a sample, by the last word of the extension: `seg.png` is a PNG.
 
-    Images are uint8 (H, W, 3), npy an array, cls an int, txt a str, json what it holds, safetensors a dict of arrays. Raises DataError,
+    Images are uint8 (H, W, 3), whichever of these kinds their content is, upright as their EXIF orientation says. npy is an array,
+    cls an int, txt a str, json what it holds, safetensors a dict of arrays. Raises DataError,
     with file, member and reason, for another extension, a damaged part and one that is too large; MissingExtra without Pillow.
     """
     return find_decoder(extension)(sample, extension)
@@ -46,7 +50,7 @@ def _refuse(sample: Sample, extension: str) -> Any:
 
 
 def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
-    """The sample's JPEG as uint8 (H, W, 3); its size is read and compared before any pixel is decoded.
+    """The sample's JPEG as uint8 (H, W, 3), upright; its size is read and compared before any pixel is decoded.
 
     Raises MissingExtra without Pillow, DataError for a broken file or another size.
     """
@@ -62,10 +66,11 @@ def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") ->
 
 
 def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int, int] | None = None) -> np.ndarray:
-    pillow = _pillow(kind)
+    pillow, turning = _pillow(kind)
     try:
-        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=(kind,))
-        width, height = image.size
+        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=KINDS)  # many a PNG is called .jpg
+        orientation = image.getexif().get(ORIENTATION, 1) if "exif" in image.info else 1
+        width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if size is not None and (width, height) != size:
             raise sample.fault(extension, f"is an image of {width} x {height} pixels, not {size[0]} x {size[1]}")
         if width * height > MOST_PIXELS:
@@ -78,18 +83,22 @@ def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int,
                     "write it with 8 bits, or as npy",
                 )
             image = image.convert("RGB")
+        if orientation != 1:
+            image = turning.exif_transpose(image)
         return np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, 3)
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow raises for damaged files
-        reason = str(error) if "BytesIO" not in str(error) else f"no {kind} begins there"
-        raise sample.fault(extension, f"is a broken {kind}: {reason}", "copy the file again") from None
+        if "BytesIO" in str(error):
+            what, hint = f"is none of {', '.join(KINDS)}", "convert it, or copy the file again if it is cut"
+            raise sample.fault(extension, what, hint) from None
+        raise sample.fault(extension, f"is a broken {kind}: {error}", "copy the file again") from None
 
 
 @functools.cache
-def _pillow(kind: str) -> Any:
-    """Pillow's module of images, looked for once: that takes as long as a tenth of a small image."""
+def _pillow(kind: str) -> tuple[Any, Any]:
+    """Pillow's modules that open images and turn them, looked for once: that takes as long as a tenth of a small image."""
     with needing("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
-        from PIL import Image
-    return Image
+        from PIL import Image, ImageOps
+    return Image, ImageOps
 
 
 def _decode_array(sample: Sample, extension: str) -> np.ndarray:

@@ -88,11 +88,12 @@ class Lars(_Layerwise):
         decays = _each(rates * group["weight_decay"], params)
         moves = fused.times(grads, _each(rates, params))
         fused.add_products(moves, params, decays)
-        sgd(
-            params, moves, [self.state[parameter]["momentum_buffer"] for parameter in params], momentum=group["momentum"], lr=1.0,
-            weight_decay=0.0, dampening=0.0, nesterov=False, maximize=False, fused=group["fused"], foreach=not group["fused"],
-            found_inf=found_inf,
-        )  # fmt: skip
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in params]
+        with fused.in_one_layout([params, moves, buffers]) as (alike, steps, held):
+            sgd(
+                alike, steps, [*held], momentum=group["momentum"], lr=1.0, weight_decay=0.0, dampening=0.0, nesterov=False,
+                maximize=False, fused=group["fused"], foreach=not group["fused"], found_inf=found_inf,
+            )  # fmt: skip
 
 
 @final
@@ -137,12 +138,13 @@ class Lamb(_Layerwise):
             grad_scale = None
         states = [self.state[parameter] for parameter in params]
         moves = fused.times(params, float(group["weight_decay"]))
-        adam(  # on what is not the weights, and upwards: decay * w plus the direction
-            moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
-            [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
-            weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"], foreach=not group["fused"],
-            has_complex=any(map(torch.is_complex, params)), grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
+        rows = [moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]]
+        with fused.in_one_layout(rows) as (alike, slopes, first, second):
+            adam(  # on what is not the weights, and upwards: decay * w plus the direction
+                alike, slopes, first, second, [], [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0],
+                beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"],
+                foreach=not group["fused"], has_complex=any(map(torch.is_complex, params)), grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, lengths = self._norms(params, moves)

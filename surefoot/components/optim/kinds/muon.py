@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
+from surefoot.core.errors import SpecError
+
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A matrix view of the same storage, (size of the first dimension, all the rest); raises ValueError when there is none."""
+    """A matrix view of the same storage, (size of the first dimension, all the rest); raises SpecError when there is none."""
     if tensor.ndim == 2:
         return tensor
     strides = tensor.stride()
     order = sorted(range(1, tensor.ndim), key=lambda dim: (-strides[dim], dim))
-    return tensor.permute(0, *order).view(tensor.shape[0], -1)
+    try:
+        return tensor.permute(0, *order).view(tensor.shape[0], -1)
+    except RuntimeError:
+        shape = " x ".join(map(str, tensor.shape))
+        raise SpecError(
+            f"a parameter of {shape} lies in memory with gaps, and Muon takes a filter as a matrix of the same memory",
+            hint="make it contiguous in model(): nn.Parameter(x.contiguous())",
+        ) from None
 
 
 class FlatMuon(Muon):

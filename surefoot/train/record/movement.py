@@ -1,0 +1,43 @@
+"""Whether training moved any weight: a run that trains nothing must not end like one that did."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+LOOKED_AT = 4096  # numbers of each parameter, at even strides
+
+
+class Movement:
+    """What the trained parameters were at the start of an attempt, after `step`, as far as they are looked at."""
+
+    def __init__(self, model: nn.Module, step: int) -> None:
+        self._step = step
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._before = [_some_of(parameter) for parameter in self._parameters]
+
+    def describe_none(self, step: int) -> str:
+        """Return in words that no parameter has moved up to `step`; nothing where one has, and where nothing was trained."""
+        held = [before for before in self._before if before.numel()]
+        if (
+            step <= self._step
+            or not held
+            or any(not _is_same(_some_of(now), before) for now, before in zip(self._parameters, self._before, strict=True))
+        ):
+            return ""
+        return (
+            f"no weight moved in steps {self._step + 1:,} to {step:,}: the {len(held)} parameters are what they were before, "
+            f"as far as they were looked at ({LOOKED_AT:,} numbers of each)"
+        )
+
+
+def _is_same(now: Tensor, before: Tensor) -> bool:
+    return now.shape == before.shape and bool(torch.equal(now, before))
+
+
+def _some_of(parameter: Tensor) -> Tensor:
+    """Of one that lies on several ranks the part of this one."""
+    own: Tensor = parameter.detach()
+    own = own.to_local() if hasattr(own, "to_local") else own
+    flat = own.reshape(-1) if own.is_contiguous() else own.flatten()
+    return flat[:: max(1, -(-flat.numel() // LOOKED_AT))].cpu().clone()

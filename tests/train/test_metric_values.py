@@ -1,0 +1,69 @@
+"""What a metric may give: one number, of whatever type; anything else is refused before the first step, and every folder reads back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from surefoot import Run
+from surefoot.contract.events import Evaluated
+from surefoot.core.errors import TaskError
+from surefoot.train.run import drive
+from tests.train.small import Small, records, spec
+
+
+class Given:
+    """A metric of the user's own whose value is whatever it was given."""
+
+    def __init__(self, given: Any, better: Any = "higher") -> None:
+        self.given, self.better = given, better
+
+    def merge(self, other: Given) -> Given:
+        return self
+
+    def value(self) -> Any:
+        return self.given
+
+
+class Measured(Small):
+    def __init__(self, metric: Given) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        return {"own": self.metric}
+
+
+NUMBERS = {
+    "an int": 3, "a bool": True, "a float of numpy": np.float32(3), "an int of numpy": np.int64(3), "a tensor": torch.tensor(3.0),
+    "one in a list of one": torch.tensor([3]), "an array of one": np.array([[3.0]]), "nothing": None,
+}  # fmt: skip
+REFUSED = {
+    "a matrix": (torch.zeros(3, 3), r"a Tensor of shape \(3, 3\)"), "an array": (np.zeros(2), r"a ndarray of shape \(2,\)"),
+    "a list": ([1.0, 2.0], "a list"), "a dict": ({"a": 1.0}, "a dict"), "a text": ("0.5", "a str"), "complex": (1j, "a complex"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_one_number_of_any_type_is_recorded_and_read_back(kind: str, tmp_path: Path) -> None:
+    with Run(spec(2), Measured(Given(NUMBERS[kind])), folder=tmp_path / "a", quiet=True) as run:
+        drive(run)
+    (evaluated,) = [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
+    assert evaluated.metrics["own"] == {"a bool": 1.0, "nothing": None}.get(kind, 3.0)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_value_that_is_no_number_is_refused_before_the_first_step(kind: str, tmp_path: Path) -> None:
+    given, words = REFUSED[kind]
+    with pytest.raises(TaskError, match=f"metric 'own' of task measured gives .*{words}"):
+        Run(spec(2), Measured(Given(given)), folder=tmp_path / "a", quiet=True).__enter__()
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_direction_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="its `better` is 'max'"):
+        Run(spec(2), Measured(Given(1.0, "max")), folder=tmp_path / "a", quiet=True).__enter__()
