@@ -26,19 +26,21 @@ from torch.optim import Optimizer
 from surefoot.components import optim
 from surefoot.components.data import size_of
 from surefoot.components.data.sources import Watched
-from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
+from surefoot.components.observe import Console, Journal, Meter, NoJournal, peak_resident_bytes, take_device_memory
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
-from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Guarantee, check_not_importing
 from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
+from surefoot.runtime.comm import Group
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
 from surefoot.train.record.scores import timing_rows
+from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.loop import LoopKeeper, describe_changes, given_settings, name_objects
+from surefoot.train.resume.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
 from surefoot.train.resume.program import Program
 
 SPEC_ID = "attached"  # such a run has no spec
@@ -77,8 +79,11 @@ def attach(
     if not isinstance(data, Iterable):
         raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
     optim.check_shaped(model)
-    objects = name_objects(model, optimizers, state or {})
-    return Attached(_Record(objects, optimizers, data, None if folder is None else Path(folder), every, save))
+    wanted = None if folder is None else Path(folder)
+    group = loop_ranks.find_group(wanted)
+    objects = group.settle(lambda: name_objects(loop_ranks.bare(model, group), optimizers, state or {}))
+    notes = loop_ranks.describe_buckets(group, model)
+    return Attached(_Record(objects, optimizers, data, wanted, every, save, group, notes))
 
 
 @final
@@ -163,15 +168,16 @@ class _Record:
 
     def __init__(
         self, objects: Mapping[str, Any], optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int,
-        save: str | None,
+        save: str | None, group: Group, notes_on_resume: tuple[str, ...],
     ) -> None:  # fmt: skip
         model: nn.Module = objects["model"]
-        self._optimizers, self._every, self._data = optimizers, max(1, every), data
+        self._optimizers, self._every, self._data, self._group = optimizers, max(1, every), data, group
         self._length = _length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
         self._process, self._old_error = os.getpid(), getattr(sys, "last_value", None)
         self._loss: float | None = None
+        self._journal: Journal | NoJournal
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
@@ -190,14 +196,13 @@ class _Record:
         choice = functools.partial(
             folder.choose, folder.Wanted(wanted), SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
         )
-        with folder.taken(choice, None) as (chosen, self._lock):
+        with loop_ranks.taken(group, choice) as (chosen, self._lock):
             self._at, self._root, self.generation = folder.anchor(chosen.folder), chosen.folder.absolute(), self._lock.generation
-            self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save)
-            notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()))
-            self._ledger = LoopLedger(self._root, self._watched.promise, self.generation)
-            self._journal = Journal(self._root)
-            self._journal.begin(self._started(model, name, program, data, notes))
-        for note in notes:
+            self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save, group)
+            notes = (*chosen.notes, *(self._resume(notes_on_resume) if chosen.is_again else ()))
+            self._ledger = group.settle(lambda: RankedLedger(group, self._root, self._watched.promise, self.generation))
+            self._journal = begin_journal(group, self._root, lambda: self._started(model, name, program, data, notes))
+        for note in notes if group.is_first else ():
             self._console.warn(note)
         if lost := self._keeper.lost_commits:
             fault = Guard.lost_commit(self.step, lost)
@@ -210,7 +215,7 @@ class _Record:
     def folder(self) -> Path:
         return self._at()
 
-    def _resume(self) -> tuple[str, ...]:
+    def _resume(self, notes: tuple[str, ...]) -> tuple[str, ...]:
         """Go on from the newest commit; gives what to tell the user."""
         loop, troubles = self._keeper.resume()
         if loop is None:
@@ -222,7 +227,7 @@ class _Record:
         self._training_s = float(loop.get("training_s", 0.0))
         self._num_untimed = 0 if "training_s" in loop else self.num_samples  # an older version did not save the time
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
-        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed)
+        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed, *notes)
 
     def _started(
         self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
@@ -235,7 +240,7 @@ class _Record:
             data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
             num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
             first_step=self.step + 1,
-            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"),
+            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}", *describe(self._group)),
             **environment.circumstances(str(self._device), program),
         )  # fmt: skip
 
@@ -248,7 +253,7 @@ class _Record:
         with self.clock.within(DATA):
             batches = self._keeper.begin_pass()
         if (found := self._keeper.difference) is not None:
-            self._console.warn(f"{found.what}; {found.hint}")
+            self._console.warn(f"{self._group.place}{found.what}; {found.hint}")
             fault = GuardFault(self.step, "other-data", "the loop resumes all the same", found.what)
             self._write(environment.fault(self.generation, fault))
         return batches
@@ -271,8 +276,7 @@ class _Record:
         try:
             data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
             with self.clock.within(CHECKPOINT):
-                self._journal.sync()
-                self._ledger.sync()  # what was consumed reaches the disk before the commit that presupposes it
+                prepare_save(self._group, self.step, self._ledger, self._lock, self._journal.sync)
                 made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
             self._console.warn(f"{error.message}; the loop goes on")
@@ -365,7 +369,11 @@ class _Record:
                 self._console.warn(trouble)
 
     def _give_up(self, error: StorageError) -> None:
-        self._console.warn(f"{error.message}; the loop goes on unrecorded")
+        self._console.warn(f"{self._group.place}{error.message}; the loop goes on unrecorded")
+        if not self._group.is_alone:  # the others wait for this rank in every save
+            self._journal.abandon()
+            self._journal = NoJournal()
+            return
         self._let_go()
 
     # ---- the end

@@ -17,11 +17,14 @@ from surefoot.components.data.sources.batch_digest import Difference, PassDigest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import RunFolderError, StorageError, TaskError
+from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import Duration
+from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.quiet import read_streams
+from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
+from surefoot.train.resume.loop_ranks import SaveTimer
 
 KEEP = 3
 OWN = ("loop", "data")
@@ -31,8 +34,10 @@ PLAIN = (bool, int, float, str, tuple, list, type(None))
 class LoopKeeper:
     """Saves a foreign loop between two of its steps, and puts it back where it was."""
 
-    def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None) -> None:
-        self._folder, self._lock, self._objects, self._watched = folder, lock, objects, data
+    def __init__(
+        self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None, group: Group = ALONE
+    ) -> None:  # fmt: skip
+        self._folder, self._lock, self._objects, self._watched, self._group = folder, lock, objects, data, group
         self._data = data.data
         duration = None if every is None else Duration.parse(every)
         if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
@@ -40,7 +45,8 @@ class LoopKeeper:
                 f"a loop of your own cannot be saved every {every!r}", hint='say it in steps or time, as "500 steps" or "10 min"'
             )
         self._every = duration
-        self._room = RoomMaker(folder)
+        self._timer = SaveTimer(group, float(duration.value)) if duration is not None and duration.unit == "s" else None
+        self._room = RoomMaker(folder, group=group)
         self._last_s = time.monotonic()
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the pass before
@@ -57,13 +63,14 @@ class LoopKeeper:
 
     def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         """Load the newest whole commit: the counters of the loop (None where there is none), and what was damaged."""
-        checkpoint.clear_drafts(self._folder)
-        gone = find_gone(self._folder)
-        found = checkpoint.load(self._folder, self._objects)
+        if self._group.is_first:
+            checkpoint.clear_drafts(self._folder)
+        gone = find_gone(self._folder) if self._group.is_first else []
+        found = loop_ranks.load(self._folder, self._objects, self._group)
         self.lost_commits = describe_lost(gone, 0 if found is None else found.step)
         if found is None:
             return None, ()
-        checkpoint.retain(self._folder, keep=KEEP)  # what a kill between a commit and this left over
+        self._retain()  # what a kill between a commit and this left over
         with checkpoint.taken_from(f"the state after step {found.step:,}"):
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
@@ -173,7 +180,9 @@ class LoopKeeper:
         every = self._every
         if every is None:
             return False
-        return step % int(every.value) == 0 if every.unit == "steps" else time.monotonic() - self._last_s >= every.value
+        if self._timer is None:
+            return step % int(every.value) == 0
+        return self._timer.is_due(step, time.monotonic() - self._last_s)
 
     def take_deleted(self) -> str | None:
         """The steps whose checkpoints were deleted to make room since the last call, in words."""
@@ -183,8 +192,6 @@ class LoopKeeper:
     def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
         """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
         started_s = self._last_s = time.monotonic()
-        if not self._lock.still_ours():
-            raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
         stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
@@ -193,9 +200,13 @@ class LoopKeeper:
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
-        made = self._room.write(lambda: checkpoint.save(self._folder, step, state, stamp))
-        checkpoint.retain(self._folder, keep=KEEP)
+        made = self._room.write(lambda: loop_ranks.save(self._folder, step, state, stamp, self._group, self._lock))
+        self._retain()
         return made, time.monotonic() - started_s
+
+    def _retain(self) -> None:
+        if self._group.is_first:
+            checkpoint.retain(self._folder, keep=KEEP)
 
 
 def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
