@@ -279,7 +279,8 @@ class _Record:
                 prepare_save(self._group, self.step, self._ledger, self._lock, self._journal.sync)
                 made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
-            self._console.warn(f"{error.message}; the loop goes on")
+            if self._group.is_first:  # to which those of the others came
+                self._console.warn(f"{error.message}; the loop goes on")
             return
         finally:
             if deleted := self._keeper.take_deleted():

@@ -251,6 +251,13 @@ def test_a_loop_that_was_saved_by_other_ranks_is_refused_with_both_numbers(tmp_p
         surefoot.attach(**given, state={"schedule": schedule})
 
 
+def test_weights_that_are_spread_in_another_way_are_refused(tmp_path: Path) -> None:
+    launch("FSDP2", tmp_path, "a", passes=1)
+    found = run_ranks(2, lambda rank: train(rank, tmp_path, "DDP", "b"), tmp_path / "b")
+    told = "weights that were S(0) on 2 ranks; R on 2 ranks: they are whole on every rank now"
+    assert [told in each["error"] for each in found] == [True, True], found
+
+
 def test_a_rank_that_raises_ends_the_others_and_says_so_in_its_own_log(tmp_path: Path) -> None:
     def stop(rank: int, step: int) -> None:
         if (rank, step) == (1, 5):

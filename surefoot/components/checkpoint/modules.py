@@ -153,6 +153,11 @@ def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
     return found
 
 
+def describe_layouts(layouts: Layouts) -> list[str]:
+    """Each of them in words, to be compared with those of a commit."""
+    return [f"{', '.join(map(str, placements))} on {' x '.join(map(str, mesh.shape))} ranks" for mesh, placements in layouts]
+
+
 @torch.no_grad()
 def with_local_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same, with this rank's shard in place of each DTensor: as rows of a whole (`part_of`), else as one with `is_own`.

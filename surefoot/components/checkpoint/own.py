@@ -26,6 +26,7 @@ from surefoot.components.checkpoint.load import MODEL, PART, Commit, check_fit, 
 from surefoot.components.checkpoint.modules import (
     check_buffers,
     check_shaped,
+    describe_layouts,
     find_layouts,
     held_by,
     put_back_buffers,
@@ -148,10 +149,12 @@ def _gather(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], Any
     objects = {name: value for name, value in state.items() if name not in modules}
     kinds = {name: type(value).__name__ for name, value in objects.items() if _has_state(value)}
     values = {name: value.state_dict() if name in kinds else value for name, value in objects.items()}
-    values = unsharded(values, find_layouts(modules.values()))
+    layouts = find_layouts(modules.values())
+    values = unsharded(values, layouts)
     held = {name: held_by(module) for name, module in modules.items()}
     skeleton, tensors = split({
         "values": values, "random": random_states(), "kinds": kinds, "moved": _moved(state),
+        **({"layouts": describe_layouts(layouts)} if layouts else {}),
         "modules": {name: {"extra": each.extra, "buffers": each.buffers} for name, each in held.items() if each.extra or each.buffers},
     })  # fmt: skip
     for name, tensor in tensors.items():
@@ -259,6 +262,7 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     layouts = find_layouts(modules.values())
     with taken_from(one.folder):
         tree = join(one.json(own.text), {**one.read(STATE), **own.of(STATE)}, one.folder)
+        _check_layouts(one.folder, tree.get("layouts", []), describe_layouts(layouts))
         values, random, kinds = dict(sharded(tree["values"], layouts)), tree["random"], dict(tree.get("kinds", {}))
         beside = {name: dict(tree.get("modules", {}).get(name, NOTHING)) for name in modules}
         for name, module in modules.items():
@@ -284,6 +288,16 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     with taken_from(one.folder):
         restore_random(random)
     return values
+
+
+def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
+    """Raise RunFolderError where the weights are spread over ranks in another way than those whose optimizer's state was saved."""
+    if saved != now:
+        then, found = ("; ".join(each) or "whole on every rank" for each in (saved, now))
+        raise RunFolderError(
+            f"{place} holds the state of weights that were {then}: they are {found} now",
+            hint="wrap the model as it was when the loop was saved, with the same mesh",
+        )
 
 
 class _Own:
