@@ -204,10 +204,12 @@ class _Record:
             self._journal = begin_journal(group, self._root, lambda: self._started(model, name, program, data, notes))
         for note in notes if group.is_first else ():
             self._console.warn(note)
-        if lost := self._keeper.lost_commits:
-            fault = Guard.lost_commit(self.step, lost)
-            self._console.warn(f"{fault.detail}; {fault.action}")
-            self._write(environment.fault(self.generation, fault))
+        lost = self._keeper.lost_commits
+        for fault in (
+            *(Guard.damaged_log(self.step, line) for line in chosen.damaged),
+            *([Guard.lost_commit(self.step, lost)] if lost else []),
+        ):
+            self._report(fault)
         self._stop_listening = self.clock.listen_to_collections()
         self.clock.switch(OTHER)
 
@@ -293,6 +295,13 @@ class _Record:
             folder=f"checkpoints/step-{self.step:012d}", elapsed_s=elapsed_s, waited_s=elapsed_s,
         )  # fmt: skip
         self._write(committed)
+        if (slow := self._keeper.take_slow()) is not None and self._group.is_first:
+            self._report(Guard.slow_save(slow.step, slow.words, "save="))
+
+    def _report(self, fault: GuardFault) -> None:
+        """Record what went wrong, and print it."""
+        self._console.warn(f"{fault.detail}; {fault.action}")
+        self._write(environment.fault(self.generation, fault))
 
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s

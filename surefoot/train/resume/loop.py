@@ -25,6 +25,7 @@ from surefoot.train.quiet import read_streams
 from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
 from surefoot.train.resume.loop_ranks import SaveTimer
+from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
 
 KEEP = 3
 OWN = ("loop", "data")
@@ -46,6 +47,9 @@ class LoopKeeper:
             )
         self._every = duration
         self._timer = SaveTimer(group, float(duration.value)) if duration is not None and duration.unit == "s" else None
+        self._pace = SaveRhythm(None if self._timer is None or duration is None else float(duration.value))
+        self._is_regular = False  # whether the next save is one that was due
+        self._took: tuple[int, float] | None = None  # the step and seconds of the last save
         self._room = RoomMaker(folder, group=group)
         self._last_s = time.monotonic()
         self._pass_random: Mapping[str, Any] = {}
@@ -181,8 +185,14 @@ class LoopKeeper:
         if every is None:
             return False
         if self._timer is None:
-            return step % int(every.value) == 0
-        return self._timer.is_due(step, time.monotonic() - self._last_s)
+            self._is_regular = step % int(every.value) == 0
+        else:
+            self._is_regular = self._timer.is_due(step, time.monotonic() - self._last_s)
+        return self._is_regular
+
+    def take_slow(self) -> SlowSave | None:
+        """A save that took longer than the time to the next one, once, as of a run."""
+        return self._pace.take()
 
     def take_deleted(self) -> str | None:
         """The steps whose checkpoints were deleted to make room since the last call, in words."""
@@ -192,6 +202,11 @@ class LoopKeeper:
     def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
         """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
         started_s = self._last_s = time.monotonic()
+        is_regular, self._is_regular = self._is_regular, False
+        period_s = self._pace.measure(is_regular=is_regular)
+        if self._took is not None and period_s is not None:
+            self._pace.compare(*self._took, period_s)
+        self._took = None
         stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
@@ -202,7 +217,10 @@ class LoopKeeper:
         state = {**self._objects, "loop": loop, "data": data_state}
         made = self._room.write(lambda: loop_ranks.save(self._folder, step, state, stamp, self._group, self._lock))
         self._retain()
-        return made, time.monotonic() - started_s
+        self._took = (step, time.monotonic() - started_s)
+        self._pace.compare(*self._took, None)
+        self._pace.resumed(is_regular=is_regular)
+        return made, self._took[1]
 
     def _retain(self) -> None:
         if self._group.is_first:
