@@ -62,10 +62,13 @@ def attach(
     objects of `state` (schedulers, scalers: whatever has a state_dict) are committed, between two steps. The same lines go on from
     there: `first_pass` is how many passes lie behind, and the first `batches()` begins in the middle of its pass.
 
+    In a loop whose ranks torch.distributed has joined, each rank calls this with the same folder: rank 0 writes it, and a commit holds
+    the state of all ranks. They call `batches`, `step_done`, `save` and `close` alike.
+
     `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
     the loop, which also names the exception that left it, or else when the process ends: then it was left, not finished. Raises
     DataError for data that cannot be iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that
-    is something else.
+    is something else, LostRank where another rank does not call it.
     """
     if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
         place.check_launcher()
