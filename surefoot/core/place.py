@@ -109,6 +109,11 @@ def here() -> Place:
     return Place.from_environ(os.environ)
 
 
+def has_other_ranks() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several ranks."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
 def check_launcher() -> None:
     """Raise InputError where srun, mpirun or another launcher started several processes that have not been told of each other."""
     tasks = launchers.find_tasks(os.environ)

@@ -35,6 +35,7 @@ from surefoot.core.units import Duration
 from surefoot.runtime.comm import SOLO, Mesh
 from surefoot.train.environment import circumstances, describe_cudnn, find_device, give_back_large_blocks, set_seeds
 from surefoot.train.evaluate import Evaluation, Reading, try_out
+from surefoot.train.quiet import set_modes
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
@@ -161,7 +162,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     source = read_split(resolved, "train")
     set_seeds(spec.train.seed)  # again, so that the weights do not depend on what reading the data drew
     model = _model(spec, resolved, device)
-    modes = _set_modes(model)
+    modes = set_modes(model)
     feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
     if spec.train.batchnorm in ("group", "layer"):
         notes.append(f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
@@ -296,18 +297,6 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
     check_unwrapped(model)
     optim.check_shaped(model)
     return model.to(device) if device.type != "cpu" else model
-
-
-def _set_modes(model: nn.Module) -> list[str]:
-    """Train a model that came in evaluation mode as a whole, as `from_pretrained` gives it; parts that `model()` set so stay so."""
-    if not model.training:
-        model.train()
-        return ["model() gave the model in evaluation mode: it is trained in training mode"]
-    kept = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if not module.training]
-    if not kept:
-        return []
-    more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
-    return [f"as model() set them, {', '.join(kept[:3])}{more} stay in evaluation mode"]
 
 
 def find_wanted_blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:

@@ -25,21 +25,31 @@ from torch.optim import Optimizer
 from surefoot.components import optim
 from surefoot.components.data import in_place, size_of
 from surefoot.components.data.sources import Watched
-from surefoot.components.observe import Console, Journal, Meter, peak_resident_bytes, take_device_memory
+from surefoot.components.observe import Console, Journal, Meter, NoJournal, peak_resident_bytes, take_device_memory
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
-from surefoot.contract.loop_ledger import LoopLedger
 from surefoot.contract.state import StepReport
-from surefoot.contract.task import Guarantee, check_not_importing
+from surefoot.contract.task import check_not_importing
 from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
 from surefoot.core.process.forked import Owner
+from surefoot.runtime.comm import Group
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
+from surefoot.train.record.noticed.unheld import Unheld
 from surefoot.train.record.scores import timing_rows
-from surefoot.train.record.unheld import Unheld
-from surefoot.train.resume.loop import LoopKeeper, describe_changes, given_settings, name_objects
+from surefoot.train.resume import loop_ranks
+from surefoot.train.resume.loop import (
+    LoopKeeper,
+    describe_changes,
+    find_guarantee,
+    given_settings,
+    length_of,
+    name_objects,
+    saves_its_place,
+)
+from surefoot.train.resume.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
 from surefoot.train.resume.program import Program
 
 SPEC_ID = "attached"  # such a run has no spec
@@ -61,10 +71,13 @@ def attach(
     objects of `state` (schedulers, scalers: whatever has a state_dict) are committed, between two steps. The same lines go on from
     there: `first_pass` is how many passes lie behind, and the first `batches()` begins in the middle of its pass.
 
+    In a loop whose ranks torch.distributed has joined, each rank calls this with the same folder: rank 0 writes it, and a commit holds
+    the state of all ranks. They call `batches`, `step_done`, `save` and `close` alike.
+
     `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
     the loop, which also names the exception that left it, or else when the process ends: then it was left, not finished. Raises
     DataError for data that cannot be iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that
-    is something else.
+    is something else, LostRank where another rank does not call it.
     """
     if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
         place.check_launcher()
@@ -78,10 +91,13 @@ def attach(
     if not isinstance(data, Iterable):
         raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
     optim.check_shaped(model)
-    objects = name_objects(model, optimizers, state or {})
+    wanted = None if folder is None else Path(folder)
+    group = loop_ranks.find_group(wanted)
+    objects = group.settle(lambda: name_objects(loop_ranks.bare(model, group), optimizers, state or {}))
     unheld = Unheld(objects, optimizers, data)
-    lost = unheld.find(sys._getframe(1))
-    return Attached(_Record(objects, optimizers, data, None if folder is None else Path(folder), every, save, (unheld, lost)))
+    reported = unheld.find(sys._getframe(1))
+    notes = loop_ranks.describe_buckets(group, model)
+    return Attached(_Record(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)))
 
 
 @final
@@ -168,17 +184,18 @@ class _Record:
 
     def __init__(
         self, objects: Mapping[str, Any], optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int,
-        save: str | None, unheld: tuple[Unheld, Sequence[str]],
+        save: str | None, group: Group, noticed: tuple[Unheld, Sequence[str], tuple[str, ...]],
     ) -> None:  # fmt: skip
-        self._unheld, lost = unheld
+        self._unheld, reported, notes_on_resume = noticed
         self._has_saved = False
         model: nn.Module = objects["model"]
-        self._optimizers, self._every, self._data = optimizers, max(1, every), data
-        self._length = _length_of(data)
+        self._optimizers, self._every, self._data, self._group = optimizers, max(1, every), data, group
+        self._length = length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
         self.owner, self._old_error = Owner(), getattr(sys, "last_value", None)
         self._loss: float | None = None
+        self._journal: Journal | NoJournal
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
@@ -196,19 +213,20 @@ class _Record:
         choice = functools.partial(
             folder.choose, folder.Wanted(wanted), SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
         )
-        with folder.taken(choice, None) as (chosen, self._lock):
+        with loop_ranks.taken(group, choice) as (chosen, self._lock):
             self._at, self._root, self.generation = folder.anchor(chosen.folder), chosen.folder.absolute(), self._lock.generation
-            self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save)
-            notes = (*chosen.notes, *(self._resume() if chosen.is_again else ()), *lost)
-            self._ledger = LoopLedger(self._root, self._watched.promise, self.generation)
-            self._journal = Journal(self._root)
-            self._journal.begin(self._started(model, name, program, data, notes))
-        for note in notes:
+            self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save, group)
+            notes = (*chosen.notes, *(self._resume(notes_on_resume) if chosen.is_again else ()), *reported)
+            self._ledger = group.settle(lambda: RankedLedger(group, self._root, self._watched.promise, self.generation))
+            self._journal = begin_journal(group, self._root, lambda: self._started(model, name, program, data, notes))
+        for note in notes if group.is_first else ():
             self._console.warn(note)
-        if lost := self._keeper.lost_commits:
-            fault = Guard.lost_commit(self.step, lost)
-            self._console.warn(f"{fault.detail}; {fault.action}")
-            self._write(environment.fault(self.generation, fault))
+        lost = self._keeper.lost_commits
+        for fault in (
+            *(Guard.damaged_log(self.step, line) for line in chosen.damaged),
+            *([Guard.lost_commit(self.step, lost)] if lost else []),
+        ):
+            self._report(fault)
         self._stop_listening = self.clock.listen_to_collections()
         self.clock.switch(OTHER)
 
@@ -216,7 +234,7 @@ class _Record:
     def folder(self) -> Path:
         return self._at()
 
-    def _resume(self) -> tuple[str, ...]:
+    def _resume(self, notes: tuple[str, ...]) -> tuple[str, ...]:
         """Go on from the newest commit; gives what to tell the user."""
         loop, troubles = self._keeper.resume()
         if loop is None:
@@ -228,7 +246,7 @@ class _Record:
         self._training_s = float(loop.get("training_s", 0.0))
         self._num_untimed = 0 if "training_s" in loop else self.num_samples  # an older version did not save the time
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
-        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed)
+        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed, *notes)
 
     def _started(
         self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
@@ -241,7 +259,7 @@ class _Record:
             data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
             num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
             first_step=self.step + 1,
-            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}"),
+            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}", *describe(self._group)),
             **environment.circumstances(str(self._device), program),
         )  # fmt: skip
 
@@ -254,7 +272,7 @@ class _Record:
         with self.clock.within(DATA):
             batches = self._keeper.begin_pass()
         if (found := self._keeper.difference) is not None:
-            self._console.warn(f"{found.what}; {found.hint}")
+            self._console.warn(f"{self._group.place}{found.what}; {found.hint}")
             fault = GuardFault(self.step, "other-data", "the loop resumes all the same", found.what)
             self._write(environment.fault(self.generation, fault))
         return batches
@@ -279,13 +297,13 @@ class _Record:
             "training_s": self._training_s,
         }  # fmt: skip
         try:
-            data_state = self._data.state_dict() if _saves_its_place(self._data) else None  # type: ignore[attr-defined]
+            data_state = self._data.state_dict() if saves_its_place(self._data) else None  # type: ignore[attr-defined]
             with self.clock.within(CHECKPOINT):
-                self._journal.sync()
-                self._ledger.sync()  # what was consumed reaches the disk before the commit that presupposes it
+                prepare_save(self._group, self.step, self._ledger, self._lock, self._journal.sync)
                 made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
-            self._console.warn(f"{error.message}; the loop goes on")
+            if self._group.is_first:  # to which those of the others came
+                self._console.warn(f"{error.message}; the loop goes on")
             return
         finally:
             if deleted := self._keeper.take_deleted():
@@ -302,6 +320,13 @@ class _Record:
             folder=f"checkpoints/step-{self.step:012d}", elapsed_s=elapsed_s, waited_s=elapsed_s,
         )  # fmt: skip
         self._write(committed)
+        if (slow := self._keeper.take_slow()) is not None and self._group.is_first:
+            self._report(Guard.slow_save(slow.step, slow.words, "save="))
+
+    def _report(self, fault: GuardFault) -> None:
+        """Record what went wrong, and print it."""
+        self._console.warn(f"{fault.detail}; {fault.action}")
+        self._write(environment.fault(self.generation, fault))
 
     def took(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
@@ -389,7 +414,11 @@ class _Record:
                 self._console.warn(trouble)
 
     def _give_up(self, error: StorageError) -> None:
-        self._console.warn(f"{error.message}; the loop goes on unrecorded")
+        self._console.warn(f"{self._group.place}{error.message}; the loop goes on unrecorded")
+        if not self._group.is_alone:  # the others wait for this rank in every save
+            self._journal.abandon()
+            self._journal = NoJournal()
+            return
         self._let_go()
 
     # ---- the end
@@ -460,37 +489,6 @@ class _Record:
         self._journal.abandon()
         self._lock.release()
         atexit.unregister(self.end_with_process)
-
-
-def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
-    """What can be promised of going on in the middle of `data`, and why: proven, replayed or none."""
-    if _saves_its_place(data):
-        return "proven", "they save and restore their own place"
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return "proven", "any batch of them can be read by its number"
-    if isinstance(data, Iterator):
-        return "none", "an iterator is read once and cannot go back"
-    if getattr(data, "persistent_workers", False):
-        return "replayed", "they are read forwards again; new workers draw other random numbers than those that stayed would have"
-    return "replayed", "they are read forwards: going on reads what was read before once more"
-
-
-def _saves_its_place(data: Any) -> bool:
-    """Whether it really does: some loaders have the methods and raise unless they were built for it (Accelerate's)."""
-    if not all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")):
-        return False
-    try:
-        data.state_dict()
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _length_of(data: Iterable[Any]) -> int | None:
-    try:
-        return len(data)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def _script() -> str | None:

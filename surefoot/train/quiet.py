@@ -63,6 +63,18 @@ def untouched(
             torch.cuda.set_rng_state(cuda_state, index)
 
 
+def set_modes(model: nn.Module) -> list[str]:
+    """Train a model that came in evaluation mode as a whole, as `from_pretrained` gives it; parts that `model()` set so stay so."""
+    if not model.training:
+        model.train()
+        return ["model() gave the model in evaluation mode: it is trained in training mode"]
+    kept = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if not module.training]
+    if not kept:
+        return []
+    more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
+    return [f"as model() set them, {', '.join(kept[:3])}{more} stay in evaluation mode"]
+
+
 def read_streams() -> tuple[Any, ...]:
     """Return where the global random streams of torch, NumPy and Python are, to be compared with another time."""
     name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream

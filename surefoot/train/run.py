@@ -33,7 +33,7 @@ from surefoot.train.failure.script_exit import script
 from surefoot.train.folder import Wanted, anchor
 from surefoot.train.record.compiling import watch
 from surefoot.train.record.dtypes import tell_dtypes
-from surefoot.train.record.movement import Movement
+from surefoot.train.record.noticed.movement import Movement
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores

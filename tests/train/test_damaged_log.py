@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import surefoot
 from surefoot.contract import commits, manifest
 from surefoot.contract.events import Ended, Fault, Started
 from tests.train.small import FEW, call, records, write_task
@@ -48,6 +50,30 @@ SPOILED: dict[str, Callable[[Lines], None]] = {
     "a newline": join_two,
     "a version": claim_newer_format,
 }
+
+
+@pytest.mark.parametrize("what", ["a step", "a commit", "the last line", "a newline"])
+def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for passes in (1, 2):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = surefoot.attach(
+            model=model, optimizer=optimizer, data=[torch.ones(2, 2)] * 4, folder=tmp_path, every=1, save="2 steps"
+        )
+        for _ in range(loop.first_pass, passes):
+            for batch in loop.batches():
+                loop.step_done(model(batch).mean())
+        loop.save()
+        loop._record._let_go()  # as a kill leaves it
+        if passes == 1:
+            lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
+            SPOILED[what](lines)
+            (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+            capfd.readouterr()
+    assert [event.fault for event in records(tmp_path) if isinstance(event, Fault)] == ["damaged-log"]
+    assert capfd.readouterr().err.count("the line is left out") == 1
 
 
 @pytest.mark.parametrize("what", SPOILED)

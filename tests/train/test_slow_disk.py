@@ -140,6 +140,22 @@ def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(tm
 # ---- a save that takes longer than its rhythm
 
 
+@pytest.mark.parametrize("save", ["1 step", "0.01 s"])
+def test_saves_of_an_attached_loop_that_take_longer_than_the_time_between_them_are_told_once(
+    save: str, slow_disk: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = surefoot.attach(model=model, optimizer=optimizer, data=[torch.ones(2, 4)] * 60, folder=tmp_path / "a", save=save)
+    for batch in loop.batches():
+        time.sleep(0.02 if save.endswith(" s") else 0)
+        loop.step_done(model(batch).square().mean())
+    loop.close()
+    told = [event for event in records(tmp_path / "a") if isinstance(event, Fault)]
+    assert [event.fault for event in told] == ["slow-save"]
+    assert capsys.readouterr().err.count("a larger save= costs less") == 1
+
+
 @pytest.mark.parametrize(("background", "every"), [(False, "1 step"), (True, "1 step"), (True, "0.05 s")])
 def test_saves_that_take_longer_than_the_time_between_them_are_told_once(
     background: bool, every: str, slow_disk: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

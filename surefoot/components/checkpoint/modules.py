@@ -6,7 +6,9 @@ persistent, which yet decide how a loop goes on).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from surefoot.components.checkpoint.tensors import check_storable, fill
 from surefoot.components.checkpoint.tree import split
+from surefoot.contract.state import Part
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.runtime.attributes import Changed, Stored, encode_attributes
 
@@ -112,3 +115,132 @@ def put_back_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
     """Give a module what else its state dict held, beside its own tensors as they are by now."""
     if extra:
         module.load_state_dict({**module.state_dict(), **extra}, strict=False)
+
+
+# ---- DTensors, as FSDP2 makes them: each rank holds a shard
+
+
+class LocalShard(NamedTuple):
+    """What a rank holds of a DTensor, in a tree that is saved: `layout` is its number among those of the model's parameters."""
+
+    layout: int
+    tensor: Tensor
+    shape: list[int]
+    stride: list[int]
+
+
+Layouts = list[tuple[Any, tuple[Any, ...]]]  # meshes with placements on them
+
+
+class _Nobody:
+    def publish(self) -> None: ...
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of torch, where something has imported it; else there is no object of it, and `isinstance` of `()` is False."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, _loaded("torch.distributed.tensor", "DTensor"))
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP2 release the whole weights that a forward pass without a backward pass has left: the shards are what is saved."""
+    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+    for module in modules:
+        for each in module.modules():
+            if isinstance(each, kind):
+                each.reshard()
+
+
+def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
+    """How the parameters of `modules` are spread over ranks, each way once, and on each mesh also whole on every rank."""
+    parameters = [each for module in modules for each in module.parameters() if _is_sharded(each)]
+    if not parameters:
+        return []
+    from torch.distributed.tensor import Replicate
+
+    found: Layouts = []
+    for each in parameters:
+        mesh: Any = each.device_mesh  # type: ignore[attr-defined]
+        for layout in ((mesh, tuple(each.placements)), (mesh, (Replicate(),) * mesh.ndim)):  # type: ignore[attr-defined]
+            if layout not in found:
+                found.append(layout)
+    return found
+
+
+def describe_layouts(layouts: Layouts) -> list[str]:
+    """Each of them in words, to be compared with those of a commit."""
+    return [f"{', '.join(map(str, placements))} on {' x '.join(map(str, mesh.shape))} ranks" for mesh, placements in layouts]
+
+
+@torch.no_grad()
+def with_local_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same, with this rank's shard in place of each DTensor: as rows of a whole (`part_of`), else as one with `is_own`.
+
+    What other ranks of a replicated axis hold too has `is_copy` on all of them but one.
+    """
+    local = {id(each): _local_rows(each) for each in tensors.values() if _is_sharded(each)}
+    return {name: local.get(id(each), each) for name, each in tensors.items()}
+
+
+def _local_rows(tensor: Any) -> Tensor:
+    from torch.distributed.tensor import Replicate, Shard
+
+    held: Any = tensor.to_local().detach()
+    mesh = tensor.device_mesh
+    cut = [axis for axis, each in enumerate(tensor.placements) if type(each) is not Replicate and mesh.size(axis) > 1]
+    if len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]].dim == 0:
+        most = -(-len(tensor) // mesh.size(cut[0]))  # as torch.chunk cuts
+        held.part = Part(min(len(tensor), mesh.get_local_rank(cut[0]) * most), tuple(tensor.shape), _Nobody())
+        held.is_copy = any(mesh.get_local_rank(axis) for axis in range(mesh.ndim) if axis not in cut)
+    elif cut:
+        held.is_own = True
+    return held  # type: ignore[no-any-return]
+
+
+def unsharded(tree: Any, layouts: Layouts) -> Any:
+    """The tree with a LocalShard in place of each DTensor. Raises TaskError for one that is spread as no parameter of a module is."""
+
+    def convert(value: Any) -> Any:
+        if not _is_sharded(value):
+            return value
+        layout = (value.device_mesh, tuple(value.placements))
+        if layout not in layouts:
+            raise TaskError(
+                f"a tensor of the state is spread over ranks as {layout[1]}, which no parameter of the model is",
+                hint="keep it as the parameters are, or as a plain tensor: tensor.full_tensor()",
+            )
+        return LocalShard(layouts.index(layout), value.to_local().detach(), list(value.shape), list(value.stride()))
+
+    return _convert(tree, convert) if layouts else tree
+
+
+def sharded(tree: Any, layouts: Layouts) -> Any:
+    """The tree with a DTensor in place of each LocalShard."""
+    if not layouts:
+        return tree
+    from torch.distributed.tensor import DTensor
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, LocalShard):
+            return value
+        mesh, placements = layouts[value.layout]
+        return DTensor.from_local(
+            value.tensor, mesh, placements, run_check=False, shape=torch.Size(value.shape), stride=tuple(value.stride)
+        )
+
+    return _convert(tree, convert)
+
+
+def _convert(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """The tree with what `convert` makes of its leaves; containers that hold none of them stay as they are."""
+    made = convert(tree)
+    if made is not tree:
+        return made
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, _convert(value, convert)) for key, value in tree.items())
+    if type(tree) in (list, tuple):
+        return type(tree)(_convert(value, convert) for value in tree)
+    return tree

@@ -11,29 +11,44 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from surefoot.components.checkpoint.load import MODEL, PART, Commit, check_fit, newest_loadable, read_weights
-from surefoot.components.checkpoint.modules import check_buffers, check_shaped, held_by, put_back_buffers, put_back_extra
+from surefoot.components.checkpoint.load import MODEL, PART, Commit, check_fit, identity, newest_loadable, read_weights
+from surefoot.components.checkpoint.modules import (
+    check_buffers,
+    check_shaped,
+    describe_layouts,
+    find_layouts,
+    held_by,
+    put_back_buffers,
+    put_back_extra,
+    reshard,
+    sharded,
+    unsharded,
+    with_local_rows,
+)
 from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
-from surefoot.components.checkpoint.tensors import DTYPES, check_storable, fill
+from surefoot.components.checkpoint.tensors import DTYPES, check_storable, create, fill
 from surefoot.components.checkpoint.tree import join, split, taken_from
 from surefoot.contract import commits
-from surefoot.contract.manifest import NAME, Manifest
-from surefoot.contract.state import laid_as, master_of
+from surefoot.contract.manifest import NAME, Manifest, Piece
+from surefoot.contract.state import laid_as, master_of, part_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.runtime.attributes import check_attributes, put_back_attributes
 
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")
+OF_A_RANK = re.compile(r"rank-[0-9]{5}")
 STATE = "state.safetensors"
 NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
 NO_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {}
@@ -60,17 +75,39 @@ def save(
     what a checkpoint cannot hold, NumbersError for a trained parameter that is not finite, StorageError when the disk refuses; what
     was committed before stays as it is.
     """
+    content, _ = content_of(step, state, attributes)
+    with contextlib.suppress(OSError):  # what the disk refuses is told by the commit
+        clear_drafts(Path(folder))
+    return commit(Path(folder), content, stamp)
+
+
+def content_of(
+    step: int, state: Mapping[str, Any], attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES
+) -> tuple[Content, dict[str, Tensor]]:
+    """What a commit of `state` holds, and what of it is in no file that ranks share: the shards of this rank that are no rows of a whole.
+
+    Those are named `FILE/TENSOR`. The rows that this rank holds of a sharded weight of "model" are in `parts`. Raises TaskError.
+    """
     try:
         number = operator.index(step)
     except TypeError:
         raise TaskError(f"the step is {step!r}, which is no whole number", hint="count steps from 0") from None
     live, skeleton = _gather(state, attributes)
-    files = {file: {name: tensor.detach().cpu().contiguous() for name, tensor in held.items()} for file, held in live.items()}
+    names = [name for held in live.values() for name in held]
+    files: dict[str, dict[str, Tensor]] = {file: {} for file in live}
+    own, parts = dict[str, Tensor](), dict[str, tuple[int, tuple[int, ...]]]()
+    for file, held in live.items():
+        for name, tensor in held.items():
+            part, kept = part_of(tensor), tensor.detach().cpu().contiguous()
+            if getattr(tensor, "is_own", False) or (part is not None and (file != MODEL or names.count(name) > 1)):
+                own[f"{file}/{name}"] = kept
+            elif part is None:
+                files[file][name] = kept
+            elif kept.numel() and not getattr(tensor, "is_copy", False):
+                files[file][name], parts[name] = kept, (part.start, part.whole)
     trained = [name for module in _modules(state).values() for name, each in module.named_parameters() if each.requires_grad]
-    content = Content(step=number, tensors=files, texts={"state.json": json.dumps(skeleton).encode()}, finite=frozenset(trained))
-    with contextlib.suppress(OSError):  # what the disk refuses is told by the commit
-        clear_drafts(Path(folder))
-    return commit(Path(folder), content, stamp)
+    texts = {"state.json": json.dumps(skeleton).encode()}
+    return Content(step=number, tensors=files, texts=texts, finite=frozenset(trained), parts=parts), own
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -89,8 +126,8 @@ def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) 
     if step is not None:
         one = Commit(run, step)
         commits.check(one.folder)
-        return Restored(step, _restore(one, state))
-    at, troubles = newest_loadable(run, lambda one: found.append(_restore(one, state)))
+        return Restored(step, restore(one, state))
+    at, troubles = newest_loadable(run, lambda one: found.append(restore(one, state)))
     return None if at is None else Restored(at, found[-1], tuple(troubles))
 
 
@@ -115,15 +152,19 @@ def _gather(
 ) -> tuple[dict[str, dict[str, Tensor]], Any]:
     """What a commit of `state` holds: tensors by file, as they live, and the tree of all else. Raises TaskError."""
     modules = _modules(state)
+    reshard(modules.values())
     bad = [name for name in modules if not _is_plain(name)]
     if bad:
         raise TaskError(f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"')
     objects = {name: value for name, value in state.items() if name not in modules}
     kinds = {name: type(value).__name__ for name, value in objects.items() if _has_state(value)}
     values = {name: value.state_dict() if name in kinds else value for name, value in objects.items()}
+    layouts = find_layouts(modules.values())
+    values = unsharded(values, layouts)
     held = {name: held_by(module) for name, module in modules.items()}
     skeleton, tensors = split({
         "values": values, "random": random_states(), "kinds": kinds, "moved": _moved(state),
+        **({"layouts": describe_layouts(layouts)} if layouts else {}),
         "modules": {
             name: {"extra": each.extra, "buffers": each.buffers} | ({"attributes": attributes[name]} if attributes.get(name) else {})
             for name, each in held.items() if each.extra or each.buffers or attributes.get(name)
@@ -160,7 +201,12 @@ def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:
 def _is_plain(name: str) -> bool:
     """Whether the file of a module of this name is one, and none of surefoot's own: a part of another is taken for that."""
     file = f"{name}.safetensors"
-    return name not in RESERVED and NAME.fullmatch(file) is not None and PART.fullmatch(file) is None
+    return (
+        name not in RESERVED
+        and OF_A_RANK.fullmatch(name) is None
+        and NAME.fullmatch(file) is not None
+        and PART.fullmatch(file) is None
+    )
 
 
 def _has_state(value: Any) -> bool:
@@ -173,8 +219,8 @@ def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in _of_masters(held).items():
         check_storable(name, tensor)
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if key in seen and tensor.numel():
+        key = identity(tensor)
+        if key in seen and (tensor.numel() or part_of(tensor)):
             continue
         seen.add(key)
         found[name] = tensor
@@ -182,36 +228,55 @@ def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_masters(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a weight that has a master that one, which holds all its bits."""
-    return {name: master_of(tensor) for name, tensor in held.items()}
+    """Of a weight that has a master that one, which holds all its bits; of a DTensor what this rank holds of it."""
+    return with_local_rows({name: master_of(tensor) for name, tensor in held.items()})
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return _of_masters(held_by(module).tensors)
+def _tensors(module: nn.Module, own: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors that a commit is read into; of those in `own` the commit holds what this rank has, known as no part of a whole."""
+    live = _of_masters(held_by(module).tensors)
+    return {name: tensor.detach() if name in own else tensor for name, tensor in live.items()}
 
 
 # ---- and put back
 
 
 @torch.no_grad()
-def _read_into(module: nn.Module, one: Commit, file: str, *, widen: bool = False) -> None:
-    read_weights(one, _tensors(module), file, widen=widen)
+def _read_into(
+    module: nn.Module, one: Commit, file: str, own: Mapping[str, Tensor] = MappingProxyType({}), *, widen: bool = False
+) -> None:  # fmt: skip
+    """Read the tensors of a module from `file`; those that are in `own` instead are copied from there."""
+    live = _tensors(module, own)
+    if not own:
+        read_weights(one, live, file, widen=widen)
+    elif one.names(file):
+        into = {name: tensor if part_of(tensor) else tensor.detach() for name, tensor in live.items()}
+        one.read(file, lambda name, piece: create(name, piece) if name in own else into[name])
+    for name, held in own.items():
+        fill(name, live[name], held)
     for parameter in module.parameters():
         if (master := master_of(parameter)) is not parameter:
             parameter.copy_(master)
 
 
-def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare all of `state` with the commit, then put it back; gives the values."""
+def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, Any]:
+    """Compare all of `state` with the commit, then put it back; gives the values.
+
+    `rank` names the files of what one of several ranks has for itself (`rank-00001`). Raises RunFolderError.
+    """
     modules = _modules(state)
-    absent = [name for name in modules if not one.names(f"{name}.safetensors")]
+    reshard(modules.values())
+    own = _Own(one, rank)
+    absent = [name for name in modules if not (one.names(f"{name}.safetensors") or own.of(f"{name}.safetensors"))]
     if absent:
         raise RunFolderError(f"{one.folder} holds no {absent[0]}.safetensors", hint="load what was saved, by the same names")
     for name, module in modules.items():
-        check_fit(one.folder, one.pieces(f"{name}.safetensors"), _tensors(module))
+        check_fit(one.folder, own.over(file := f"{name}.safetensors"), _tensors(module, own.of(file)))
+    layouts = find_layouts(modules.values())
     with taken_from(one.folder):
-        tree = join(one.json("state.json"), one.read(STATE), one.folder)
-        values, random, kinds = dict(tree["values"]), tree["random"], dict(tree.get("kinds", {}))
+        tree = join(one.json(own.text), {**one.read(STATE), **own.of(STATE)}, one.folder)
+        _check_layouts(one.folder, tree.get("layouts", []), describe_layouts(layouts))
+        values, random, kinds = dict(sharded(tree["values"], layouts)), tree["random"], dict(tree.get("kinds", {}))
         beside = {name: dict(tree.get("modules", {}).get(name, NOTHING)) for name in modules}
         for name, module in modules.items():
             check_buffers(module, beside[name]["buffers"])
@@ -230,7 +295,7 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, Tensor):
             fill(name, value, values[name])
     for name, module in modules.items():
-        _read_into(module, one, f"{name}.safetensors")
+        _read_into(module, one, f"{name}.safetensors", own.of(f"{name}.safetensors"))
         with taken_from(f"{name!r} of {one.folder}"):
             put_back_buffers(module, beside[name]["buffers"])
             put_back_attributes(module, beside[name].get("attributes", {}))
@@ -238,6 +303,37 @@ def _restore(one: Commit, state: Mapping[str, Any]) -> dict[str, Any]:
     with taken_from(one.folder):
         restore_random(random)
     return values
+
+
+def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
+    """Raise RunFolderError where the weights are spread over ranks in another way than those whose optimizer's state was saved."""
+    if saved != now:
+        then, found = ("; ".join(each) or "whole on every rank" for each in (saved, now))
+        raise RunFolderError(
+            f"{place} holds the state of weights that were {then}: they are {found} now",
+            hint="wrap the model as it was when the loop was saved, with the same mesh",
+        )
+
+
+class _Own:
+    """What one rank has for itself in a commit: tensors by `FILE/NAME`, and a tree of its own; nothing for the only process of a loop."""
+
+    def __init__(self, one: Commit, rank: str) -> None:
+        file, text = f"{rank}.safetensors", f"{rank}.json"
+        self._one = one
+        has_own = bool(rank and one.names(file))
+        self._pieces = one.pieces(file) if has_own else {}
+        self._tensors = one.read(file) if has_own else {}
+        self.text = text if any(entry.name == text for entry in one.manifest.files) else "state.json"
+
+    def of(self, file: str) -> dict[str, Tensor]:
+        """The tensors that this rank has in place of those of `file`, or beside them."""
+        return {name.removeprefix(f"{file}/"): each for name, each in self._tensors.items() if name.startswith(f"{file}/")}
+
+    def over(self, file: str) -> dict[str, Piece]:
+        """What `file` holds for this rank."""
+        own = {name.removeprefix(f"{file}/"): each for name, each in self._pieces.items() if name.startswith(f"{file}/")}
+        return {**self._one.pieces(file), **own}
 
 
 def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | None) -> None:

@@ -119,10 +119,9 @@ class Guard:
             step, "full-disk", f"the checkpoint of {deleted} was deleted before its time, the run continues", detail
         )
 
-    def slow_save(self, step: int, detail: str) -> GuardFault:
-        return GuardFault(
-            step, "slow-save", "the run continues and waits for the disk; a larger checkpoint.every costs less", detail
-        )
+    @staticmethod
+    def slow_save(step: int, detail: str, key: str = "checkpoint.every") -> GuardFault:
+        return GuardFault(step, "slow-save", f"the run continues and waits for the disk; a larger {key} costs less", detail)
 
     def damaged_commit(self, step: int, detail: str) -> GuardFault:
         return GuardFault(
@@ -133,7 +132,8 @@ class Guard:
     def lost_commit(step: int, detail: str) -> GuardFault:
         return GuardFault(step, "lost-commit", f"resuming {f'after step {step}' if step else 'from the start'}", detail)
 
-    def damaged_log(self, step: int, detail: str) -> GuardFault:
+    @staticmethod
+    def damaged_log(step: int, detail: str) -> GuardFault:
         return GuardFault(step, "damaged-log", "the line is left out", detail)
 
     def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:

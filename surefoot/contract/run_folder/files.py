@@ -16,6 +16,7 @@ from typing import BinaryIO
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
 ANY_ACCESS = getattr(os, "O_PATH", os.O_RDONLY)  # a folder on the way needs no right to list it
 LINK_REFUSED = "it is a symbolic link, and no file of a run folder is opened through one"
+RANKS = "ranks"  # the folder of what the other ranks than the first log
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 STATUS_FILE = Path("/proc/self/status")
 

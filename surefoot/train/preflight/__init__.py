@@ -6,7 +6,7 @@ from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, draws, norms
 from surefoot.train.record.compiling import eager
-from surefoot.train.record.unheld import describe_task
+from surefoot.train.record.noticed.unheld import describe_task
 from surefoot.train.resume.state import LiveState
 
 

@@ -23,7 +23,7 @@ from surefoot.train.failure.memory import WithinMemory
 from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import untouched
 from surefoot.train.record.convolutions import TimedConvolutions
-from surefoot.train.record.in_place import WatchedForWrites
+from surefoot.train.record.noticed.in_place import WatchedForWrites
 from surefoot.train.record.telling import Telling
 from surefoot.train.record.waited import Waited
 

@@ -16,7 +16,7 @@ from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
 from surefoot.train.record.compiling import Compiling
-from surefoot.train.record.movement import Movement
+from surefoot.train.record.noticed.movement import Movement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from surefoot.core.units import Duration, format_bytes, parse_bytes
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
+from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume import same
-from surefoot.train.resume.attribute_notes import AttributeNotes
 from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
 from surefoot.train.resume.slow_save import SaveRhythm
 from surefoot.train.resume.state import CLOCK, LiveState

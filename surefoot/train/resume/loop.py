@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,18 @@ from surefoot.components.data.sources.batch_digest import Difference, PassDigest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import RunFolderError, StorageError, TaskError
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import Duration
 from surefoot.runtime.attributes import AttributeTracker
+from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.quiet import read_streams
-from surefoot.train.resume.attribute_notes import AttributeNotes
+from surefoot.train.record.noticed.attribute_notes import AttributeNotes
+from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
+from surefoot.train.resume.loop_ranks import SaveTimer
+from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
 
 KEEP = 3
 OWN = ("loop", "data")
@@ -33,8 +38,10 @@ PLAIN = (bool, int, float, str, tuple, list, type(None))
 class LoopKeeper:
     """Saves a foreign loop between two of its steps, and puts it back where it was."""
 
-    def __init__(self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None) -> None:
-        self._folder, self._lock, self._objects, self._watched = folder, lock, objects, data
+    def __init__(
+        self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None, group: Group = ALONE
+    ) -> None:  # fmt: skip
+        self._folder, self._lock, self._objects, self._watched, self._group = folder, lock, objects, data, group
         self._data = data.data
         self._trackers = {name: AttributeTracker(each) for name, each in objects.items() if isinstance(each, nn.Module)}
         self._attribute_notes = AttributeNotes()
@@ -45,7 +52,11 @@ class LoopKeeper:
                 f"a loop of your own cannot be saved every {every!r}", hint='say it in steps or time, as "500 steps" or "10 min"'
             )
         self._every = duration
-        self._room = RoomMaker(folder)
+        self._timer = SaveTimer(group, float(duration.value)) if duration is not None and duration.unit == "s" else None
+        self._pace = SaveRhythm(None if self._timer is None or duration is None else float(duration.value))
+        self._is_regular = False  # whether the next save is one that was due
+        self._took: tuple[int, float] | None = None  # the step and seconds of the last save
+        self._room = RoomMaker(folder, group=group)
         self._last_s = time.monotonic()
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the pass before
@@ -62,13 +73,14 @@ class LoopKeeper:
 
     def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         """Load the newest whole commit: the counters of the loop (None where there is none), and what was damaged."""
-        checkpoint.clear_drafts(self._folder)
-        gone = find_gone(self._folder)
-        found = checkpoint.load(self._folder, self._objects)
+        if self._group.is_first:
+            checkpoint.clear_drafts(self._folder)
+        gone = find_gone(self._folder) if self._group.is_first else []
+        found = loop_ranks.load(self._folder, self._objects, self._group)
         self.lost_commits = describe_lost(gone, 0 if found is None else found.step)
         if found is None:
             return None, ()
-        checkpoint.retain(self._folder, keep=KEEP)  # what a kill between a commit and this left over
+        self._retain()  # what a kill between a commit and this left over
         with checkpoint.taken_from(f"the state after step {found.step:,}"):
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
@@ -178,7 +190,15 @@ class LoopKeeper:
         every = self._every
         if every is None:
             return False
-        return step % int(every.value) == 0 if every.unit == "steps" else time.monotonic() - self._last_s >= every.value
+        if self._timer is None:
+            self._is_regular = step % int(every.value) == 0
+        else:
+            self._is_regular = self._timer.is_due(step, time.monotonic() - self._last_s)
+        return self._is_regular
+
+    def take_slow(self) -> SlowSave | None:
+        """A save that took longer than the time to the next one, once, as of a run."""
+        return self._pace.take()
 
     def take_deleted(self) -> str | None:
         """The steps whose checkpoints were deleted to make room since the last call, in words."""
@@ -200,8 +220,11 @@ class LoopKeeper:
     def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
         """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
         started_s = self._last_s = time.monotonic()
-        if not self._lock.still_ours():
-            raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
+        is_regular, self._is_regular = self._is_regular, False
+        period_s = self._pace.measure(is_regular=is_regular)
+        if self._took is not None and period_s is not None:
+            self._pace.compare(*self._took, period_s)
+        self._took = None
         stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
         loop = {
             **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
@@ -211,9 +234,16 @@ class LoopKeeper:
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
         attributes = self._attributes()
-        made = self._room.write(lambda: checkpoint.save(self._folder, step, state, stamp, attributes))
-        checkpoint.retain(self._folder, keep=KEEP)
-        return made, time.monotonic() - started_s
+        made = self._room.write(lambda: loop_ranks.save(self._folder, step, state, stamp, self._group, self._lock, attributes))
+        self._retain()
+        self._took = (step, time.monotonic() - started_s)
+        self._pace.compare(*self._took, None)
+        self._pace.resumed(is_regular=is_regular)
+        return made, self._took[1]
+
+    def _retain(self) -> None:
+        if self._group.is_first:
+            checkpoint.retain(self._folder, keep=KEEP)
 
 
 def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
@@ -262,3 +292,34 @@ def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str,
         named[name] = value
     checkpoint.check_state(named)
     return named
+
+
+def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
+    """What can be promised of going on in the middle of `data`, and why: proven, replayed or none."""
+    if saves_its_place(data):
+        return "proven", "they save and restore their own place"
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return "proven", "any batch of them can be read by its number"
+    if isinstance(data, Iterator):
+        return "none", "an iterator is read once and cannot go back"
+    if getattr(data, "persistent_workers", False):
+        return "replayed", "they are read forwards again; new workers draw other random numbers than those that stayed would have"
+    return "replayed", "they are read forwards: going on reads what was read before once more"
+
+
+def saves_its_place(data: Any) -> bool:
+    """Whether it really does: some loaders have the methods and raise unless they were built for it (Accelerate's)."""
+    if not all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    try:
+        data.state_dict()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def length_of(data: Iterable[Any]) -> int | None:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,7 +17,9 @@ from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import NumbersError, RunFolderError
 from surefoot.runtime.comm import Group
-from surefoot.train.resume.state import LiveState
+
+if TYPE_CHECKING:
+    from surefoot.train.resume.state import LiveState
 
 HINT = "give all ranks one folder on a disk that they share, or each of them a copy of rank 0's"
 

@@ -35,7 +35,6 @@ from surefoot.train.resume.per_rank import rank_state
 from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
-RANKS = "ranks"
 UNWATCHED = (
     "layout.stall ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after layout.timeout ({timeout:g} s), named without "
     "its line"
@@ -198,7 +197,7 @@ def home_of(group: Group, run: Path) -> Path:
         return run
     group.from_first("")
     try:
-        return files.make_folder(run, f"{RANKS}/{group.rank}")
+        return files.make_folder(run, f"{files.RANKS}/{group.rank}")
     except OSError as error:
         words = f"{error.filename or run} cannot be written: {error.strerror}"
         raise StorageError(words, hint=hint_unwritten(error)) from error

@@ -17,6 +17,8 @@ from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MOST_IDS, Promise
 from surefoot.core.process.forked import never_end_in_children
 
+MAX_NESTED = 16  # samplers in one another
+
 
 class Watched:
     """`data` gives the batches of the given loader; of a plain DataLoader with a sampler, `take` returns the samples of each batch.
@@ -74,10 +76,14 @@ class Watched:
     # ---- what the order is drawn from
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators of the loader and of its samplers, each once."""
-        batches = getattr(self.data, "batch_sampler", None)
-        places = (self.data, getattr(self.data, "sampler", None), batches, getattr(batches, "sampler", None))
-        found = [getattr(place, "generator", None) for place in places]
+        """Return the generators of the loader and of its samplers, also of samplers in one another as Accelerate nests them, each once."""
+        places = [self.data]
+        for place in places:
+            inner = (getattr(place, name, None) for name in ("sampler", "batch_sampler"))
+            places += [
+                each for each in inner if each is not None and len(places) < MAX_NESTED and all(each is not one for one in places)
+            ]
+        found = [getattr(place, name, None) for place in places for name in ("generator", "synchronized_generator")]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def generator_states(self) -> list[Tensor]:
