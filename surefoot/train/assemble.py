@@ -37,6 +37,7 @@ from surefoot.train.environment import circumstances, describe_cudnn, find_devic
 from surefoot.train.evaluate import Evaluation, Reading, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
+from surefoot.train.record.noticed.moved_outside import keep_outside
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import Course
@@ -196,8 +197,10 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
+    resolved, kept = keep_outside(resolved, model, updates, is_split=sharded is not None)
     told = (
         modes
+        + kept
         + optim.describe_scaling(spec.optim, feed.largest)
         + describe_mode(spec, device.type)
         + describe_cudnn(spec, device.type)

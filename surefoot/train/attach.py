@@ -37,7 +37,7 @@ from surefoot.core.process.forked import Owner
 from surefoot.runtime.comm import Group
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
-from surefoot.train.record.noticed.unheld import Unheld
+from surefoot.train.record.noticed.unheld import Unheld, variables
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.loop import (
@@ -93,9 +93,10 @@ def attach(
     optim.check_shaped(model)
     wanted = None if folder is None else Path(folder)
     group = loop_ranks.find_group(wanted)
-    objects = group.settle(lambda: name_objects(loop_ranks.bare(model, group), optimizers, state or {}))
+    caller, bare = sys._getframe(1), loop_ranks.bare(model, group)
+    objects, kept = group.settle(lambda: name_objects(bare, optimizers, state or {}, variables(caller)))
     unheld = Unheld(objects, optimizers, data)
-    reported = unheld.find(sys._getframe(1))
+    reported = [*kept, *unheld.find(caller)]
     notes = loop_ranks.describe_buckets(group, model)
     return Attached(_Record(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)))
 

@@ -34,6 +34,7 @@ from surefoot.train.assemble import build_model, load_task, set_storage
 from surefoot.train.evaluate import Evaluation, batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
+from surefoot.train.record.noticed.moved_outside import load_outside
 from surefoot.train.step.reading import read_split
 
 ENDINGS = (".safetensors", ".npz")
@@ -50,8 +51,10 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     if task is None or isinstance(task, str):
         return load_with_task(Path(run), step, use=task)[0]
     found = _find_step(Path(run), step)
-    model = _build(resolve(task), spec_file.read_of_run(Path(run), checks_task=False).spec)
+    resolved = resolve(task)
+    model = _build(resolved, spec_file.read_of_run(Path(run), checks_task=False).spec)
     checkpoint.load_into(model, Path(run), found, widen=True)
+    load_outside(resolved, model, Path(run), found)
     return model.eval()
 
 
@@ -68,6 +71,7 @@ def load_with_task(
     task = load_task(origin.spec)
     model = _build(task, origin.spec)
     checkpoint.load_into(model, run, found, widen=True)
+    load_outside(task, model, run, found)
     return model.eval(), task, origin.spec, found
 
 
@@ -225,7 +229,7 @@ def _told_if_unwritten(path: Path) -> Iterator[None]:
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
     """Raise RunFolderError, listing both sides, unless `weights` are those of the spec's model by name and shape."""
     model = build_model(spec, load_task(spec))
-    own = checkpoint.held_by(model).tensors
+    own = checkpoint.held_by(model, weights).tensors
     stored = {
         name: torch.empty(tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta")
         for name, tensor in weights.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,8 +32,12 @@ class Held(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def held_by(module: nn.Module) -> Held:
-    """All that a module holds. Raises TaskError for a lazy layer that has no tensors yet."""
+def held_by(module: nn.Module, stored: Collection[str] | None = None) -> Held:
+    """All that a module holds. Raises TaskError for a lazy layer that has no tensors yet.
+
+    A state dict of the module's own may give a tensor with other bits (a cast): the tensor itself is held in its place. It may leave
+    parameters out: those that are trained are held all the same, or of those the ones in `stored`, which a checkpoint names.
+    """
     for name, each in chain(module.named_parameters(), module.named_buffers()):
         check_shaped(name, each)
     own = [*module.parameters(), *module.buffers()]
@@ -41,13 +45,27 @@ def held_by(module: nn.Module) -> Held:
     places: set[tuple[Any, ...]] | None = None
     state = module.state_dict(keep_vars=True)
     tensors, extra = dict[str, Tensor](), dict[str, Any]()
+    live = {} if _is_flattened(module) else {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, value in state.items():
         is_own = id(value) in known
         if isinstance(value, Tensor) and not is_own:  # a hook may have detached it
             places = {_place(each) for each in own} if places is None else places
             is_own = _place(value) in places
+            if not is_own and name in live:
+                value, is_own = live[name], True
         (tensors if is_own else extra)[name] = value
+    saved = {id(each) for each in tensors.values()}
+    left = {name: each for name, each in live.items() if isinstance(each, nn.Parameter) and id(each) not in saved}
+    left = {name: each for name, each in left.items() if (each.requires_grad if stored is None else name in stored)}
+    saved_places = {_place(each) for each in tensors.values()} if left else set()
+    tensors |= {name: each for name, each in left.items() if name not in state and _place(each) not in saved_places}
     return Held(tensors, extra, {name: buffer for name, buffer in module.named_buffers() if name not in state})
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether FSDP1 has put the parameters of a module into flat ones, which its state dict makes wholes of."""
+    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return any(isinstance(each, kind) for each in module.modules())
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:

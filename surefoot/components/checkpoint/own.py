@@ -138,7 +138,8 @@ def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = 
     is damaged.
     """
     one = Commit(Path(folder), step)
-    check_fit(one.folder, one.pieces(MODEL), _tensors(model), widen=widen)
+    stored = one.pieces(MODEL)
+    check_fit(one.folder, stored, _tensors(model, stored=stored), widen=widen)
     commits.check(one.folder)
     _read_into(model, one, MODEL, widen=widen)
     return one.manifest
@@ -232,9 +233,9 @@ def _of_masters(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return with_local_rows({name: master_of(tensor) for name, tensor in held.items()})
 
 
-def _tensors(module: nn.Module, own: Collection[str] = ()) -> dict[str, Tensor]:
-    """The tensors that a commit is read into; of those in `own` the commit holds what this rank has, known as no part of a whole."""
-    live = _of_masters(held_by(module).tensors)
+def _tensors(module: nn.Module, own: Collection[str] = (), stored: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors that a commit with `stored` is read into; of those in `own` it holds what this rank has, known as no part of a whole."""
+    live = _of_masters(held_by(module, stored).tensors)
     return {name: tensor.detach() if name in own else tensor for name, tensor in live.items()}
 
 
@@ -246,7 +247,7 @@ def _read_into(
     module: nn.Module, one: Commit, file: str, own: Mapping[str, Tensor] = MappingProxyType({}), *, widen: bool = False
 ) -> None:  # fmt: skip
     """Read the tensors of a module from `file`; those that are in `own` instead are copied from there."""
-    live = _tensors(module, own)
+    live = _tensors(module, own, {*one.pieces(file), *own})
     if not own:
         read_weights(one, live, file, widen=widen)
     elif one.names(file):
@@ -271,7 +272,8 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     if absent:
         raise RunFolderError(f"{one.folder} holds no {absent[0]}.safetensors", hint="load what was saved, by the same names")
     for name, module in modules.items():
-        check_fit(one.folder, own.over(file := f"{name}.safetensors"), _tensors(module, own.of(file)))
+        stored = own.over(file := f"{name}.safetensors")
+        check_fit(one.folder, stored, _tensors(module, own.of(file), stored))
     layouts = find_layouts(modules.values())
     with taken_from(one.folder):
         tree = join(one.json(own.text), {**one.read(STATE), **own.of(STATE)}, one.folder)

@@ -25,6 +25,7 @@ from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.quiet import read_streams
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
+from surefoot.train.record.noticed.moved_outside import find_beside
 from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
 from surefoot.train.resume.loop_ranks import SaveTimer
@@ -278,8 +279,13 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
     return notes
 
 
-def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a loop's commit holds, by name. Raises TaskError for what cannot be put back in place, or saved."""
+def name_objects(
+    model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any], variables: Iterable[tuple[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """All that a loop's checkpoint holds, by name, and what to tell of it; what an optimizer trains besides is looked for in `variables`.
+
+    Raises TaskError for what cannot be put back in place, or saved, and for a trained parameter that is found nowhere.
+    """
     named = {"model": model, **{f"optimizer-{number}" if number else "optimizer": each for number, each in enumerate(optimizers)}}
     for name, value in more.items():
         if name in named or name in OWN:
@@ -290,8 +296,10 @@ def name_objects(model: nn.Module, optimizers: Sequence[Any], more: Mapping[str,
                 hint="give objects with state_dict and load_state_dict, as schedulers and scalers have",
             )
         named[name] = value
+    beside, told = find_beside(named, optimizers, variables)
+    named |= beside
     checkpoint.check_state(named)
-    return named
+    return named, told
 
 
 def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:

@@ -208,7 +208,7 @@ def check_can_begin_anew(chosen: Chosen) -> None:
 def _load_weights(commit: Commit, assembly: Assembly) -> str:
     """Read what fits by name and shape; gives what was loaded and what was not, in words."""
     stored = commit.pieces(checkpoint.MODEL)
-    own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model).tensors.items()}
+    own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()}
     shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}  # a rank may hold some rows of each
     fits = {name for name, piece in stored.items() if shapes.get(name) == piece.shape}
     reshaped = [f"{n} {list(p.shape)}, now {list(shapes[n])}" for n, p in stored.items() if n in own and n not in fits]

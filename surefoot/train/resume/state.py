@@ -293,7 +293,8 @@ class LiveState:
         `adapt` may change the tree of what is neither weight nor tensor of the optimiser: a fork takes some of it from its own spec.
         With `keep_buffers` those of another shape that no state dict holds stay the model's own: its task is another.
         """
-        own = {name: master_of(tensor) for name, tensor in checkpoint.held_by(self._model).tensors.items()}
+        held_tensors = checkpoint.held_by(self._model, commit.pieces(checkpoint.MODEL)).tensors
+        own = {name: master_of(tensor) for name, tensor in held_tensors.items()}
         skeleton = commit.json("state.json")
         self._check_fit(commit, skeleton)
         with checkpoint.taken_from(commit.folder):

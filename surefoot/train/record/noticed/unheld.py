@@ -38,7 +38,7 @@ class Unheld:
 
     def find(self, caller: FrameType | None = None) -> list[str]:
         """A line for each object that was not reported before: of the variables of the caller, and schedulers of these optimizers."""
-        names = dict(_variables(caller))
+        names = dict(variables(caller))
         found = {id(each): each for each in names.values() if self._is_state(each)}
         found |= {id(each): each for each in self._schedulers()}
         inside = {part for each in found.values() for part in _with_parts([each]) if part != id(each)}
@@ -83,7 +83,7 @@ def _saves_state(kind: type) -> bool:
     return all(callable(getattr(kind, part, None)) for part in ("state_dict", "load_state_dict"))
 
 
-def _variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
+def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
     """The variables of a frame by the code that reads them, those of `self` too; without a frame those of the script."""
     if caller is None:
         yield from vars(sys.modules["__main__"]).copy().items()

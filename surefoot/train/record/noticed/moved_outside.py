@@ -1,0 +1,266 @@
+"""What optimizers move outside of the model: found where the user's own objects hold it, so that checkpoints hold it too, or refused."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from surefoot.components import checkpoint
+from surefoot.components.optim import leaf_of
+from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.runtime.attributes.values import find_leaves, named_attributes
+from surefoot.train.quiet import restore_entry
+
+if TYPE_CHECKING:
+    from surefoot.contract.task import Resolved
+    from surefoot.train.step import LiveUpdate
+
+TREE = "state.json"
+MOST_DEPTH = 4  # attributes of attributes, lists in dicts
+MOST_PARTS = 1000  # of one list or dict that are looked at
+OF_TORCH = ("_parameters", "_buffers", "_modules")  # where a module registers what it holds
+OPAQUE = (Optimizer, FunctionType, MethodType, ModuleType, type, str, bytes, int, float, complex)
+Holders = dict[str, nn.Module | Tensor]
+
+
+def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
+    """The trained tensors among `moved` that none of the objects `saved` holds, by themselves or in their state dicts."""
+    leaves = {id(leaf): leaf for leaf in map(leaf_of, moved) if leaf.requires_grad}
+    others = []
+    for each in saved:
+        if isinstance(each, nn.Module):
+            for parameter in each.parameters():
+                leaves.pop(id(parameter), None)
+        elif isinstance(each, Tensor):
+            leaves.pop(id(each), None)
+        else:
+            others.append(each)
+    for each in saved if leaves else ():
+        for tensor in _attributes_of(each) if isinstance(each, nn.Module) else ():
+            leaves.pop(id(tensor), None)
+    if leaves:
+        places = {_place(tensor) for each in others if hasattr(each, "state_dict") for tensor in _tensors(each.state_dict())}
+        return [leaf for leaf in leaves.values() if _place(leaf) not in places]
+    return []
+
+
+def find_holders(outside: Sequence[Tensor], roots: Mapping[str, Any], saved: Sequence[Any]) -> tuple[Holders, list[Tensor]]:
+    """Modules, else tensors, that hold what is `outside`, by the code that reads them below `roots`; and what was not found."""
+    left = {id(each): each for each in outside}
+    taken = {id(parameter) for each in saved if isinstance(each, nn.Module) for parameter in each.parameters()}
+    found: Holders = {}
+    for wanted in (nn.Module, Tensor):  # a list of parameters is a list of those of modules, mostly
+        for name, value in walk(roots):
+            if not left:
+                break
+            if isinstance(value, wanted):
+                for path, each in _cover(name, value, left, taken):
+                    found[path] = each
+    return found, list(left.values())
+
+
+def _attributes_of(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors in plain attributes of modules, which checkpoints hold where they change."""
+    for value in named_attributes(module).values():
+        yield from (leaf for leaf in find_leaves(value) or () if isinstance(leaf, Tensor))
+
+
+def _cover(name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken: set[int]) -> Iterator[tuple[str, Any]]:
+    """The module itself, or where it shares parameters with what is saved those parts of it that do not; takes them out of `left`."""
+    if isinstance(value, Tensor):
+        if left.pop(id(value), None) is not None:
+            yield name, value
+        return
+    held = {id(each) for each in value.parameters()}
+    if not held & left.keys():
+        return
+    if not held & taken:
+        for number in held:
+            left.pop(number, None)
+        yield name, value
+        return
+    for key, parameter in value.named_parameters(recurse=False):
+        yield from _cover(f"{name}.{key}", parameter, left, taken)
+    for key, child in value.named_children():
+        yield from _cover(f"{name}.{key}", child, left, taken)
+
+
+def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Every module and tensor below `roots` with the code that reads it, the nearest first: in attributes, lists, tuples and dicts."""
+    todo, seen = deque((name, value, 0) for name, value in roots.items()), set[int]()
+    while todo:
+        name, value, depth = todo.popleft()
+        if id(value) in seen or isinstance(value, OPAQUE):
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module | Tensor):
+            yield name, value
+        if isinstance(value, Tensor) or depth == MOST_DEPTH:
+            continue
+        todo.extend((path, part, depth + 1) for path, part in _parts(name, value))
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value[:MOST_PARTS]))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items())[:MOST_PARTS] if isinstance(key, str | int))
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules():
+            inside = f"{name}.{path}" if path else name
+            if path:
+                yield inside, module
+            yield from ((f"{inside}.{key}", part) for key, part in vars(module).items() if key not in OF_TORCH)
+    elif not type(value).__module__.startswith(("torch", "numpy", "pandas", "builtins")):
+        yield from ((f"{name}.{key}", part) for key, part in list(getattr(value, "__dict__", {}).items()))
+
+
+def describe_kept(holders: Mapping[str, Any]) -> list[str]:
+    """A line on what is saved beside the model, since an optimizer moves it."""
+    if not holders:
+        return []
+    told = ", ".join(f"{name} ({type(value).__name__})" for name, value in holders.items())
+    return [f"an optimizer trains {told} outside of the model: checkpoints hold it too"]
+
+
+def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
+    """Raise TaskError for trained tensors that were not found anywhere."""
+    if left:
+        shapes = ", ".join(str(list(each.shape)) for each in left[:3]) + (" ..." if len(left) > 3 else "")
+        raise TaskError(
+            f"an optimizer trains {len(left)} parameter{'s' * (len(left) > 1)} that no checkpoint would hold, of shape {shapes}: "
+            "the model does not register them",
+            hint=f"register them in the model (a submodule, nn.ModuleList in place of a list), or name what holds them {what_to_name}; "
+            "if the model was changed after its optimizer was built, build the optimizer last",
+        )
+
+
+# ---- of a run
+
+
+def keep_outside(
+    task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate], *, is_split: bool
+) -> tuple[Resolved, list[str]]:
+    """The task with what its optimizers train outside of the model in its `state()`, and a line that says so.
+
+    Raises TaskError for what is found nowhere, or where `is_split` the ranks hold rows of the model's parameters alone.
+    """
+    own = task.state
+    moved = [parameter for update in updates for parameter in update.guarded.parameters]
+    outside = find_outside(moved, [model])
+    if not outside:
+        return task, []
+    if is_split:
+        raise TaskError(
+            f"the optimizer trains a parameter of shape {list(outside[0].shape)} outside of the model, and layout.shard splits the "
+            "parameters of the model alone",
+            hint="register it in the model, or train with layout.replicate alone",
+        )
+    named = list(own().values()) if own is not None else []
+    outside = find_outside(outside, [_AsSaved(each) if isinstance(each, nn.Module) else each for each in named])
+    held, left = find_holders(outside, roots_of_task(task, model), [model, *named])
+    refuse(left, "in the task's state()")
+    if not held:
+        return task, []
+
+    def state() -> Mapping[str, Any]:
+        return {**(own() if own is not None else {}), **held}
+
+    words = {**task.state_on_ranks, **dict.fromkeys(held, "replicated")}
+    return replace(task, state=state, state_on_ranks=words), describe_kept(held)  # type: ignore[arg-type]
+
+
+class _AsSaved:
+    """A module by its state dict alone, which may leave parameters out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state_dict = module.state_dict
+
+
+def roots_of_task(task: Resolved, model: nn.Module) -> dict[str, Any]:
+    """Where a task keeps what its optimizer trains: plain attributes of the model, its own attributes, globals of its file."""
+    attributes = {f"self.{name}": value for name, value in getattr(task.task, "__dict__", {}).items()}
+    module = sys.modules.get(type(task.task).__module__)
+    return {"model": model, **attributes, **(vars(module).copy() if module is not None else {})}
+
+
+def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None:
+    """Give what was trained outside of the model its weights of a checkpoint, so that a loaded task computes what the run did.
+
+    Raises RunFolderError where the task no longer has it.
+    """
+    one = checkpoint.Commit(run, step)
+    if not any(entry.name == TREE for entry in one.manifest.files):
+        return
+    tree = one.json(TREE)
+    updates = tree.get("optimizer") if isinstance(tree, dict) else None
+    if not any("shapes" in each for update in (updates or {}).values() for each in update["optimizers"]):
+        return  # nothing was trained but the model
+    with checkpoint.taken_from(one.folder):
+        saved = checkpoint.join(tree["task"], one.read("state.safetensors"), one.folder)
+    named = task.state() if task.state is not None else {}
+    known: Holders = {name: value for name, value in named.items() if isinstance(value, nn.Module | nn.Parameter)}
+    wanted = {name for name in saved if name not in named}
+    known |= {name: value for name, value in walk(roots_of_task(task, model)) if name in wanted}
+    if lost := sorted(wanted - known.keys()):
+        raise RunFolderError(
+            f"{one.folder} holds the weights of {lost[0]}, which the task does not have",
+            hint="build in model(), or when the task is made, what its optimizer trains",
+        )
+    for name, value in known.items():
+        if name in saved:
+            restore_entry(name, value, saved[name])
+            if isinstance(value, nn.Module):
+                value.eval()
+
+
+# ---- of a loop
+
+
+def find_beside(
+    objects: Mapping[str, Any], optimizers: Sequence[Any], variables: Iterable[tuple[str, Any]]
+) -> tuple[Holders, list[str]]:
+    """What the optimizers of a loop train that none of its objects holds, by names that files can have; and a line that says so.
+
+    Raises TaskError for what is found in no variable of the loop.
+    """
+    moved = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    saved = list(objects.values())
+    outside = find_outside(moved, saved)
+    if not outside:
+        return {}, []
+    held, left = find_holders(outside, {"model": objects["model"], **dict(variables)}, saved)
+    refuse(left, "in attach: state={'head': head}")
+    made: Holders = {}
+    for name, value in held.items():
+        plain = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name).strip("-") or "part"
+        while plain in objects or plain in made:
+            plain += "-2"
+        made[plain] = value
+    return made, describe_kept(held)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's numbers are; of one without a place of its own, which it is."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
+        return (id(tensor),)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
