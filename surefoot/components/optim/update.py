@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from surefoot.components.optim import fused, saving
 from surefoot.components.optim.kinds.by_group import ByGroup, Driven
-from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.components.optim.masters import publish
 from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
@@ -75,8 +74,7 @@ class GuardedUpdate:
     def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Each tensor that is moved, with what its optimiser keeps of it."""
         for optimizer, held in zip(self.optimizers, self._held, strict=True):
-            moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            yield from ((holder, optimizer.state.get(parameter, {})) for holder, parameter in zip(held, moved, strict=True))
+            yield from ((parameter, optimizer.state.get(parameter, {})) for parameter in held)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
         """All that a checkpoint must hold, by the parameters' `names` (id -> name); tensors are not copied."""
@@ -247,8 +245,6 @@ class GuardedUpdate:
         grads = [parameter.grad for parameter in held if parameter.grad is not None]
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
-        if isinstance(optimizer, FlatMuon):
-            optimizer.lend_gradients()
         optimizer.step()
 
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -290,9 +286,7 @@ def _how_not_fused(optimizer: Optimizer) -> str:
 
 
 def _holders(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that receive the gradients: the optimiser's own, or the filters that a FlatMuon sees as matrices."""
-    if isinstance(optimizer, FlatMuon):
-        return optimizer.originals()
+    """The parameters of an optimizer, which receive the gradients, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
