@@ -188,7 +188,7 @@ def test_muon_takes_filters_and_hidden_matrices_and_leaves_the_rest_to_adamw() -
     built = optim.build(OptimTable(name="muon", lr=0.01), optim.find_trained(model))
     muon, adamw = built.optimizers
     assert isinstance(muon, optim.FlatMuon)
-    assert {tuple(p.shape) for group in muon.param_groups for p in group["params"]} == {(4, 9), (8, 144)}
+    assert {tuple(p.shape) for group in muon.param_groups for p in group["params"]} == {(4, 1, 3, 3), (8, 144)}
     kept = {id(p) for group in adamw.param_groups for p in group["params"]}
     assert id(model[6].weight) in kept, "the head belongs to AdamW"
 
@@ -202,7 +202,7 @@ def test_muon_on_a_filter_equals_muon_on_the_same_matrix(memory_format: torch.me
     theirs = torch.optim.Muon([matrix], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for _ in range(4):
         filters.grad = torch.randn(6, 5, 3, 3).to(memory_format=memory_format)
-        matrix.grad = as_matrix(filters.grad).clone()
+        matrix.grad = as_matrix(filters.grad, like=filters).clone()
         ours.step_if_finite()
         theirs.step()
     torch.testing.assert_close(as_matrix(filters.detach()), matrix.detach())

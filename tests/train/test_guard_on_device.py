@@ -47,7 +47,7 @@ def worked(
         assert isinstance(applied, Tensor) is on_device
         told.append((float(norm), bool(applied), [float(group["lr"]) for group in guarded.groups] if applied else []))
     rates = guarded.rates
-    assert rates == [base * curve(12 - len(bad)) for base in guarded._base_rates]
+    assert rates == [0.05 * group.get("rate", 1.0) * curve(12 - len(bad)) for group in guarded.groups]
     return [tensor.detach().clone() for tensor in model.state_dict().values()], told, guarded.applied_steps
 
 

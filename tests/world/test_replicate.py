@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from surefoot.components.parallel import JoinedBuffers, Replicas, Totals, join_batchnorm
 from surefoot.contract.spec import RunSpec
+from surefoot.core.errors import TaskError
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.runtime.comm import Group
 from tests.train.small import TEXT
@@ -311,3 +312,54 @@ def test_what_ranks_tell_each_other_may_name_files_whose_names_are_no_text(tmp_p
         return [each == f"{rank}: caf\udce9" for rank, each in enumerate(group.exchange(f"{group.rank}: caf\udce9"))]
 
     assert together(2, job, tmp_path) == [[True, True]] * 2
+
+
+def _two_passes(replicas: Replicas, weight: nn.Parameter) -> None:
+    replicas.arm()
+    (weight * 2).sum().backward()
+    (weight * 3).sum().backward()
+
+
+def _two_arms(replicas: Replicas, weight: nn.Parameter) -> None:
+    for factor in (2, 3):
+        replicas.arm()
+        (weight * factor).sum().backward()
+
+
+def _a_third_pass(replicas: Replicas, weight: nn.Parameter) -> None:
+    (weight * 2).sum().backward()
+    _two_passes(replicas, weight)
+
+
+@pytest.mark.parametrize("misuse", [_two_passes, _two_arms, _a_third_pass])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_backward_pass_after_arm_is_refused_where_gradients_are_on_their_way(
+    misuse: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def job(group: Group) -> Any:
+        weight = nn.Parameter(torch.ones(4, dtype=dtype))
+        try:
+            misuse(Replicas([weight], group), weight)
+        except TaskError as error:
+            return [error.message, error.hint]
+        return ["nothing was refused", ""]
+
+    for message, hint in together(2, job, tmp_path):
+        assert "a second backward pass after arm()" in message or "arm() was called twice" in message
+        assert "before the last backward pass" in hint
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_grows_before_its_bucket_is_sent_is_summed_whole(dtype: torch.dtype, tmp_path: Path) -> None:
+    def job(group: Group) -> Any:
+        first, second = (nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
+        replicas = Replicas([first, second], group)
+        replicas.arm()
+        (first * 2).sum().backward()  # the bucket waits for `second`
+        (first * 3).sum().backward()
+        second.sum().backward()
+        replicas.finish()
+        assert first.grad is not None
+        return first.grad.tolist()
+
+    assert together(2, job, tmp_path) == [[10.0] * 4] * 2

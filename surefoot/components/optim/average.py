@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surefoot.components.optim.fused import move_towards
 from surefoot.components.optim.masters import publish
+from surefoot.components.optim.saving import MOST_SAID
 from surefoot.contract.state import laid_by
+from surefoot.core.errors import RunFolderError
 
 
 class WeightAverage:
-    """average = d * average + (1 - d) * weights with d = min(decay, (1 + t) / (10 + t)), t counting from 0 (as in tf.train's)."""
+    """average = d * average + (1 - d) * weights with d = min(decay, (1 + n) / (10 + n)), n updates so far (as in tf.train's).
 
-    def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
+    With `ramp=False` d is `decay` from the first update on, as in torch.optim.swa_utils. The averages begin as the weights are when this
+    is built. `buffers`, as `model.buffers()`, are averaged by the same formula, those of integers copied, as AveragedModel does with
+    use_buffers=True; without them the model keeps its own buffers while the averages are swapped in.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], decay: float, *, ramp: bool = True, buffers: Iterable[Tensor] = ()
+    ) -> None:  # fmt: skip
         self.decay = decay
+        self.ramp = ramp
         self._num_updates: int | Tensor = 0
         self.parameters = list(parameters)
-        self.averages = [laid_by(parameter.detach().clone(), parameter) for parameter in parameters]
+        self.averages = [laid_by(parameter.detach().clone(), parameter) for parameter in self.parameters]
+        self.buffers = list(buffers)
+        self.buffer_averages = [buffer.detach().clone() for buffer in self.buffers]
 
     @property
     def num_updates(self) -> int:
@@ -35,16 +48,45 @@ class WeightAverage:
         """Follow the weights after a step that was applied; where that is known on the device only, nobody waits for it."""
         done = self._num_updates
         if isinstance(applied, Tensor):
-            self._move(
-                (1.0 - ((1 + done) / (10 + done + torch.zeros_like(applied, dtype=torch.float32))).clamp(max=self.decay))
-                * applied
-            )
+            ramped = (1 + done) / (10 + done + torch.zeros_like(applied, dtype=torch.float32))
+            decay = ramped.clamp(max=self.decay) if self.ramp else torch.full_like(ramped, self.decay)
+            self._move((1.0 - decay) * applied)
         elif applied:
-            self._move(1.0 - min(self.decay, (1 + done) / (10 + done)))
+            self._move(1.0 - (min(self.decay, (1 + done) / (10 + done)) if self.ramp else self.decay))
         self._num_updates = done + applied
 
     def _move(self, share: float | Tensor) -> None:
         move_towards(self.averages, [parameter.detach() for parameter in self.parameters], share)
+        pairs = list(zip(self.buffer_averages, self.buffers, strict=True))
+        averaged = [(average, buffer) for average, buffer in pairs if buffer.is_floating_point() or buffer.is_complex()]
+        if averaged:
+            move_towards([average for average, _ in averaged], [buffer for _, buffer in averaged], share)
+        for average, buffer in pairs:
+            if not (buffer.is_floating_point() or buffer.is_complex()):
+                average.copy_(torch.where(share > 0, buffer, average) if isinstance(share, Tensor) else buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of updates and the averages themselves, not copied."""
+        return {"num_updates": self.num_updates, "averages": [*self.averages], "buffers": [*self.buffer_averages]}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Copy what `state_dict` gave into the averages. Raises RunFolderError where it is that of other parameters or buffers."""
+        held = {"averages": self.averages, "buffers": self.buffer_averages}
+        for name, tensors in held.items():
+            shapes, given = [tuple(each.shape) for each in tensors], [tuple(each.shape) for each in saved[name]]
+            if shapes != given:
+                kind = "parameters" if name == "averages" else "buffers"
+                raise RunFolderError(
+                    f"the saved averages are of {len(given)} {kind}, of the shapes {given}, and this one has {len(shapes)}: {shapes}"[
+                        :MOST_SAID
+                    ],
+                    hint="build the WeightAverage over the parameters and buffers that it had, in the same order",
+                )
+        for name, tensors in held.items():
+            for average, value in zip(tensors, saved[name], strict=True):
+                average.copy_(value)
+        self._num_updates = int(saved["num_updates"])
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -57,7 +99,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for parameter, average in zip(self.parameters, self.averages, strict=True):
+        for parameter, average in zip([*self.parameters, *self.buffers], [*self.averages, *self.buffer_averages], strict=True):
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)

@@ -89,6 +89,8 @@ class Group(Protocol):
 
     def count_traced(self, applied: Tensor) -> None: ...
 
+    def is_current(self) -> bool: ...
+
 
 class FusedGroup:
     """One parameter group with its state as flat lists, ready for the kernel."""
@@ -97,6 +99,7 @@ class FusedGroup:
         self.group = group
         self._params: list[Tensor] = list(group["params"])
         states = [optimizer.state[parameter] for parameter in self._params]
+        self._optimizer = optimizer
         self._is_sgd = isinstance(optimizer, SGD)
         self._states = states
         self._steps: list[Tensor] = [] if self._is_sgd else [state["step"] for state in states]
@@ -107,6 +110,19 @@ class FusedGroup:
         self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
         rows = zip(self._params, *(row for row in (self._first, self._second, self._buffers) if row), strict=True)
         self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
+
+    def is_current(self) -> bool:
+        """Whether the lists hold what the optimizer's state holds now."""
+        every = self._optimizer.state
+        if any(every.get(parameter) is not state for parameter, state in zip(self._params, self._states, strict=True)):
+            return False
+        rows = {"step": self._steps, "exp_avg": self._first, "exp_avg_sq": self._second, "momentum_buffer": self._buffers}
+        return all(
+            state.get(name) is tensor
+            for name, row in rows.items()
+            if row
+            for state, tensor in zip(self._states, row, strict=True)
+        )
 
     @property
     def _momentum(self) -> list[Tensor]:

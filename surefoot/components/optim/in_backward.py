@@ -32,8 +32,15 @@ class UpdateInBackward:
         self._places: dict[int, tuple[FusedGroup, int]] = {}
         self._norms: list[Tensor] = []
         self._is_on = False
-        for parameter in guarded.parameters:
-            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+        self._hooked: set[Tensor] = set()
+        self._hook()
+
+    def _hook(self) -> None:
+        """Let each parameter move in the backward pass, those of groups that were added later, too."""
+        for parameter in self._guarded.parameters:
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     def step(self, run_backward: Callable[[], None]) -> float:
         """Run the backward pass and update on the way; gives the norm of all gradients.
@@ -54,6 +61,7 @@ class UpdateInBackward:
 
     def run(self, run_backward: Callable[[], None]) -> None:
         """The pass alone, at the rates that are set."""
+        self._hook()
         self._places = self._guarded.places() or {}  # taken again: a resume replaces them
         self._norms, self._is_on = [], True
         try:

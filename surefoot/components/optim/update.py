@@ -7,6 +7,7 @@ counter and learning rate stay tensors on the device and nobody waits.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from surefoot.components.optim import fused, saving
 from surefoot.components.optim.kinds.by_group import ByGroup, Driven
-from surefoot.components.optim.kinds.muon import FlatMuon
+from surefoot.components.optim.learning_rates import LearningRates
 from surefoot.components.optim.masters import publish
 from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError
@@ -33,6 +34,9 @@ class GuardedUpdate:
 
     `curve(applied_steps)` multiplies every group's rate, `momentum_curve` replaces its momentum (one-cycle). `clip` is the largest global
     norm, 0 for none, `clip_value` the largest absolute value of an element. Raises SpecError for limits that are none.
+
+    Groups, states and, without a curve, learning rates are read from the optimizers at every step: what is loaded or added later, or set
+    by a scheduler of torch, counts.
     """
 
     def __init__(
@@ -41,24 +45,14 @@ class GuardedUpdate:
     ) -> None:  # fmt: skip
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
-        self.groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
-        self._held = [_holders(each) for each in self.optimizers]
-        self.parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
         self.applied_steps = 0
-        self._masters = [parameter for parameter in self.parameters if leaf_of(parameter) is not parameter]
         self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # set where other ranks hold other parts of the gradients
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
-        self._base_rates = [float(group["lr"]) * group.get("rate", 1.0) for group in self.groups]
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._learning_rates = LearningRates(has_curve=curve is not None)
+        self._take_optimizers()
+        device = self._scale.device
         asynchronous = device.type != "cpu" if on_device is None else on_device
-        for each in self.optimizers:
-            if fused.supports(each):
-                fused.create_state(each)
-        self._take_groups()
-        self._is_wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)
-        self._scale = torch.ones((), device=device, dtype=torch.float64 if self._is_wide else torch.float32)
-        self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.groups]
         self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
         if self.on_device and total_steps is not None:
             table = [self._curve(step) for step in range(total_steps + 1)]
@@ -68,18 +62,58 @@ class GuardedUpdate:
             self._table = torch.tensor(table, dtype=torch.float64, device=device)
             self._applied = torch.zeros((), dtype=torch.int64, device=device)
 
-    def _take_groups(self) -> None:
-        """The fused groups hold the tensors of the state as lists: taken again whenever those are replaced."""
+    def _take_optimizers(self) -> None:
+        """Read groups, parameters and states of the optimizers: the fused groups hold their tensors as lists."""
+        self._groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
+        self._held = [_holders(each) for each in self.optimizers]
+        self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
+        self._masters = [parameter for parameter in self._parameters if leaf_of(parameter) is not parameter]
+        for each in self.optimizers:
+            each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that step() is never called
+            if fused.supports(each):
+                fused.create_state(each)
+        self._states = [each.state for each in self.optimizers]
         self._fused = [_groups_of(each) for each in self.optimizers]
+        self._learning_rates.take(self._groups)
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        is_wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
+        self._scale = torch.ones((), device=device, dtype=torch.float64 if is_wide else torch.float32)
+        self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self._groups]
+
+    def _follow_optimizers(self) -> None:
+        """Read the optimizers again where their owner has changed them: by `load_state_dict`, by `add_param_group`, or by assignment."""
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        if (
+            _are_same(groups, self._groups)
+            and _are_same(parameters, self._parameters)
+            and _are_same([each.state for each in self.optimizers], self._states)
+            and all(each.is_current() for held in self._fused for each in held or ())
+        ):
+            return
+        self._take_optimizers()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, as they are now."""
+        self._follow_optimizers()
+        return self._groups
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all optimizers, as they are now."""
+        self._follow_optimizers()
+        return self._parameters
 
     def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Each tensor that is moved, with what its optimiser keeps of it."""
+        self._follow_optimizers()
         for optimizer, held in zip(self.optimizers, self._held, strict=True):
-            moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            yield from ((holder, optimizer.state.get(parameter, {})) for holder, parameter in zip(held, moved, strict=True))
+            yield from ((parameter, optimizer.state.get(parameter, {})) for parameter in held)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
         """All that a checkpoint must hold, by the parameters' `names` (id -> name); tensors are not copied."""
+        self._follow_optimizers()
         if self.on_device:
             self.applied_steps = int(self._applied)
         made = [saving.state_of(each, held, names) for each, held in zip(self.optimizers, self._held, strict=True)]
@@ -87,17 +121,17 @@ class GuardedUpdate:
 
     def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
         """Put a saved state back. Raises RunFolderError where it is that of other optimisers."""
+        self._follow_optimizers()
         if len(saved["optimizers"]) != len(self.optimizers):
             raise RunFolderError("the saved state is that of other optimisers", hint="go on with the spec that the run had")
         for optimizer, held, each in zip(self.optimizers, self._held, saved["optimizers"], strict=True):
             saving.restore(optimizer, each, held, names)
             if fused.supports(optimizer):
                 saving.share_counters(optimizer)
-                fused.create_state(optimizer)  # a fork may have switched the momentum on or off
         self.applied_steps = int(saved["applied_steps"])
         if self.on_device:
             self._applied.fill_(self.applied_steps)
-        self._take_groups()
+        self._take_optimizers()  # a fork may have switched the momentum on or off
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the parameters' numbers, for a loop of one's own."""
@@ -117,7 +151,12 @@ class GuardedUpdate:
         if self.on_device:
             self.applied_steps = int(self._applied)  # host wait
         multiplier = self._curve(self.applied_steps)
-        return [base * multiplier for base in self._base_rates]
+        return [base * multiplier for base in self._bases()]
+
+    def _bases(self) -> list[float]:
+        """The learning rate of each group before the curve."""
+        self._follow_optimizers()
+        return self._learning_rates.read()
 
     def norm(self) -> Tensor:
         """The global norm of the gradients as they are; there must be some."""
@@ -167,6 +206,7 @@ class GuardedUpdate:
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
         """The id of each parameter -> its fused group and its place there; None where an optimiser has no fused kernel."""
+        self._follow_optimizers()
         places: dict[int, tuple[fused.FusedGroup, int]] = {}
         for held in self._fused:
             for each in held or (None,):
@@ -204,19 +244,19 @@ class GuardedUpdate:
 
     def held(self) -> list[tuple[list[Tensor], ...]]:
         """All that an update moves, by group."""
+        self._follow_optimizers()
         return [tensors for groups in self._fused for each in groups or () if (tensors := each.tensors) is not None]
 
     def begin_traced(self) -> list[Tensor]:
         """The rate of each group for the next update."""
         if not self.on_device:
             self.move_schedule()
-            for rate, group in zip(self._rates, self.groups, strict=True):
+            for rate, group in zip(self._rates, self._groups, strict=True):
                 rate.fill_(group["lr"])
             return self._rates
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
-        rates = [multiplier * base for base in self._base_rates]
-        for group, rate in zip(self.groups, rates, strict=True):
-            group["lr"] = rate.float()
+        rates = [multiplier * base for base in self._bases()]
+        self._learning_rates.write([rate.float() for rate in rates])
         return rates
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
@@ -235,11 +275,10 @@ class GuardedUpdate:
         multiplier = self._curve(self.applied_steps)
         if not math.isfinite(multiplier):
             raise NumbersError(_no_rate(multiplier, self.applied_steps), hint=RATE_HINT)
-        for group, base in zip(self.groups, self._base_rates, strict=True):
-            group["lr"] = base * multiplier
+        self._learning_rates.write([base * multiplier for base in self._bases()])
         if self._momentum_curve is not None:
             momentum = self._momentum_curve(self.applied_steps)
-            for group in self.groups:
+            for group in self._groups:
                 _set_momentum(group, momentum)
 
     def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
@@ -247,9 +286,8 @@ class GuardedUpdate:
         grads = [parameter.grad for parameter in held if parameter.grad is not None]
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
-        if isinstance(optimizer, FlatMuon):
-            optimizer.lend_gradients()
         optimizer.step()
+        self._learning_rates.keep()  # one that moves its learning rate itself starts from the schedule's at every step
 
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         norm = raw * factor
@@ -263,9 +301,9 @@ class GuardedUpdate:
             fused.clamp_gradients(grads, self._clip_value)
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
-        for each, base in zip((each for groups in self._fused for each in groups or ()), self._base_rates, strict=True):
-            rate = (multiplier * base).float()
-            each.group["lr"] = rate  # what a report shows of it; read by the host only when the report is
+        rates = [(multiplier * base).float() for base in self._bases()]
+        self._learning_rates.write(rates)  # what a report shows of them; read by the host only when the report is
+        for each, rate in zip((each for groups in self._fused for each in groups or ()), rates, strict=True):
             each.step(rate, grad_scale, found_inf)
         self._applied += finite
         return norm, finite
@@ -280,6 +318,11 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
     return None
 
 
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def _how_not_fused(optimizer: Optimizer) -> str:
     """What keeps an optimiser that has a fused update from it, in words; nothing for one that has none."""
     if type(optimizer).__name__ not in HAVE_FUSED:
@@ -290,9 +333,7 @@ def _how_not_fused(optimizer: Optimizer) -> str:
 
 
 def _holders(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that receive the gradients: the optimiser's own, or the filters that a FlatMuon sees as matrices."""
-    if isinstance(optimizer, FlatMuon):
-        return optimizer.originals()
+    """The parameters of an optimizer, which receive the gradients, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -17,9 +17,12 @@ from surefoot.components.parallel.exact import InOrder
 from surefoot.components.parallel.low_rank import Held, LowRank
 from surefoot.components.parallel.wires import NONE, BrainFloat, Compression, Half, Link, Plain, Wait, Wire
 from surefoot.contract.state import master_of
+from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
+
+ONE_PASS = "call arm() before the last backward pass of a step only, and finish() after it; losses that share it are added up and take one backward()"
 
 
 @dataclass(eq=False)
@@ -71,7 +74,12 @@ class Replicas:
         self._hooks, self._buckets = [], []
 
     def arm(self) -> None:
-        """From here on each gradient goes out when it is there."""
+        """From here on each gradient goes out when it is there. Raises TaskError where some went out since the last `arm()`."""
+        if self._is_armed and self._next and not self._group.is_alone:
+            raise TaskError(
+                "arm() was called twice without finish(), and gradients of the first backward pass are on their way to other ranks",
+                hint=ONE_PASS,
+            )
         if not self._buckets:
             self._lay_out()
         for bucket in self._buckets:
@@ -170,6 +178,20 @@ class Replicas:
         if not bucket.there[index]:
             self._put(bucket, index, parameter.grad)
             self._send_ready()
+        else:
+            self._put_again(bucket, number, index, parameter.grad)
+
+    @torch.no_grad()
+    def _put_again(self, bucket: Bucket, number: int, index: int, grad: Tensor | None) -> None:
+        """More was added to a gradient that is in its bucket. Raises TaskError where that is on its way."""
+        if number < self._next and not self._group.is_alone:
+            shape = tuple(bucket.parameters[index].shape)
+            raise TaskError(
+                f"a second backward pass after arm(): the gradient of a parameter of shape {shape} is on its way to other ranks",
+                hint=ONE_PASS,
+            )
+        if grad is not None and grad is not bucket.views[index]:
+            bucket.views[index].copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
 
     @torch.no_grad()
     def _put(self, bucket: Bucket, index: int, grad: Tensor | None) -> None:

@@ -128,7 +128,10 @@ class OptimTable(Table):
     state: Literal["fp32", "8bit"] = Field(
         "fp32", description="what adam and adamw keep their moments in; 8bit: a tensor of fewer than 4,096 numbers keeps fp32"
     )
-    ema: Fraction | None = Field(None, description="decay of the moving average of weights; evaluated and saved instead of them")
+    ema: Fraction | None = Field(
+        None,
+        description="decay d of the moving average of weights, min(d, (1 + n) / (10 + n)) after n updates; evaluated and saved instead of them",
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Self:

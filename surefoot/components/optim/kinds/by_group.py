@@ -101,5 +101,9 @@ class Driven:
     def tensors(self) -> Traced | None:
         return self.optimizer.traced(self.group)
 
+    def is_current(self) -> bool:
+        """Always: the state is read where the optimizer keeps it."""
+        return True
+
     def count_traced(self, applied: Tensor) -> None:
         """Nothing: each parameter has a counter of its own, which the graph moved."""

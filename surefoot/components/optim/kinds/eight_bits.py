@@ -98,15 +98,28 @@ class Adam8bit(ByGroup):
         weight_decay: float = 0.01, decoupled: bool = True,
     ) -> None:  # fmt: skip
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "fused": True}
+        self._codes: dict[torch.device, list[Codes]] = {}
         super().__init__(params, defaults)
-        for parameter in (each for group in self.param_groups for each in group["params"]):
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._codes = {}  # a copy of an optimizer has what torch copies: its state, groups and defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
             if (reason := why_not(parameter)) is not None:
+                self.param_groups.pop()
                 shape = " x ".join(map(str, parameter.shape))
                 raise SpecError(
                     f"a parameter of {shape or 'no dimensions'} has no 8-bit state: {reason}", hint="give it to another optimiser"
                 )
-        devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
-        self._codes = {each: [codes.to(each) for codes in load_codes()] for each in devices}
+            self._codes_on(parameter.device)
+
+    def _codes_on(self, device: torch.device) -> list[Codes]:
+        if device not in self._codes:
+            self._codes[device] = [codes.to(device) for codes in load_codes()]
+        return self._codes[device]
 
     def create_state(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
@@ -144,7 +157,7 @@ class Adam8bit(ByGroup):
     ) -> tuple[Tensor, ...]:
         """A piece of the weights, and codes and scales of both moments, after a step along `slope`."""
         weights, first, first_scales, second, second_scales = before
-        signed, unsigned = self._codes[weights.device]
+        signed, unsigned = self._codes_on(weights.device)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         wide = weights.float()
         if group["decoupled"]:

@@ -28,11 +28,11 @@ class _Layerwise(ByGroup):
 
     join_norms: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            if group["fused"] is None:
-                group["fused"] = all(each.device.type in FUSED_DEVICES and each.is_floating_point() for each in group["params"])
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["fused"] is None:
+            group["fused"] = all(each.device.type in FUSED_DEVICES and each.is_floating_point() for each in group["params"])
 
     def _norms(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The 2-norms of the layers that `some` are, and of `others`, each as a vector."""

@@ -1,64 +1,95 @@
-"""Muon for every hidden matrix, convolution filters included: torch's own, over flattened views.
+"""Muon for every hidden matrix, convolution filters included: torch's own, over flattened filters.
 
-torch.optim.Muon refuses what is not a matrix. A convolution filter (out, in, kh, kw) is a matrix (out, in * kh * kw) of the
-same storage; the order of its columns does not matter to the orthogonalisation. K. Jordan et al., "Muon", 2024.
+torch.optim.Muon refuses what is not a matrix. A convolution filter (out, in, kh, kw) is a matrix (out, in * kh * kw); the order of its
+columns does not matter to the orthogonalisation. K. Jordan et al., "Muon", 2024.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Muon
+from torch.optim import Muon, Optimizer
 
 from surefoot.core.errors import SpecError
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
-    """A matrix view of the same storage, (size of the first dimension, all the rest); raises SpecError when there is none."""
-    if tensor.ndim == 2:
-        return tensor
-    strides = tensor.stride()
-    order = sorted(range(1, tensor.ndim), key=lambda dim: (-strides[dim], dim))
-    try:
-        return tensor.permute(0, *order).view(tensor.shape[0], -1)
-    except RuntimeError:
-        shape = " x ".join(map(str, tensor.shape))
-        raise SpecError(
-            f"a parameter of {shape} lies in memory with gaps, and Muon takes a filter as a matrix of the same memory",
-            hint="make it contiguous in model(): nn.Parameter(x.contiguous())",
-        ) from None
+def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A matrix (size of the first dimension, product of the others), its columns in the order of the memory of `like`.
+
+    `like` is a tensor of the same shape, `tensor` itself if None. The matrix is a view where the memory allows one, else a copy.
+    """
+    return tensor if tensor.ndim == 2 else _in_order(tensor, tensor if like is None else like).reshape(tensor.shape[0], -1)
 
 
-class FlatMuon(Muon):
-    """torch.optim.Muon whose matrices may be views of filters; `lend_gradients` hands it the gradients before each step."""
+def _in_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """A view of `tensor` whose dimensions behind the first are sorted by the strides of `like`, the largest first."""
+    strides = like.stride()
+    return tensor.permute(0, *sorted(range(1, tensor.ndim), key=lambda dim: (-strides[dim], dim)))
 
-    def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        flat = [{**group, "params": [self._flatten(parameter) for parameter in group["params"]]} for group in groups]
-        super().__init__(flat, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
-    def _flatten(self, parameter: Tensor) -> Tensor:
-        if parameter.ndim == 2:
-            return parameter
-        matrix = as_matrix(parameter.detach())
-        self._pairs.append((parameter, matrix))
-        return matrix
+@final
+class FlatMuon(Optimizer):
+    """torch.optim.Muon for parameters of two dimensions or more: `step` takes each filter as a matrix, (out, in * kh * kw).
 
-    def originals(self) -> list[Tensor]:
-        """The parameters that hold the gradients, in the order of the groups."""
-        owner = {id(matrix): parameter for parameter, matrix in self._pairs}
-        return [owner.get(id(p), p) for group in self.param_groups for p in group["params"]]
+    The momentum buffer of a filter has the shape of its matrix. Raises SpecError for parameters of fewer dimensions.
+    """
 
-    def lend_gradients(self) -> None:
-        """Give each matrix the gradient of its filter as a view of the same shape."""
-        for parameter, matrix in self._pairs:
-            if parameter.grad is None:
-                matrix.grad = None
-                continue
-            same = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-            matrix.grad = as_matrix(
-                same.copy_(parameter.grad) if parameter.grad.stride() != parameter.stride() else parameter.grad
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, momentum: float = 0.95, nesterov: bool = True, weight_decay: float = 0.0
+    ) -> None:
+        checked = Muon(
+            [torch.empty(1, 1)], lr, weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
+        )  # fmt: skip
+        super().__init__(params, checked.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        few = next((each for each in self.param_groups[-1]["params"] if each.ndim < 2), None)
+        if few is not None:
+            self.param_groups.pop()
+            raise SpecError(
+                f"Muon moves matrices and filters, and a parameter has the shape {tuple(few.shape)}",
+                hint="give parameters of fewer than two dimensions to another optimizer, as torch.optim.AdamW",
             )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not params:
+            return
+        matrices = [parameter if parameter.ndim == 2 else as_matrix(parameter.detach()) for parameter in params]
+        muon = Muon([{**group, "params": matrices}])
+        for parameter, matrix in zip(params, matrices, strict=True):
+            if matrix is not parameter:
+                matrix.grad = as_matrix(parameter.grad, like=parameter)
+            muon.state[matrix] = self.state[parameter]  # the same dict: the buffer that Muon creates stands in both
+        inspect.unwrap(Muon.step)(muon)  # without its hooks: those of all optimizers have run for this one
+        for parameter, matrix in zip(params, matrices, strict=True):
+            if not _is_view(parameter):
+                into = _in_order(parameter, parameter)
+                into.copy_(matrix.view(into.shape))
+
+
+def _is_view(parameter: Tensor) -> bool:
+    """Whether the matrix of a parameter is stored in the parameter's own memory."""
+    if parameter.ndim == 2:
+        return True
+    try:
+        _in_order(parameter, parameter).view(parameter.shape[0], -1)
+    except RuntimeError:
+        return False
+    return True

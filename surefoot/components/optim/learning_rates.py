@@ -1,0 +1,76 @@
+"""The learning rates of parameter groups before a schedule: the owner of an optimizer may set them, as torch's schedulers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from surefoot.core.errors import SpecError
+
+
+class LearningRates:
+    """Reads and writes `lr` of groups, and knows its own values from those that somebody else has set.
+
+    A group's base is its `lr` times its `rate`, the multiplier. Without a curve, and with a multiplier of 1, a value that somebody else
+    sets is the base from then on.
+    """
+
+    def __init__(self, *, has_curve: bool) -> None:
+        self._has_curve = has_curve
+        self._groups: list[dict[str, Any]] = []
+        self._bases: list[float] = []
+        self._written: list[tuple[Any, int]] = []
+
+    def take(self, groups: list[dict[str, Any]]) -> None:
+        """Take `groups` for those so far; further ones bring their learning rate.
+
+        Groups that were loaded hold the learning rate of the step that they were saved at: with a curve the bases stay as they are.
+        """
+        known = {id(group) for group in self._groups}
+        is_loaded = any(id(group) not in known for group in groups[: len(self._groups)])
+        count = len(self._bases) if not is_loaded or self._has_curve else 0
+        multiplied = [group.get("rate", 1.0) for group in groups]
+        if is_loaded and not self._has_curve:
+            multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))  # what is saved is the product
+        added = [float(group["lr"]) * rate for group, rate in zip(groups, multiplied, strict=True)]
+        self._bases = [*self._bases[: min(count, len(groups))], *added[count:]]
+        written = self._written if not is_loaded else []
+        self._groups = groups
+        self._written = [*written, *(_mark(group["lr"]) for group in groups[len(written) :])]
+
+    def read(self) -> list[float]:
+        """The base of each group. Raises SpecError where somebody else has set a learning rate that a curve or a multiplier decides."""
+        for number, (group, written) in enumerate(zip(self._groups, self._written, strict=True)):
+            if _is_same(group["lr"], written):
+                continue
+            if self._has_curve or group.get("rate", 1.0) != 1.0:
+                decided = "the curve of the update" if self._has_curve else f"its multiplier, rate = {group['rate']:g}"
+                raise SpecError(
+                    f"the learning rate of parameter group {number} was set to {float(group['lr']):g}, and {decided} decides it, too",
+                    hint="use one of them: a scheduler of torch goes with a GuardedUpdate without curve, over groups without rate",
+                )
+            self._bases[number], self._written[number] = float(group["lr"]), _mark(group["lr"])
+        return self._bases
+
+    def write(self, rates: Sequence[float | Tensor]) -> None:
+        for group, rate in zip(self._groups, rates, strict=True):
+            group["lr"] = rate
+        self.keep()
+
+    def keep(self) -> None:
+        """Take the values that the groups hold for those that were written here."""
+        self._written = [_mark(group["lr"]) for group in self._groups]
+
+
+def _mark(rate: float | Tensor) -> tuple[float | Tensor, int]:
+    return rate, rate._version if isinstance(rate, Tensor) else 0
+
+
+def _is_same(rate: float | Tensor, written: tuple[float | Tensor, int]) -> bool:
+    """Whether a learning rate is the one that was marked: a scheduler writes into a tensor in place."""
+    value, version = written
+    if isinstance(rate, Tensor) or isinstance(value, Tensor):
+        return rate is value and rate._version == version  # type: ignore[union-attr]
+    return rate == value
