@@ -86,6 +86,7 @@ class StepReport:
     was_applied: bool | Tensor = field(repr=False)
     waiting_s: float = 0.0
     scaling: Scaling | None = field(default=None, init=False, repr=False)
+    updates: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)  # update -> its keys in `totals`
 
     @property
     def terms(self) -> dict[str, float | None]:
@@ -94,8 +95,8 @@ class StepReport:
 
     @property
     def loss(self) -> float | None:
-        """The weighted sum of the terms' means over the whole global batch; None where no update ran in this step."""
-        if not self.totals:
+        """The weighted sum of the terms' means over the whole global batch; None where no update ran in this step, or no item counted."""
+        if not any(float(count) for _, count, _ in self.totals.values()):
             return None
         return sum(weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count))
 
@@ -105,8 +106,13 @@ class StepReport:
         return None if self.norm is None else float(self.norm)
 
     @property
+    def empty_updates(self) -> tuple[str, ...]:
+        """The updates whose loss counted no item in the whole global batch: they were skipped."""
+        return tuple(name for name, keys in self.updates.items() if not any(float(self.totals[key][1]) for key in keys))
+
+    @property
     def applied(self) -> bool:
-        """False when the step was skipped because its gradient was not finite."""
+        """False when the step was skipped: its gradient was not finite, or its loss counted no item."""
         return bool(self.was_applied)
 
     @property

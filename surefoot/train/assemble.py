@@ -95,7 +95,7 @@ class Assembly:
     def is_even(self) -> bool:
         """Whether no rank may pass through the model more often than another."""
         ranks = self.engine.stepper.ranks
-        return ranks is not None and ranks.sharded is not None and ranks.sharded.is_even
+        return ranks is not None and ranks.is_even
 
     @property
     def noise(self) -> Noise | None:
@@ -185,6 +185,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     skips = spec.data.on_bad == "skip"
     tried = None if better else try_out(
         model, resolved, Sound(read(split)) if skips else read(split), split=split, score=spec.evaluate.score, device=device,
+        batch=spec.evaluate.batch or spec.train.batch,
         precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
     )  # fmt: skip
     better = better or (tried.better if tried else "lower")

@@ -30,6 +30,10 @@ from surefoot.train.record.partial import Merged, Part
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
+GRADIENT_HINT = (
+    "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or metrics that take gradients under "
+    "`with torch.enable_grad():`"
+)
 Reading = Callable[[Source, int, torch.device, Share], Iterator[tuple[Batch, int]]]
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
@@ -148,21 +152,35 @@ def _batch_size(source: Source, batch: int) -> int:
 
 def try_out(
     model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device,
-    precision: Compute = "fp32",
+    batch: int = NUM_TRIED, precision: Compute = "fp32",
 ) -> Evaluation:  # fmt: skip
     """An evaluation of a few samples: which metrics there are, and whether the score is better when "higher" or "lower".
 
+    Where the model does not take so few, it is tried on a `batch` of the run's own.
     Raises SpecError when `score` names no metric, TaskError when a metric fails.
     """
+
+    def tried(size: int) -> Evaluation:
+        few = _Few(source, min(size, len(source)))
+        return evaluate(model, task, few, split=split, batch=size, device=device, score=score, precision=precision)
+
     try:
-        few = _Few(source, min(1 if isinstance(source, Iterated) else NUM_TRIED, len(source)))
         with closing(source) if isinstance(source, Iterated) else nullcontext():  # its workers, until they are needed
-            return evaluate(model, task, few, split=split, batch=NUM_TRIED, device=device, score=score, precision=precision)
+            if isinstance(source, Iterated):
+                return tried(1)
+            try:
+                return tried(min(NUM_TRIED, batch))
+            except Exception as error:
+                if isinstance(error, SurefootError) or min(batch, len(source)) <= NUM_TRIED:
+                    raise
+            return tried(batch)  # a model may be built for batches of one size
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
+        takes_gradients = isinstance(error, RuntimeError) and "does not require grad" in str(error)
         raise TaskError(
-            f"evaluating a few samples of {split!r} failed: {describe(error)}", hint="run with --traceback to see where"
+            f"a trial evaluation of a few samples of {split!r} before the run failed: {describe(error)}",
+            hint=GRADIENT_HINT if takes_gradients else "run with --traceback to see where",
         ) from error
 
 

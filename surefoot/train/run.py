@@ -329,7 +329,7 @@ class Run:
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped because their numbers were not finite."""
+        """Steps that were skipped: their numbers were not finite, or their loss counted no item."""
         return self._guard.num_skipped
 
     def stop(self, reason: str) -> None:

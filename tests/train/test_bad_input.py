@@ -312,7 +312,6 @@ AT_STEP_7 = {
     ),
     "loss raises": ("# LOSS", "if STEP == 7: raise IndexError('label 11')", 3, ["step 7: IndexError: label 11", "in loss"]),
     "loss is None": ("# LOSS", "if STEP == 7: return None", 3, ["step 7", "NoneType"]),
-    "loss counts nothing": ("# LOSS", "if STEP == 7: return Loss.sum(output.sum(), 0)", 4, ["step 7", "counts 0 items"]),
     "loss has no gradient": ("# LOSS", "output = output.detach() if STEP == 7 else output", 3, ["step 7", "grad"]),
     "a file is gone": ("# FORWARD", "if STEP == 7: open('/no/such/shard')", 6, ["step 7", "/no/such/shard", "in forward"]),
     "out of memory": (

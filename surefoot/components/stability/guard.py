@@ -12,7 +12,7 @@ from surefoot.contract.state import StepReport
 from surefoot.core.errors import NumbersError
 
 DIVERGED_STEPS = 5
-_REMEMBERED = ("_applied_before", "_skips_in_row", "_high_in_row", "_first_loss", "num_skipped")
+_REMEMBERED = ("_applied_before", "_skips_in_row", "_high_in_row", "_first_loss", "num_skipped", "num_empty")
 MIN_REFERENCE = 1.0  # a first loss near zero is no scale to hold others against
 
 
@@ -24,6 +24,7 @@ class GuardFault:
     fault: str
     action: str
     detail: str
+    is_printed: bool = True  # beside the record of it
 
 
 class Guard:
@@ -37,7 +38,7 @@ class Guard:
         self._high_in_row = 0
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
-        self.num_skipped = 0
+        self.num_skipped = self.num_empty = 0  # the second: of the skipped steps those whose loss counted no item
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold; every report was judged before."""
@@ -46,7 +47,7 @@ class Guard:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state`."""
         for name in _REMEMBERED:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
@@ -57,7 +58,9 @@ class Guard:
         return [fault for report in reports if (fault := self._judge(report)) is not None]
 
     def _judge(self, report: StepReport) -> GuardFault | None:
-        loss = report.loss
+        loss, empty = report.loss, report.empty_updates
+        if empty and (loss is None or (not report.applied and math.isfinite(loss) and not report.overflowed)):
+            return self._without_items(report, empty)
         if loss is None:
             return None  # no update ran in this step
         if not report.applied:
@@ -93,6 +96,17 @@ class Guard:
                 f"step {report.step}: {detail}, {reason}", hint="look at the data and the model's output, or lower optim.lr"
             )
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
+
+    def _without_items(self, report: StepReport, empty: tuple[str, ...]) -> GuardFault:
+        """A batch in which no item counts is rare data and no error: such steps never end a run, however many come in a row."""
+        self.num_skipped += 1
+        self.num_empty += 1
+        many = self.num_empty
+        which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
+        steps = "1 such step" if many == 1 else f"{many:,} such steps"
+        action = f"{which} was skipped, nothing moved; {steps} so far"
+        is_printed = many & (many - 1) == 0  # 1, 2, 4, 8, ...: data of which many batches hold none would fill the screen
+        return GuardFault(report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed)
 
     def _overflowed(self, report: StepReport) -> GuardFault:
         """What the loss scale answers is no sign of a run that goes wrong, until the scale has no room left."""

@@ -134,7 +134,8 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
         torch.manual_seed(draw)
         with assembly.engine.policy.context():
             loss = update.loss(model, batch)
-        total = torch.stack([term.total * (term.weight / float(term.count)) for term in loss.terms if float(term.count)]).sum()
+        factors = [term.weight / float(term.count) if float(term.count) else 0.0 for term in loss.terms]
+        total = torch.stack([term.total * factor for term, factor in zip(loss.terms, factors, strict=True)]).sum()
         parts = torch.autograd.grad(total, params, allow_unused=True)
     return torch.cat(
         [(torch.zeros_like(p) if part is None else part).flatten().float() for p, part in zip(params, parts, strict=True)]

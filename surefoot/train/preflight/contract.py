@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import Iterated, in_place
+from surefoot.components.data import in_place
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
+from surefoot.train.preflight import samples
 from surefoot.train.quiet import untouched
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
 
-NUM_SAMPLES = 8
 OVER_BATCHES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
@@ -32,34 +32,38 @@ PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...
 def check(assembly: Assembly) -> list[str]:
     """Try every update's loss on a few samples, whole and in halves, in evaluation mode; gives notes on what could not be checked.
 
-    Raises TaskError for a loss that is no Loss, is a mean, counts nothing or otherwise than `counts`, or may not be split as the
-    spec splits it.
+    Raises TaskError for a loss that is no Loss, is a mean, counts nothing in all of the data, or otherwise than `counts`, or may not be
+    split as the spec splits it.
     """
     notes: list[str] = []
     writes = [False]  # whether a loss writes into its batch
     state = assembly.task.state
     window = assembly.feed.window(0)
     source = assembly.feed.source
-    ids = window.ids[: 1 if isinstance(source, Iterated) else NUM_SAMPLES]  # one of an iterable is a whole batch
 
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
 
-    def attempt(update: LiveUpdate, batch: Batch) -> Loss:
+    def attempt(update: LiveUpdate, batch: Batch, size: int) -> Loss:
+        what = f"{size} samples" if source.guarantee == "proven" else "the first batch"
         tried = copy_of(batch)  # what writes into it would change the data before step 1
         versions = in_place.Versions(tried)
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
-            loss = _try(update.name, update.loss, assembly.model, tried)
+            loss = _try(update.name, update.loss, assembly.model, tried, what)
         writes[0] |= versions.have_changed()
         return loss
+
+    def attempt_all(part: np.ndarray) -> samples.Tried:
+        batch = _first(read, part)
+        return samples.Tried(part, batch, [attempt(update, batch, len(part)) for update in assembly.updates])
 
     train = assembly.spec.train
     splits = (train.microbatch is not None and train.microbatch < train.batch) or assembly.spec.memory.on_oom == "halve"
     unchecked = assembly.warnings if splits else notes  # else no step depends on it
     with untouched(assembly.model, state), computing(assembly):
-        batch = _first(read, ids)
-        for update in assembly.updates:
-            whole = attempt(update, batch)
+        (ids, batch, wholes), warnings = samples.find(assembly, attempt_all)
+        assembly.warnings.extend(warnings)
+        for update, whole in zip(assembly.updates, wholes, strict=True):
             _check_kind(update.name, whole)
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
@@ -72,11 +76,16 @@ def check(assembly: Assembly) -> list[str]:
             if len(ids) < 2:  # batches of one sample: two of them may differ in shape, and need not go into one
                 parts = [ids, assembly.feed.window(1).ids]
                 try:
-                    whole = attempt(update, read(np.concatenate(parts)))
+                    whole = attempt(update, read(np.concatenate(parts)), 2)
                 except Exception:  # noqa: BLE001 - such a batch is never asked for again
                     unchecked.append(unknown)
                     continue
-            unchecked += _check_sums(update.name, whole, [attempt(update, read(part)) for part in parts])
+            try:
+                halves = [attempt(update, read(part), len(part)) for part in parts]
+            except TaskError:  # a model that is built for one size of batch
+                unchecked.append(f"{unknown}: the model takes a batch of {len(ids)} samples and none of {len(parts[0])}")
+                continue
+            unchecked += _check_sums(update.name, whole, halves)
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with computing(assembly):
@@ -159,7 +168,7 @@ def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, 
             )
 
 
-def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
+def _try(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
     torch.manual_seed(0)  # the same draws for the whole and for its halves; the streams are put back afterwards
     try:
         made = loss(model, batch)
@@ -167,7 +176,7 @@ def _try(name: str, loss: Any, model: Any, batch: Batch) -> Loss:
         raise
     except (Exception, SystemExit) as error:
         hint = PARTS_HINT if "DTensor" in str(error) else "run with --traceback to see where"
-        raise TaskError(f"the first forward pass of update {name} failed: {describe(error)}", hint=hint) from error
+        raise TaskError(f"a trial of update {name} on {what} before the run failed: {describe(error)}", hint=hint) from error
     return as_loss(made, f"update {name}")
 
 
@@ -179,7 +188,7 @@ def _check_kind(name: str, loss: Loss) -> None:
             raise TaskError(
                 f"the total of term {term.name} is no scalar tensor", hint='sum it: cross_entropy(..., reduction="sum")'
             )
-        if not term.total.requires_grad:
+        if not term.total.requires_grad and float(term.count):  # of no items the total may be a constant
             raise TaskError(
                 f"the total of term {term.name} carries no gradient",
                 hint="compute it from the model's output, without detach() or item()",
@@ -190,10 +199,6 @@ def _check_kind(name: str, loss: Loss) -> None:
                 hint="multiply what is learned into the total",
             )
         check_count(term.name, term.count)
-    if not any(float(term.count) for term in loss.terms):
-        raise TaskError(
-            f"the loss of update {name} counts 0 items", hint="count the items that the total sums over, at least one"
-        )
     if len({term.name for term in loss.terms}) != len(loss.terms):
         raise TaskError(f"the loss of update {name} has two terms of one name", hint="name each Term differently")
 

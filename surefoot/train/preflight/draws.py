@@ -6,7 +6,7 @@ from surefoot.components.data import Keys
 from surefoot.components.data.loader import Reader, read_sound
 from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.train.assemble import Assembly
-from surefoot.train.preflight.contract import NUM_SAMPLES
+from surefoot.train.preflight.samples import NUM_SAMPLES
 from surefoot.train.quiet import read_streams, untouched
 
 

@@ -67,4 +67,4 @@ def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) 
             if part is not None:
                 into += part
         count += sum(float(term.count) for term in loss.terms)
-    return [each / count for each in found]
+    return [each / count for each in found] if count else found

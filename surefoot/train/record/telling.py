@@ -71,7 +71,7 @@ class Telling:
         """Record what the guard found in the steps up to `step`; rank 0 says it even to who wants quiet, as all ranks find the same."""
         for fault in self._guard.judge(step):
             self.write(environment.fault(self.generation, fault))
-            if not place.here().rank:
+            if fault.is_printed and not place.here().rank:
                 self.warn(f"step {fault.step}: {fault.detail}; {fault.action}")
         if self._compiling is not None:
             self._tell_compiled(self._compiling, step)

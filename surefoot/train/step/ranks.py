@@ -193,10 +193,15 @@ class Ranks:
             "after the newest one; test the memory of that host",
         )
 
+    @property
+    def is_even(self) -> bool:
+        """Whether no rank may pass through the model more often than another."""
+        return self.sharded is not None and self.sharded.is_even
+
     def num_passes(self, num_own: int, num_all: int) -> int:
         """The passes of a step on this rank, with so many microbatches of its own of all: where weights are gathered in each, as many as
         on any other."""
-        if self.sharded is None or not self.sharded.is_even:
+        if not self.is_even:
             return num_own
         return -(-num_all // self.group.size)
 

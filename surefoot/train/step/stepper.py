@@ -27,7 +27,7 @@ from surefoot.components.profiler import BACKWARD, CHECKPOINT, COMMUNICATION, CO
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
-from surefoot.core.errors import BadRecordError, NumbersError, TaskError
+from surefoot.core.errors import BadRecordError, TaskError
 from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class Stepper:
             self._num_cut = len(self._feed.microbatches(taken.window))
             self.ranks.begin(num_samples, batches)
         totals: dict[str, tuple[Tensor, Count, float]] = {}
+        keys: dict[str, tuple[str, ...]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
         overflowed: bool | Tensor = False
@@ -124,7 +125,9 @@ class Stepper:
             begun_s = time.perf_counter()
             if self.ranks is not None and num_done:
                 self.ranks.buffers.between()
+            known = len(totals)
             norm, was_applied, did_overflow = self._update(update, index, number, batches, totals)
+            keys[update.name] = tuple(totals)[known:]
             if self.whole is not None and not self._is_first:
                 self.whole.plan.pace.add(time.perf_counter() - begun_s, is_compiled=self.whole.plan.was_called)
             applied = was_applied if num_done == 0 else applied & was_applied
@@ -152,6 +155,7 @@ class Stepper:
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_ns / 1e9,
         )  # fmt: skip
+        report.updates.update(keys)
         if self._scaler is not None:
             if num_done:
                 self._scaler.update(overflowed)  # after all updates: one scale holds for the whole step
@@ -207,7 +211,7 @@ class Stepper:
             switch(FORWARD)
         guarded.clear_gradients()
         if self.whole is not None and self._is_whole(number):
-            done = self._as_one_graph(self.whole, update.name, number, batches[0], totals)
+            done = self._as_one_graph(self.whole, number, batches[0], totals)
             if done is not None:
                 return *done, False
         counts = self._known_counts(batches, update.name)
@@ -235,12 +239,11 @@ class Stepper:
                 factors = [self._factor(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
                     _add(totals, terms)
-                    named = f"step {number}: the loss of update {update.name}"
-                    return *self._update_in_backward(update.in_backward, terms, factors, named), False
+                    return *self._update_in_backward(update.in_backward, terms, factors), False
                 switch(BACKWARD)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
-                backward([term.total for term in terms], factors, inputs)
+                _backward_of(terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even)
                 _add(mine, terms)
                 if self.ranks is not None:
                     self.ranks.passed(index, self._first + position + 1, mine)
@@ -251,7 +254,7 @@ class Stepper:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
             switch(COMMUNICATION)
             mine = self.ranks.add_up(index, mine)
-        factor = self._remaining_factor(mine, scale, update.name, number)
+        factor = self._remaining_factor(mine, scale)
         if guarded.on_device:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
         elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
@@ -270,7 +273,9 @@ class Stepper:
         norm, applied = guarded.step_if_finite(factor)
         if self.ranks is not None:
             self.ranks.replicas[index].keep(applied)
-        if self.noise is not None:
+        if self.noise is not None and (
+            isinstance(first[1], Tensor) or first[1]
+        ):  # a microbatch in which no item counts has no mean
             share = first[1] / mine[terms[0].name][1]
             self.noise.add((first[0] * factor / share) ** 2, norm**2, size_of(batches[0]), sum(map(size_of, batches)))
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
@@ -291,7 +296,7 @@ class Stepper:
         attributes.put_back()
 
     def _as_one_graph(
-        self, whole: WholeStep, name: str, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]
+        self, whole: WholeStep, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]
     ) -> tuple[float | Tensor, bool | Tensor] | None:
         """All of the step at once, timed as its forward pass; None where it could not be compiled."""
         if self.before_update is not None:
@@ -304,17 +309,15 @@ class Stepper:
         if done is None:
             return None
         _add(totals, done[0])
-        self._remaining_factor(totals, None, name, number)
+        self._remaining_factor(totals, None)
         return done[1:]
 
-    def _update_in_backward(
-        self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor], named: str
-    ) -> tuple[float, bool]:
+    def _update_in_backward(self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor]) -> tuple[float, bool]:
         """Backward and update in one: what must be right is asked before, since nothing can be taken back."""
         for term in terms:
             check_count(term.name, term.count)
         if not any(float(term.count) for term in terms):
-            raise NumbersError(f"{named} counts 0 items", hint="a batch must hold at least one item that counts")
+            return math.nan, False
         if not all(math.isfinite(term.total.item()) for term in terms):
             return math.nan, False
         if self.before_update is not None:
@@ -355,21 +358,17 @@ class Stepper:
         found = ranks.totals.add_counts(update, [(name, float(sum(row[name] for row in rows))) for name in names])
         return found[""] if list(found) == [""] else found
 
-    def _remaining_factor(
-        self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None, name: str, number: int
-    ) -> float | Tensor:
-        """What the gradients must still be multiplied by to be means."""
+    def _remaining_factor(self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None) -> float | Tensor:
+        """What the gradients must still be multiplied by to be means; not a number where no item counts, which skips the update."""
         counts = [count for _, count, _ in totals.values()]
         is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
         if is_known:
             for term, (_, count, _) in totals.items():
                 check_count(term, count)
         if is_known and not any(map(float, counts)):
-            raise NumbersError(
-                f"step {number}: the loss of update {name} counts 0 items", hint="a batch must hold at least one item that counts"
-            )
+            return math.nan
         if scale is None:
-            return 1.0
+            return 1.0 if is_known else torch.where(torch.as_tensor(sum(counts), device=self._device) > 0, 1.0, math.nan)
         (count,) = counts
         if not isinstance(count, Tensor):
             return 1.0 / (scale * float(count))
@@ -414,6 +413,22 @@ def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
     if isinstance(norm, Tensor):
         return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
     return not math.isfinite(norm) and math.isfinite(float(factor))
+
+
+def _backward_of(terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool) -> None:
+    """The backward pass of all terms, but of those without items whose total is a constant, as where there is nothing to compute.
+
+    With `is_even` no rank may have fewer backward passes than another: raises TaskError where it would.
+    """
+    pairs = zip(terms, factors, strict=True)
+    kept = [(term.total, factor) for term, factor in pairs if term.total.requires_grad or float(term.count)]
+    if is_even and not kept:
+        raise TaskError(
+            "the loss of a batch without items is a constant, and stages 2 and 3 gather weights in the backward pass of every rank",
+            hint="return a total that comes from the model there too: 0.0 * output.sum()",
+        )
+    if kept:
+        backward([total for total, _ in kept], [factor for _, factor in kept], inputs)
 
 
 def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) -> None:

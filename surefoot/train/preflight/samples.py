@@ -1,0 +1,67 @@
+"""Which samples a loss is tried on before the run: the first ones, or others where those say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from surefoot.contract.task import Batch, Loss
+from surefoot.core.errors import TaskError
+from surefoot.train.assemble import Assembly
+
+NUM_SAMPLES = 8
+NUM_SOUGHT = 64  # steps, spread over the epoch, in which items that count are looked for
+
+
+class Tried(NamedTuple):
+    """Samples as one batch, and the loss of each update over them."""
+
+    ids: np.ndarray
+    batch: Batch
+    losses: list[Loss]
+
+
+def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tried, list[str]]:
+    """Return what a loss is checked on, and what to warn of.
+
+    These are the first `NUM_SAMPLES`; as many as a microbatch of the run has, where the model takes no fewer; and later ones, where the
+    loss of an update counts no item of the first. Raises TaskError where it counts none in all of the data.
+    """
+    feed = assembly.feed
+    tried = _try_sizes(feed.microbatches(feed.window(0))[0], attempt)
+    empty = _find_empty(assembly, tried)
+    if not empty:
+        return tried, []
+    if feed.source.guarantee != "proven":  # which is only read forwards
+        return tried, [_describe(empty, "the first batch")]
+    num_steps, num_tried = feed.steps_per_epoch or NUM_SOUGHT, 0
+    for step in sorted({int(step) for step in np.linspace(0, num_steps - 1, min(num_steps, NUM_SOUGHT))}):
+        for part in feed.microbatches(feed.window(step))[: None if num_steps <= NUM_SOUGHT else 1]:
+            later = attempt(part)
+            num_tried += len(part)
+            if not _find_empty(assembly, later):
+                return later, []
+    if num_tried < feed.order.n - feed.dropped:
+        return tried, [_describe(empty, f"{num_tried:,} samples from all over the data")]
+    raise TaskError(f"the loss of update {empty} counts 0 items", hint="count the items that the total sums over, at least one")
+
+
+def _try_sizes(first: np.ndarray, attempt: Callable[[np.ndarray], Tried]) -> Tried:
+    try:
+        return attempt(first[:NUM_SAMPLES])
+    except TaskError:
+        if len(first) <= NUM_SAMPLES:
+            raise
+    return attempt(first)  # a model may be built for batches of one size
+
+
+def _find_empty(assembly: Assembly, tried: Tried) -> str:
+    """The first update whose loss counts no item; "" where there is none."""
+    pairs = zip(assembly.updates, tried.losses, strict=True)
+    return next((update.name for update, loss in pairs if loss.terms and not any(float(term.count) for term in loss.terms)), "")
+
+
+def _describe(name: str, where: str) -> str:
+    return f"the loss of update {name} counts 0 items in {where}: steps in which no item counts are skipped"
