@@ -59,12 +59,16 @@ class Term:
     """One term of a loss: `total` is the *sum* over `count` items; the step divides it by the count of the whole global batch.
 
     `total` is a scalar tensor that carries a gradient, `count` an int (or a scalar tensor), `weight` multiplies the term's mean.
+
+    A `fixed` term does not depend on the batch (a penalty on weights, boundary points): it counts once a step. Where the step is split
+    over microbatches or ranks, the mean of the term over them is taken, and `counts(batch)` need not name it.
     """
 
     name: str
     total: Tensor
     count: int | Tensor
     weight: float = 1.0
+    fixed: bool = False
 
 
 class Loss:

@@ -78,7 +78,9 @@ def set_modes(model: nn.Module) -> list[str]:
 def read_streams() -> tuple[Any, ...]:
     """Return where the global random streams of torch, NumPy and Python are, to be compared with another time."""
     name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
-    return torch.get_rng_state().numpy().tobytes(), name, np.asarray(numbers).tobytes(), place, random.getstate()
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_torch = [each.numpy().tobytes() for each in (torch.get_rng_state(), *on_devices)]
+    return of_torch, name, np.asarray(numbers).tobytes(), place, random.getstate()
 
 
 def _copy_of(name: str, value: Any) -> Any:

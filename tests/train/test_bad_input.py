@@ -175,11 +175,13 @@ def test_an_optional_part_that_does_not_work_is_refused_before_the_run(
         assert words in said
 
 
-def test_a_loss_that_cannot_be_checked_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:
+def test_a_loss_that_is_no_sum_is_reported_where_no_batch_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
     task = write_task(tmp_path, change=("# LOSS", "output = output * len(output) ** 0.3"))
     assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "a")) == 0
     started = records(tmp_path / "a")[0]
-    assert any("could not be checked" in note for note in started.notes)  # type: ignore[attr-defined]
+    assert any("is not a sum over samples" in note for note in started.notes)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import in_place
+from surefoot.components.data import Iterated, in_place
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.data.sources.iterated import copy_of
-from surefoot.contract.task import Batch, Loss, Term, as_loss
+from surefoot.components.stability import find_batch_norms
+from surefoot.contract.task import Batch, Loss, as_loss
 from surefoot.core.errors import SurefootError, TaskError
+from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
+from surefoot.train.preflight import halves as halving
 from surefoot.train.preflight import samples
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import read_streams, untouched
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
 
 OVER_BATCHES = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
-TOLERANCE = 1e-3  # relative; a sum and a mean of two halves differ by a factor of two
 PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...) and no part of it, or set layout.stage = 1"
 
 
@@ -44,22 +47,28 @@ def check(assembly: Assembly) -> list[str]:
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
 
-    def attempt(update: LiveUpdate, batch: Batch, size: int) -> Loss:
-        what = f"{size} samples" if source.guarantee == "proven" else "the first batch"
+    def attempt(update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch") -> halving.Attempt:
         tried = copy_of(batch)  # what writes into it would change the data before step 1
         versions = in_place.Versions(tried)
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
+            environment.set_seeds(seed)
+            before = read_streams()
             loss = _try(update.name, update.loss, assembly.model, tried, what)
+            draws = read_streams() != before
         writes[0] |= versions.have_changed()
-        return loss
+        return halving.Attempt(loss, draws)
 
     def attempt_all(part: np.ndarray) -> samples.Tried:
         batch = _first(read, part)
-        return samples.Tried(part, batch, [attempt(update, batch, len(part)) for update in assembly.updates])
+        what = f"{len(part)} samples" if source.guarantee == "proven" else "the first batch"
+        return samples.Tried(part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates])
 
     train = assembly.spec.train
-    splits = (train.microbatch is not None and train.microbatch < train.batch) or assembly.spec.memory.on_oom == "halve"
-    unchecked = assembly.warnings if splits else notes  # else no step depends on it
+    splits = (
+        (train.microbatch is not None and train.microbatch < train.batch)
+        or assembly.spec.memory.on_oom == "halve"
+        or len(assembly.feed.microbatches(window)) > 1  # on several ranks
+    )
     with untouched(assembly.model, state), computing(assembly):
         (ids, batch, wholes), warnings = samples.find(assembly, attempt_all)
         assembly.warnings.extend(warnings)
@@ -68,24 +77,14 @@ def check(assembly: Assembly) -> list[str]:
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
                 check_splittable(update.name, whole, assembly.task.counts is not None)
-            unknown = f"whether the loss of update {update.name} is a sum could not be checked"
-            if not whole.additive or source.guarantee != "proven":
-                unchecked.append(unknown)
+            if not whole.additive:
+                notes.append(
+                    f"whether the loss of update {update.name} is a sum is not checked: it states that it is not additive"
+                )
                 continue
-            parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
-            if len(ids) < 2:  # batches of one sample: two of them may differ in shape, and need not go into one
-                parts = [ids, assembly.feed.window(1).ids]
-                try:
-                    whole = attempt(update, read(np.concatenate(parts)), 2)
-                except Exception:  # noqa: BLE001 - such a batch is never asked for again
-                    unchecked.append(unknown)
-                    continue
-            try:
-                halves = [attempt(update, read(part), len(part)) for part in parts]
-            except TaskError:  # a model that is built for one size of batch
-                unchecked.append(f"{unknown}: the model takes a batch of {len(ids)} samples and none of {len(parts[0])}")
-                continue
-            unchecked += _check_sums(update.name, whole, halves)
+            assembly.warnings.extend(
+                _check_sums(assembly, update.name, partial(attempt, update), read, batch, ids, splits=splits)
+            )
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with computing(assembly):
@@ -158,6 +157,8 @@ def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, 
         return
     told = counts(batch)
     for term in loss.terms:
+        if term.fixed:
+            continue
         said = told.get(term.name) if isinstance(told, Mapping) else told
         if said is None:
             raise TaskError(f"counts(batch) names no {term.name!r}, a term of update {name}", hint=f"it names {', '.join(told)}")
@@ -169,7 +170,6 @@ def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, 
 
 
 def _try(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
-    torch.manual_seed(0)  # the same draws for the whole and for its halves; the streams are put back afterwards
     try:
         made = loss(model, batch)
     except SurefootError:
@@ -203,26 +203,32 @@ def _check_kind(name: str, loss: Loss) -> None:
         raise TaskError(f"the loss of update {name} has two terms of one name", hint="name each Term differently")
 
 
-def _check_sums(name: str, whole: Loss, halves: list[Loss]) -> list[str]:
-    notes = []
-    for index, term in enumerate(whole.terms):
-        parts = [half.terms[index] for half in halves if index < len(half.terms)]
-        verdict = _is_sum(term, parts)
-        if verdict is False:
-            raise TaskError(
-                f"the term {term.name} of update {name} is a mean, not a sum: it does not grow with the batch",
-                hint='give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count)',
-            )
-        if verdict is None:
-            notes.append(f"whether the term {term.name} of update {name} is a sum could not be checked")
-    return notes
+def _check_sums(
+    assembly: Assembly, name: str, attempt: halving.Try, read: Callable[[np.ndarray], Batch], batch: Batch, ids: np.ndarray,
+    *, splits: bool
+) -> list[str]:  # fmt: skip
+    """Hold the loss of a batch against those of its halves; gives what to report. Raises TaskError for a loss that is no sum."""
+    source = assembly.feed.source
+    is_whole_batches = isinstance(source, Iterated)
+    is_grouped = is_whole_batches or len(ids) == 1  # a number of the source may stand for many samples
+    halves = halving.cut_batch(batch, None if is_grouped else len(ids))
+    is_cut = is_same = halves is not None
+    if halves is None and (doubled := halving.double_batch(batch)) is not None:
+        batch, halves, is_same = doubled, [batch, batch], True
+    if halves is None and source.guarantee == "proven":
+        parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]] if len(ids) > 1 else [ids, assembly.feed.window(1).ids]
+        try:
+            batch, halves = read(np.concatenate(parts)), [read(part) for part in parts]
+        except Exception:  # noqa: BLE001 - such a batch is never asked for again
+            halves = None
+    if halves is None:
+        return [f"whether the loss of update {name} is a sum could not be checked: the first batch cannot be cut in halves"]
+    return halving.check_sums(
+        name, attempt, batch, halves, is_same=is_same, is_split=splits and is_cut and not is_whole_batches,
+        norms_batches=_norms_batches(assembly.model),
+    )  # fmt: skip
 
 
-def _is_sum(whole: Term, parts: list[Term]) -> bool | None:
-    total, halves = float(whole.total.detach()), [float(part.total.detach()) for part in parts]
-    if not np.isfinite([total, *halves]).all() or total == 0.0:
-        return None
-    if abs(total - sum(halves)) <= TOLERANCE * max(abs(total), *map(abs, halves)):
-        return True
-    mean = sum(halves) / len(halves)
-    return False if abs(total - mean) <= TOLERANCE * abs(total) else None
+def _norms_batches(model: nn.Module) -> bool:
+    """Whether a norm joins the samples of a batch in evaluation mode too."""
+    return any(each.running_mean is None for each in find_batch_norms(model).values())

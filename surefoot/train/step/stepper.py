@@ -84,7 +84,10 @@ class Stepper:
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
         self.saw: Callable[[Batch], None] | None = None  # told of every batch before it is computed with
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
-        self._first, self._num_cut = 0, 1  # the number of this rank's first microbatch of the step, and how many all ranks have
+        self._first, self._num_cut = (
+            0,
+            1,
+        )  # the number of this rank's first microbatch of the step, and how many it has on all ranks
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -104,6 +107,7 @@ class Stepper:
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
         num_samples = sum(map(size_of, batches)) if self._counts_rows else num_samples
+        self._num_cut = len(batches)
         if self.ranks is not None:
             self._num_cut = len(self._feed.microbatches(taken.window))
             self.ranks.begin(num_samples, batches)
@@ -380,7 +384,10 @@ class Stepper:
         total = term.total
         if scale is not None:
             return self._scaled(self._constant(term.weight * scale, total))
-        count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
+        if term.fixed:  # once a step: each of its microbatches adds an equal share
+            count: Count = term.count * self._num_cut
+        else:
+            count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
         if isinstance(count, Tensor):
             count = count.to(torch.promote_types(total.dtype, torch.float32))  # 16 bits would round the count
             return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
@@ -452,7 +459,8 @@ def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:
         raise TaskError(f"the loss of update {name} is not additive and may not be split", hint="leave train.microbatch out")
     if len(loss.terms) > 1 and not counts_are_known:
         terms = ", ".join(term.name for term in loss.terms)
+        wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
         raise TaskError(
             f"the terms {terms} have counts that are not known before the forward pass",
-            hint="add counts(batch) -> {term: count} to the task, or leave train.microbatch out",
+            hint=f"add counts(batch) -> {{term: count}} to the task (of {wanted}), or leave train.microbatch out",
         )

@@ -1,0 +1,211 @@
+"""Whether each term of a loss is a sum: the loss of a batch is compared with the losses of the two halves of the same batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.contract.task import Batch, Loss, Term
+from surefoot.core.errors import TaskError
+
+SAME = 1e-6  # relative
+TOLERANCE = 1e-3  # relative; the two halves of a sum and of a mean differ by a factor of two
+ROUNDING = 2e-2  # relative; a model that computes in 16 bits may differ by so much without being wrong
+NUM_DRAWS = 8  # seeds under which a loss that draws random numbers is computed
+CERTAIN, COMPATIBLE = 6.0, 4.0  # in standard errors, of means over the seeds
+SUM_HINT = (
+    'give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count); a term that does not depend on the batch, as a '
+    "penalty on weights, is Term(..., fixed=True)"
+)
+WAYS_OUT = (
+    "a penalty that does not depend on the batch goes in a term of its own: Term(..., fixed=True); a loss that compares samples with each "
+    "other is returned with additive=False, and train.microbatch is left out (on several ranks it uses surefoot.all_gather); a loss of "
+    "outputs (B, 1) and targets (B,) needs equal shapes"
+)
+Verdict = Literal["sum", "mean", "other", "unknown"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A loss computed in evaluation mode, and whether it drew from the random streams."""
+
+    loss: Loss
+    draws: bool
+
+
+Try = Callable[[Batch, int], Attempt]  # the loss of a batch under a seed
+
+
+def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
+    """Return the two halves of a batch, None where its samples cannot be told apart. `size` is the number of samples, if it is known.
+
+    All tensors of a batch that can be cut have the same first dimension, or its parts are sequences of the same length.
+    """
+    found = [
+        (lengths, is_sequences) for lengths, is_sequences in ((set(_lengths(batch)), False), (_lengths_of_parts(batch), True))
+    ]
+    ways = {min(lengths): is_sequences for lengths, is_sequences in reversed(found) if len(lengths) == 1 and lengths != {-1}}
+    number = size if size in ways else min(ways) if len(ways) == 1 and size is None else 0
+    if number is None or number < 2:
+        return None
+    is_sequences = ways[number]
+    middle = number // 2
+    try:
+        return [_part(batch, number, half, is_sequences) for half in (slice(0, middle), slice(middle, number))]
+    except Exception:  # noqa: BLE001 - a container of somebody else's that cannot be made again from its parts
+        return None
+
+
+def double_batch(batch: Batch) -> Batch | None:
+    """Return a batch of one sample twice, None where it is no batch of one sample in tensors."""
+    if set(_lengths(batch)) != {1}:
+        return None
+    try:
+        return _part(batch, 1, [0, 0], is_sequences=False)
+    except Exception:  # noqa: BLE001 - as above
+        return None
+
+
+def check_sums(
+    name: str, attempt: Try, whole: Batch, halves: Sequence[Batch], *, is_split: bool, is_same: bool, norms_batches: bool
+) -> list[str]:
+    """Compare the terms of a loss of `whole` with those of its `halves`; return what to report.
+
+    `is_same` says that the halves were cut from `whole`, not read again; `norms_batches` that the model normalizes over the batch in
+    evaluation too, so that a difference proves nothing. Raises TaskError for a mean, and with `is_split` for any other loss that is no
+    sum.
+    """
+    try:
+        tried = [[attempt(each, 0) for each in (whole, *halves)]]
+        if any(each.draws for each in tried[0]):
+            tried += [[attempt(each, seed) for each in (whole, *halves)] for seed in range(1, NUM_DRAWS)]
+    except TaskError as error:
+        return [f"whether the loss of update {name} is a sum could not be checked: a part of a batch fails: {error.message}"]
+    first, found = tried[0][0], []
+    for index, term in enumerate(first.loss.terms):
+        if term.fixed:
+            continue
+        values = [[_value(each.loss, index) for each in row] for row in tried]
+        verdict = judge(np.asarray(values), is_same=is_same)
+        if verdict != "sum" and _is_constant([each.loss.terms[index] for each in tried[0] if index < len(each.loss.terms)]):
+            continue  # total and count are those of any batch, so their mean is right
+        if verdict in ("mean", "other") and (norms_batches or not _repeats(attempt, whole, index, values[0][0], tried)):
+            verdict = "unknown"
+        if verdict == "mean":
+            raise TaskError(
+                f"the term {term.name} of update {name} is a mean, not a sum: it does not grow with the batch", hint=SUM_HINT
+            )
+        if verdict == "other":
+            found.append(_report(name, term.name, values[0], is_refused=is_split and not first.draws))
+        if verdict == "unknown":
+            found.append(f"whether the term {term.name} of update {name} is a sum could not be checked")
+    return found
+
+
+def judge(values: np.ndarray, *, is_same: bool = True) -> Verdict:
+    """Return what a term is by its values of the whole batch and of both halves, a row for each seed: (seeds, 3).
+
+    `is_same` says that the halves hold the very samples of the batch: a value between those of the halves is then a mean, of whatever
+    weights.
+    """
+    whole, halves = values[:, 0], values[:, 1:]
+    if not np.isfinite(values).all() or not values.any():
+        return "unknown"
+    scale = max(abs(float(part)) for part in values.mean(0))
+    apart, error = _mean_and_error(halves.sum(1) - whole)
+    if abs(apart) <= TOLERANCE * scale + COMPATIBLE * error:
+        return "sum" if error <= 0.1 * scale else "unknown"
+    low, high = float(halves.mean(0).min()), float(halves.mean(0).max())
+    of_mean, error_of_mean = _mean_and_error(halves.mean(1) - whole)
+    is_certain = abs(apart) > CERTAIN * error and abs(apart) > 0.25 * scale
+    between = low - TOLERANCE * abs(low) <= whole.mean() <= high + TOLERANCE * abs(high) and low * high > 0
+    near = is_same and between and 0.4 <= float(whole.mean()) / (low + high) <= 0.6
+    if is_certain and (near or abs(of_mean) <= TOLERANCE * scale + COMPATIBLE * error_of_mean):
+        return "mean"
+    return "other" if abs(apart) > ROUNDING * scale + CERTAIN * error else "unknown"
+
+
+def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool) -> str:
+    whole, *halves = values
+    what = (
+        f"the term {term} of update {update} is not a sum over samples: a batch gives {whole:.6g}, its halves give "
+        f"{' and '.join(f'{half:.6g}' for half in halves)}, together {sum(halves):.6g}"
+    )
+    if is_refused:
+        raise TaskError(f"{what}, and the run divides its batches", hint=WAYS_OUT)
+    return f"{what}; with train.microbatch or on several ranks it trains to other weights"
+
+
+def _repeats(attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[Attempt]]) -> bool:
+    """Whether the same batch gives the same value again: else the loss draws from a generator of its own."""
+    return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
+
+
+def _is_constant(terms: Sequence[Term]) -> bool:
+    values = [(float(term.total.detach()), float(term.count)) for term in terms]
+    return bool(np.allclose(values, values[0], rtol=SAME, atol=0.0))
+
+
+def _value(loss: Loss, index: int) -> float:
+    return float(loss.terms[index].total.detach()) if index < len(loss.terms) else float("nan")
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    count = len(values)
+    return float(values.mean()), float(values.std(ddof=1) / count**0.5) if count > 1 else 0.0
+
+
+def _is_array(part: Any) -> TypeGuard[Tensor | np.ndarray]:
+    return isinstance(part, Tensor | np.ndarray)
+
+
+def _lengths(batch: Any) -> Iterator[int]:
+    """The first dimension of each tensor and array in a batch; -1 for what cannot be cut."""
+    if _is_array(batch):
+        if getattr(batch, "is_nested", False) or getattr(batch, "layout", torch.strided) is not torch.strided:
+            yield -1
+        elif batch.ndim:
+            yield len(batch)
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _lengths(part)
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _lengths(part)
+    elif not isinstance(batch, str | bytes | int | float | bool | None) and hasattr(batch, "__dict__"):
+        yield -1  # an object, as a batch of graphs, whose parts are not known
+
+
+def _lengths_of_parts(batch: Any) -> set[int]:
+    """The lengths of the direct parts of a batch, each a sequence or array of all samples; {-1} where one is something else."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [None]
+    return {len(part) if isinstance(part, list | tuple) or (_is_array(part) and part.ndim) else -1 for part in parts}
+
+
+def _part(batch: Any, number: int, rows: slice | list[int], is_sequences: bool) -> Any:
+    """The given rows of everything in a batch that has a row for each of `number` samples."""
+    if _is_array(batch):
+        return batch[rows] if batch.ndim and len(batch) == number else batch
+    if isinstance(batch, Mapping):
+        made: Any = copy.copy(batch)
+        for key, part in batch.items():
+            made[key] = _part_of_container(part, number, rows, is_sequences)
+        return made
+    if isinstance(batch, list | tuple):
+        parts = [_part_of_container(part, number, rows, is_sequences) for part in batch]
+        kind: Any = type(batch)
+        return kind(*parts) if hasattr(batch, "_fields") else kind(parts)
+    return batch
+
+
+def _part_of_container(part: Any, number: int, rows: slice | list[int], is_sequences: bool) -> Any:
+    is_plain = isinstance(part, list | tuple) and len(part) == number and (is_sequences or not any(True for _ in _lengths(part)))
+    if is_plain:
+        return part[rows] if isinstance(rows, slice) else type(part)(part[row] for row in rows)
+    return _part(part, number, rows, is_sequences)
