@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from surefoot.components.data import Feed
 from surefoot.contract.task import Batch, Loss
 from surefoot.core.errors import TaskError
 from surefoot.train.assemble import Assembly
@@ -30,7 +31,7 @@ def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tr
     loss of an update counts no item of the first. Raises TaskError where it counts none in all of the data.
     """
     feed = assembly.feed
-    tried = _try_sizes(feed.microbatches(feed.window(0))[0], attempt)
+    tried = _try_sizes(feed, attempt)
     empty = _find_empty(assembly, tried)
     if not empty:
         return tried, []
@@ -48,13 +49,15 @@ def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tr
     raise TaskError(f"the loss of update {empty} counts 0 items", hint="count the items that the total sums over, at least one")
 
 
-def _try_sizes(first: np.ndarray, attempt: Callable[[np.ndarray], Tried]) -> Tried:
+def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], Tried]) -> Tried:
+    window = feed.window(0)
+    few, own = window.ids[:NUM_SAMPLES], feed.microbatches(window)[0]
     try:
-        return attempt(first[:NUM_SAMPLES])
+        return attempt(few)
     except TaskError:
-        if len(first) <= NUM_SAMPLES:
+        if len(own) == len(few):
             raise
-    return attempt(first)  # a model may be built for batches of one size
+    return attempt(own)  # a model may be built for batches of one size
 
 
 def _find_empty(assembly: Assembly, tried: Tried) -> str:
