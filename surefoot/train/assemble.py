@@ -43,6 +43,7 @@ from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import Course
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
 from surefoot.train.step.sharding import make_ranks, shard
+from surefoot.train.step.unfrozen import TrainedSet
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Assembly:
     told: list[str]  # notes that are said at the start, too
     tried: Evaluation | None = None  # of a few samples
     warnings: list[str] = field(default_factory=list)  # are printed at the start even to who wants quiet
+    trained: TrainedSet = field(kw_only=True)
 
     @property
     def feed(self) -> Feed:
@@ -232,7 +234,8 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes += [] if compiled is None else [compiled.words]
     stepper.eager = functools.partial(eager, compiled)
     engine = Engine(device, policy, average, stepper, recomputed, compiled)
-    return Assembly(spec, resolved, model, read, updates, course, schedule, engine, notes, told, tried, warnings)
+    trained = TrainedSet(model)
+    return Assembly(spec, resolved, model, read, updates, course, schedule, engine, notes, told, tried, warnings, trained=trained)
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:

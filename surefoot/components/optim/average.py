@@ -43,6 +43,11 @@ class WeightAverage:
         """Go on counting from a checkpoint's number; the averages themselves are read in place."""
         self._num_updates = num_updates
 
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Average these, too, from their values of now on."""
+        self.parameters += parameters
+        self.averages += [laid_by(parameter.detach().clone(), parameter) for parameter in parameters]
+
     @torch.no_grad()
     def update(self, applied: bool | Tensor = True) -> None:
         """Follow the weights after a step that was applied; where that is known on the device only, nobody waits for it."""

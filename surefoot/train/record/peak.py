@@ -24,6 +24,7 @@ from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import untouched
 from surefoot.train.record.convolutions import TimedConvolutions
 from surefoot.train.record.noticed.in_place import WatchedForWrites
+from surefoot.train.record.noticed.unfreezing import Unfreezing
 from surefoot.train.record.telling import Telling
 from surefoot.train.record.waited import Waited
 
@@ -33,7 +34,8 @@ MEASURED = 3  # the step of an attempt that is measured: by then all that is hel
 
 def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[int], StepReport]:
     """What does one step when called with its number."""
-    step: Callable[[int], StepReport] = WatchedForWrites(WithinMemory(assembly, telling, folder), assembly, telling)
+    step: Callable[[int], StepReport] = Unfreezing(WithinMemory(assembly, telling, folder), assembly, telling)
+    step = WatchedForWrites(step, assembly, telling)
     if assembly.spec.memory.predict:
         step = Compared(step, assembly, telling, folder)
     is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark

@@ -102,6 +102,7 @@ class LiveState:
         `clock` stands in a file of its own: all the others have the same bytes whenever the same steps were done. `of_ranks` is what was
         gathered.
         """
+        self._assembly.trained.take_new(self._assembly)
         weights, moving = self._weights()
         skeleton, tensors = self._split(more)
         of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_ROOT)}
@@ -185,11 +186,11 @@ class LiveState:
             seen.add(key)
             if not isinstance(tensor, nn.Parameter):
                 copied.setdefault(trained, {})[name] = tensor.detach().clone().cpu().contiguous()
-            elif not tensor.requires_grad:
-                moving.setdefault(frozen, {})[name] = master_of(tensor)
-            elif averages:
+            elif id(master_of(tensor)) in averages:
                 moving.setdefault(trained, {})[name] = averages[id(master_of(tensor))]
                 moving.setdefault(LIVE, {})[name] = master_of(tensor)
+            elif not tensor.requires_grad:
+                moving.setdefault(frozen, {})[name] = master_of(tensor)
             else:
                 moving.setdefault(trained, {})[name] = master_of(tensor)
         return copied, moving
@@ -235,6 +236,7 @@ class LiveState:
             "task": {name: read_entry(name, value) for name, value in self._task_state().items()},
             "random": checkpoint.random_states(),
             **self._attributes(),
+            **self._assembly.trained.state(self._assembly),
         }
 
     def _attributes(self) -> dict[str, Any]:
@@ -293,9 +295,11 @@ class LiveState:
         `adapt` may change the tree of what is neither weight nor tensor of the optimiser: a fork takes some of it from its own spec.
         With `keep_buffers` those of another shape that no state dict holds stay the model's own: its task is another.
         """
+        skeleton = commit.json("state.json")
+        with checkpoint.taken_from(commit.folder):
+            self._assembly.trained.restore(self._assembly, skeleton)
         held_tensors = checkpoint.held_by(self._model, commit.pieces(checkpoint.MODEL)).tensors
         own = {name: master_of(tensor) for name, tensor in held_tensors.items()}
-        skeleton = commit.json("state.json")
         self._check_fit(commit, skeleton)
         with checkpoint.taken_from(commit.folder):
             checkpoint.check_buffers(self._model, skeleton["buffers"])

@@ -1,0 +1,36 @@
+"""Before each step: whether the reader's loop, or a module, has unfrozen parameters or made new ones since the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from surefoot.contract.state import StepReport
+from surefoot.train.assemble import Assembly
+from surefoot.train.record.telling import Telling
+
+NUM_LOOKED_AT = 2  # steps whose modules are all looked at afterwards: many a layer is made in the first pass
+
+
+@final
+class Unfreezing:
+    """Does one step when called with its number. What was frozen is looked at each time, all modules after the windows of the log."""
+
+    def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling) -> None:
+        self._step, self._assembly, self._telling = step, assembly, telling
+        self._frozen = assembly.trained.frozen()
+        self._ends_window = assembly.course.rhythm(assembly.spec.observe.every)
+        self._num_left, self._num_told = NUM_LOOKED_AT, len(assembly.trained.unfrozen)
+
+    def __call__(self, number: int) -> StepReport:
+        trained = self._assembly.trained
+        if self._num_left or self._ends_window(number - 1) or any(each.requires_grad for each in self._frozen):
+            self._num_left = max(0, self._num_left - 1)
+            trained.take_new(self._assembly)
+            self._frozen = trained.frozen()
+        for names in trained.unfrozen[self._num_told :]:  # a save may have taken them in
+            self._telling.say(
+                f"step {number}: {len(names)} parameters that were frozen train from now on, the first is {names[0]}"
+            )
+        self._num_told = len(trained.unfrozen)
+        return self._step(number)

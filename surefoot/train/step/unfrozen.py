@@ -1,0 +1,138 @@
+"""Parameters that a model begins to train after the run has begun: taken into the update, or named where that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components import optim
+from surefoot.contract.state import leaf_of
+from surefoot.core.errors import UserCodeError
+from surefoot.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from surefoot.train.assemble import Assembly
+
+MOST_NAMED = 3
+FROM_START = "leave it unfrozen in model(); or train in two runs, the second of which starts with --weights FIRST_RUN"
+
+
+@final
+class TrainedSet:
+    """What a run trains: all parameters of the model as it was built, and those that were unfrozen since, in turn."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._built = dict(model.named_parameters())
+        self._known = {id(each) for each in self._built.values()}
+        self.unfrozen: list[list[str]] = []  # by name, those of one moment together: a checkpoint names them
+
+    def frozen(self) -> list[nn.Parameter]:
+        """The parameters that do not train now."""
+        return [each for each in self._built.values() if not each.requires_grad]
+
+    def take_new(self, assembly: Assembly) -> list[str]:
+        """Take what trains now and is in no optimizer into the update; gives the names. Raises UserCodeError where that cannot be."""
+        held = {id(leaf_of(each)) for update in assembly.updates for each in update.guarded.parameters}
+        new = {name: each for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in held}
+        if not new:
+            return []
+        if added := [name for name, each in new.items() if id(each) not in self._known]:
+            raise UserCodeError(
+                f"{_list(added)} of the model came after its optimizer was built, so that no step trains {_it(added)}, and a resumed "
+                "run would not have it",
+                hint="build every layer in model(); one that is to begin later can be frozen there, and unfrozen in the loop",
+            )
+        if why := _why_not(assembly):
+            raise UserCodeError(
+                f"{_list(list(new))} trains from now on, and the run cannot take {_it(list(new))} in: {why}", hint=FROM_START
+            )
+        _extend(assembly, {id(each) for each in new.values()})
+        self.unfrozen.append(list(new))
+        return list(new)
+
+    def state(self, assembly: Assembly) -> dict[str, Any]:
+        """What differs from the start, for a checkpoint: what was unfrozen, and what an optimizer holds and is frozen now."""
+        names = {id(each): name for name, each in self._built.items()}
+        held = [leaf_of(each) for update in assembly.updates for each in update.guarded.parameters]
+        frozen = sorted({names[id(each)] for each in held if not each.requires_grad and id(each) in names})
+        return {"unfrozen": self.unfrozen} | ({"frozen": frozen} if frozen else {}) if self.unfrozen or frozen else {}
+
+    def restore(self, assembly: Assembly, tree: Mapping[str, Any]) -> None:
+        """Train again what did when the checkpoint was made, before its optimizers' state is read."""
+        self._take_again(assembly, tree.get("unfrozen", ()))
+        for name in tree.get("frozen", ()):
+            if name in self._built:
+                self._built[name].requires_grad_(False)
+
+    def _take_again(self, assembly: Assembly, saved: Iterable[Sequence[str]]) -> None:
+        """Unfreeze what a checkpoint names, in its order. Raises UserCodeError as `take_new`, and for a name that the model lacks."""
+        for names in list(saved)[len(self.unfrozen) :]:
+            if lost := [name for name in names if name not in self._built]:
+                raise UserCodeError(
+                    f"the checkpoint trains {_list(lost)}, which the model does not have", hint="build the model that was saved"
+                )
+            for name in names:
+                self._built[name].requires_grad_(True)
+            self.take_new(assembly)
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+
+
+def _it(names: Sequence[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
+def _why_not(assembly: Assembly) -> str:
+    """What keeps a run from training more than it began with; nothing where it can."""
+    spec, task, ranks = assembly.spec, assembly.task, assembly.engine.stepper.ranks
+    reasons = {
+        "the task has updates of its own": task.updates is not None,
+        "the task has parameter_groups of its own": task.parameter_groups is not None,
+        "memory.update_in_backward is on": spec.memory.update_in_backward,
+        'compile.what is "step"': assembly.engine.stepper.whole is not None,
+        "layout.shard splits what was trained at the start": ranks is not None and ranks.sharded is not None,
+        "precision.weights gives what is trained a master at the start": spec.precision.weights != "fp32",
+        'memory.offload is "optimizer"': spec.memory.offload == "optimizer",
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def _extend(assembly: Assembly, new: set[int]) -> None:
+    """Optimizers for the new parameters beside those that there are: by the same rules, with moments of their own."""
+    trained = [each for each in optim.find_trained(assembly.model) if id(leaf_of(each.parameter)) in new]
+    (update,) = assembly.updates
+    update.guarded.extend(_build(assembly, trained))
+    average, ranks, table = assembly.engine.average, assembly.engine.stepper.ranks, assembly.spec.layout
+    if average is not None:
+        average.add([each.parameter for each in trained])
+    if ranks is not None:
+        ranks.use_buckets(parse_bytes(table.bucket), parse_bytes(table.first_bucket))
+
+
+def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch.optim.Optimizer]:
+    table, own = assembly.spec.optim, assembly.task.optimizer
+
+    def matches(pattern: str) -> bool:
+        return any(fnmatchcase(each.name, pattern) for each in trained)
+
+    rates = {pattern: rate for pattern, rate in table.rates.items() if matches(pattern)}
+    table = table.model_copy(update={"no_decay": tuple(filter(matches, table.no_decay)), "rates": rates})
+    if own is None or ("name" in table.model_fields_set and table.name != "task"):
+        return optim.build(table, trained).optimizers
+    groups = optim.build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
+    made = own([{**group, "lr": table.lr} for group in groups] if "lr" in table.model_fields_set else groups)
+    moved: list[Tensor] = [each for group in made.param_groups for each in group["params"]]
+    if {id(each) for each in moved} != {id(each.parameter) for each in trained}:
+        raise UserCodeError(
+            f"optimizer(groups) of the task, called for {_list([each.name for each in trained])}, which trains from now on, gives an "
+            "optimizer of other parameters",
+            hint=FROM_START,
+        )
+    return (made,)
