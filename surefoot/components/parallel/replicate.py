@@ -22,7 +22,9 @@ from surefoot.runtime.comm import Group
 
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
 
-ONE_PASS = "call arm() before the last backward pass of a step only, and finish() after it; losses that share it are added up and take one backward()"
+ONE_PASS = (
+    "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
+)
 
 
 @dataclass(eq=False)
