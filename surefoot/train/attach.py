@@ -335,7 +335,7 @@ class _Record:
         self._num_batches += 1
         position = self._keeper.position
         self._unstepped.append((self._keeper.pass_number, position, self._keeper.take(batch)))
-        self._unreported += size_of(batch)
+        self._unreported += self._watched.num_drawn or size_of(batch) or 0
 
     def end_pass(self) -> None:
         self._is_inside = False

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import WHOLE, Iterated, Share, size_of, to_device
+from surefoot.components.data import WHOLE, Iterated, Share, to_device
 from surefoot.components.data.loader import look
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.metrics import Better
@@ -34,7 +34,9 @@ GRADIENT_HINT = (
     "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or metrics that take gradients under "
     "`with torch.enable_grad():`"
 )
-Reading = Callable[[Source, int, torch.device, Share], Iterator[tuple[Batch, int]]]
+Reading = Callable[
+    [Source, int, torch.device, Share], Iterator[tuple[Batch, int | None]]
+]  # with the samples of each, where known
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
 
@@ -88,7 +90,7 @@ def evaluate(
     merged, mine = Merged(), list[Part]()
     compute = compute_context(precision, device)
     with untouched(model, task.state), _generators_kept(source):
-        for inputs, count in (read or _counted)(source, size, device, share):
+        for inputs, known in (read or _counted)(source, size, device, share):
             with compute():
                 output, loss = _outcome(model, task, inputs)
             terms = (
@@ -96,6 +98,7 @@ def evaluate(
                 if loss is None
                 else tuple((each.name, each.total.detach().double(), each.count, each.weight) for each in loss.terms)
             )
+            count = known if known is not None else _count_of(terms)
             part = Part(count, terms, _metrics(task, output, inputs))
             mine.append(part) if shares else merged.add(part)
             num_samples += count
@@ -123,6 +126,12 @@ def evaluate(
     return Evaluation(split, merged.num_samples, total, values, units, chosen, better, time.perf_counter() - started_s, precision)
 
 
+def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:
+    """What the loss counts, where a batch does not say how many samples it holds."""
+    count = float(terms[0][2]) if terms else 0.0
+    return round(count) if math.isfinite(count) else 0
+
+
 def _generators_kept(source: Source) -> AbstractContextManager[None]:
     """A loader's own generator may be that of the training, which goes on as if nothing was evaluated."""
     keep = getattr(source, "keep_generators", None)
@@ -138,12 +147,17 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
         yield to_device(look(source, 0, ids, 0), device)
 
 
-def _counted(source: Source, batch: int, device: torch.device, share: Share) -> Iterator[tuple[Batch, int]]:
+def counted_batches(source: Source, batch: int, device: torch.device) -> Iterator[tuple[Batch, int | None]]:
+    """Every sample of `source` once, in order, with the number of samples in each batch; None where it is not known."""
+    return _counted(source, _batch_size(source, batch), device, WHOLE)
+
+
+def _counted(source: Source, batch: int, device: torch.device, share: Share) -> Iterator[tuple[Batch, int | None]]:
     for number, start in enumerate(range(0, len(source), batch)):
         if number % share.size == share.rank:
             ids = np.arange(start, min(start + batch, len(source)), dtype=np.int64)
             inputs = to_device(look(source, 0, ids, 0), device)
-            yield inputs, size_of(inputs) if isinstance(source, Iterated) else len(ids)
+            yield inputs, source.count_samples(0, start, inputs) if isinstance(source, Iterated) else len(ids)
 
 
 def _batch_size(source: Source, batch: int) -> int:

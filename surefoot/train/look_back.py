@@ -147,7 +147,7 @@ def predict_run(
                 made = task.task.forward(model, batch)
             for key, tensor in _named(made).items():
                 collected.setdefault(key, []).append(tensor.float() if tensor.dtype in HALVES.values() else tensor)
-            num_done += size_of(batch)
+            num_done += size_of(batch) or 0
             console.reading(name, num_done, len(source))
     arrays = {key: np.ascontiguousarray(torch.cat(parts).numpy()) for key, parts in collected.items()}
     try:

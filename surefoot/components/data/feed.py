@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -219,12 +219,64 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor], other: Callabl
     return other(batch)
 
 
-def size_of(batch: Batch) -> int:
-    """Samples in a batch: the length of its first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return next((size for size in map(size_of, parts) if size), 0)
+def size_of(batch: Batch) -> int | None:
+    """Samples in a batch, where its structure says so; None where it does not, or where two readings of it disagree.
+
+    Batches of graphs say it themselves (`num_graphs`), packed sequences by `batch_sizes`. Else it is the first dimension that all tensors
+    have in common, or the length that all lists of a batch have, as in `([image, ...], [target, ...])`.
+    """
+    sizes = getattr(batch, "batch_sizes", None)
+    if isinstance(sizes, Tensor) and sizes.numel():  # of a PackedSequence: how many sequences each time step has
+        return int(sizes[0])
+    for name in ("num_graphs", "batch_size"):
+        size = getattr(batch, name, None)
+        size = size[0] if isinstance(size, tuple) and size else size  # a TensorDict has several dimensions of batches
+        if isinstance(size, int) and size > 0:
+            return size
+    if isinstance(batch, Mapping | tuple | list) and len(batch):
+        fields = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+        of_tensors, of_lists = _sizes_of_tensors(fields), _sizes_of_lists(batch, fields)
+        if len(of_lists) == len(fields) and len(set(of_tensors)) > 1:  # of samples, each with dimensions of its own
+            of_tensors = []
+        return _agreed([*of_tensors, *of_lists])
+    return _agreed(_sizes_of_tensors([batch]))
+
+
+def _agreed(sizes: Sequence[int]) -> int | None:
+    return sizes[0] if len(set(sizes)) == 1 else None
+
+
+def _sizes_of_tensors(parts: Sequence[Any]) -> list[int]:
+    """The first dimension of each tensor and array in `parts`, and in what they hold; one without dimensions says nothing."""
+    found = []
+    for part in parts:
+        if isinstance(part, Mapping | tuple | list):
+            found += _sizes_of_tensors(list(part.values()) if isinstance(part, Mapping) else part)
+        elif (own := size_of(part) if hasattr(part, "num_graphs") else None) is not None:
+            found.append(own)
+        elif isinstance(part, Tensor | np.ndarray) and part.ndim:
+            found.append(int(part.size(0)) if isinstance(part, Tensor) else len(part))
+    return found
+
+
+def _sizes_of_lists(batch: Batch, fields: Sequence[Any]) -> list[int]:
+    """The lengths of the fields that are lists of what samples have; of a list of samples its own length."""
+    if isinstance(batch, list) and len(fields) > 2 and all(_is_like(field, fields[0]) for field in fields):
+        return [len(fields)]  # more alike ones than inputs and labels
+    if isinstance(batch, list) and all(isinstance(field, Mapping) for field in fields):
+        return [len(fields)]
+    kinds = list if isinstance(batch, list) else (list, tuple)
+    lists = [field for field in fields if isinstance(field, kinds)]
+    if len(lists) == len(fields):
+        return [len(field) for field in lists]
+    return [len(field) for field in lists if not _sizes_of_tensors(field)]
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether two parts look like the same field of two samples."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
+    return type(one) is type(other) and isinstance(one, tuple | list | Mapping) and len(one) == len(other)
 
 
 def count_numbers(batch: Batch) -> int:

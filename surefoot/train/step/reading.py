@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from surefoot.components.data import WHOLE, Feed, Iterated, Order, Share, as_source, size_of
+from surefoot.components.data import WHOLE, Feed, Iterated, Order, Share, as_source
 from surefoot.components.data.lengths import check_ramp
 from surefoot.components.data.loader import Ahead, Loader, Reader, Settings, Told
 from surefoot.components.data.loader.pilot import find_most
@@ -106,7 +106,7 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
 def read_once(
     spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None],
     share: Share = WHOLE,
-) -> Iterator[tuple[Batch, int]]:  # fmt: skip
+) -> Iterator[tuple[Batch, int | None]]:  # fmt: skip
     """Every sample of a source once, in order, `batch` at a time, with the number of samples; read ahead as `settings` say.
 
     Of several ranks each reads every so manieth batch.
@@ -131,7 +131,10 @@ def read_once(
         for number in range(1, steps + 1):
             taken = loader.take(number)
             for inputs in ahead.take(taken, loader.peek):
-                yield inputs, size_of(inputs) if isinstance(source, Iterated) else taken.num_samples
+                if isinstance(source, Iterated):
+                    yield inputs, source.count_samples(taken.window.epoch, int(taken.ids[0][0]), inputs)
+                else:
+                    yield inputs, taken.num_samples
 
 
 def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Feed, Iterated, Keys, size_of
+from surefoot.components.data import Feed, Iterated, Keys
 from surefoot.components.data.loader import Ahead, Loader, Reader, Taken
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of, master_of
@@ -76,6 +76,7 @@ class Stepper:
         self._augments = task.augment is not None and device.type != "cpu"  # where the model is: else whoever reads does it
         self.loader = Loader(feed, Reader(feed.source, None if self._augments else task.augment, seed))
         self._ahead = Ahead(device)
+        self._sizes: list[int] = []  # the samples of each microbatch of the step that is computed
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
@@ -106,7 +107,9 @@ class Stepper:
         self.consumed, num_samples, self._first = taken.window.ids, taken.num_samples, taken.first
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
-        num_samples = sum(map(size_of, batches)) if self._counts_rows else num_samples
+        sizes = self._count_samples(taken)
+        self._sizes = [size or 1 for size in sizes]
+        num_samples = sum(self._sizes) if self._counts_rows else num_samples
         self._num_cut = len(batches)
         if self.ranks is not None:
             self._num_cut = len(self._feed.microbatches(taken.window))
@@ -155,6 +158,8 @@ class Stepper:
         self.clock.end_step(number)
         if self.ranks is not None:
             self.ranks.paces.end()
+        if None in sizes:  # the batches do not say it
+            num_samples = round(float(next((count for _, count, _ in totals.values()), 0)))
         report = StepReport(
             step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
             norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_ns / 1e9,
@@ -203,6 +208,14 @@ class Stepper:
                 self.saw(batch)
         return batches
 
+    def _count_samples(self, taken: Taken) -> list[int | None]:
+        """The samples of each microbatch of a step; None where a batch that an iterable gave does not say."""
+        source = self._feed.source
+        if not isinstance(source, Iterated):
+            return [len(ids) for ids in taken.ids]
+        pairs = zip(taken.ids, taken.batches, strict=True)
+        return [source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs]
+
     def _is_whole(self, number: int) -> bool:
         """Whether a step is taken as one graph."""
         return self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS)
@@ -220,7 +233,7 @@ class Stepper:
                 return *done, False
         counts = self._known_counts(batches, update.name)
         is_split = len(batches) > 1 or self.ranks is not None
-        num_samples = sum(map(size_of, batches)) if self.ranks is None else len(self.consumed)  # the same on every rank
+        num_samples = sum(self._sizes) if self.ranks is None else len(self.consumed)  # the same on every rank
         scale = 2.0 ** -round(math.log2(max(1, num_samples))) if is_split and counts is None else None
         # a GAN's generator must not leave gradients in the critic
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
@@ -281,7 +294,7 @@ class Stepper:
             isinstance(first[1], Tensor) or first[1]
         ):  # a microbatch in which no item counts has no mean
             share = first[1] / mine[terms[0].name][1]
-            self.noise.add((first[0] * factor / share) ** 2, norm**2, size_of(batches[0]), sum(map(size_of, batches)))
+            self.noise.add((first[0] * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes))
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
 
     def _pass_along(self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int) -> None:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from surefoot.components.data.feed import size_of
 from surefoot.components.data.sources.batch_digest import Difference, PassDigest
 from surefoot.components.data.sources.watched import Watched
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
 
-KEPT_STATES = 16
+KEPT_STATES, KEPT_SIZES = 16, 1024
 NOTHING = object()
 Streams = Callable[[int], AbstractContextManager[None]]
 
@@ -87,6 +88,7 @@ class Iterated:
         self._states: deque[tuple[int | None, int, Any]] = deque(
             maxlen=KEPT_STATES
         )  # (epoch, batches drawn, the state after them)
+        self._sizes: dict[tuple[int, int], int] = {}  # (epoch, batch) -> its samples, of the last batches that were read
         self._first: tuple[BatchRead, Batch] | None = None  # a copy of batch 0, while no other was drawn
         self._expected: _Pass | None = None  # what a checkpoint holds of the pass that is resumed
         self._begun: tuple[int, PassDigest] | None = None  # the epoch of batch 0 that a check read before a state was loaded
@@ -118,6 +120,10 @@ class Iterated:
         is given again to whoever reads it next: a check before a run must not consume it.
         """
         return _At(self, epoch, streams, keep)
+
+    def count_samples(self, epoch: int, number: int, batch: Batch) -> int | None:
+        """The samples of a batch that was read: those that its DataLoader drew for it, else as its structure says; None where unknown."""
+        return self._sizes.get((epoch, number)) or size_of(batch)
 
     def describe(self) -> str:
         return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
@@ -197,6 +203,10 @@ class Iterated:
         if self._next == 0:
             self._pass.sampler = self._watched.sampler_start()
         self._row = BatchRead(self._pass.epoch, self._next, self._watched.record(batch, self._pass.seen))
+        if self._watched.num_drawn is not None:
+            self._sizes[self._row[:2]] = self._watched.num_drawn
+            if len(self._sizes) > KEPT_SIZES:
+                del self._sizes[next(iter(self._sizes))]
         self._next += 1
         if self._has_state:
             self._states.append((self._pass.epoch, self._next, self._take_state()))

@@ -29,6 +29,7 @@ class Watched:
     def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.promise = data, Promise(digests=True)
         self._drawn: deque[Any] = deque()
+        self.num_drawn: int | None = None  # the samples of the batch that was recorded last, where they are known
         self._sampler: _Recorder | None = None
         if _can_be_watched(data):
             self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
@@ -58,6 +59,7 @@ class Watched:
     def record(self, batch: Any, seen: PassDigest) -> tuple[int, ...]:
         """Add the next batch to `seen`; returns its samples as the ledger holds them, or a digest of it where they are not known."""
         samples = self.take() if self.knows_samples else None
+        self.num_drawn = len(samples or ()) or None
         # what workers draw that take the place of others is another augmentation, and known to be: no spots
         digest = seen.add(batch, samples, spots=not self.has_lasting_workers)
         return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
