@@ -29,6 +29,8 @@ from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError, NumbersError, TaskError
 from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
+from surefoot.runtime.comm import ALONE
+from surefoot.runtime.comm.gathered import Gathering, gathering
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
@@ -224,7 +226,7 @@ class Stepper:
         num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
         if self.ranks is not None:
             self.ranks.open(index, self._first, self._num_cut)
-        with nullcontext() if self._look is None else self._looked_at(self._look):
+        with self._look_and_gather() as gathered:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
@@ -235,7 +237,8 @@ class Stepper:
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
                 if is_split:
-                    check_splittable(update.name, loss, counts is not None)
+                    joins = gathered.was_used and self.ranks is not None and self._num_cut == self.ranks.group.size
+                    check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
                 factors = [self._factor(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
                     _add(totals, terms)
@@ -255,6 +258,8 @@ class Stepper:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
             switch(COMMUNICATION)
             mine = self.ranks.add_up(index, mine)
+            if gathered.was_used and counts is not None:
+                _check_gathered(counts, mine)
         factor = self._remaining_factor(mine, scale, update.name, number)
         if guarded.on_device:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
@@ -329,6 +334,12 @@ class Stepper:
         norm = update.step(lambda: backward([term.total for term in terms], factors))
         self.clock.switch(OPTIMISER)
         return norm, True
+
+    @contextmanager
+    def _look_and_gather(self) -> Iterator[Gathering]:
+        look = nullcontext() if self._look is None else self._looked_at(self._look)
+        with look, gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
+            yield gathered
 
     @contextmanager
     def _looked_at(self, look: AbstractContextManager[Any]) -> Iterator[None]:
@@ -438,10 +449,27 @@ def check_count(name: str, count: Count) -> None:
         raise TaskError(f"the count of term {name} is {float(count):g}", hint="count the items that the total sums over")
 
 
-def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:
-    """Raise TaskError for a loss that may not be split into microbatches."""
-    if not loss.additive:
-        raise TaskError(f"the loss of update {name} is not additive and may not be split", hint="leave train.microbatch out")
+def _check_gathered(counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]) -> None:
+    """Raise TaskError where each rank counts the gathered rows of all ranks, and `counts(batch)` counts its own."""
+    for name, (_, count, _) in mine.items():
+        said = counts.get(name) if isinstance(counts, Mapping) else counts
+        if said is not None and said != float(count):
+            raise TaskError(
+                f"counts(batch) gives {said:g} on all ranks for the term {name}, whose loss counts {float(count):g}",
+                hint="sum and count the rows of this rank alone in the loss, or remove counts(batch)",
+            )
+
+
+def check_splittable(name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False) -> None:
+    """Raise TaskError for a loss that may not be split over microbatches and ranks.
+
+    `joins_ranks` says that each rank has one microbatch, and that the loss gathers those of all ranks.
+    """
+    if not loss.additive and not joins_ranks:
+        raise TaskError(
+            f"the loss of update {name} is not additive and may not be split",
+            hint="leave train.microbatch out; on several ranks, compare the samples that surefoot.all_gather returns",
+        )
     if len(loss.terms) > 1 and not counts_are_known:
         terms = ", ".join(term.name for term in loss.terms)
         wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
