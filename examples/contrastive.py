@@ -4,7 +4,8 @@ python examples/contrastive.py
 surefoot train examples/contrastive.py:Halves
 
 Every pair is held against all others of its batch, so the loss of a batch is not the sum of the losses of its parts:
-`additive=False` says so, and a spec with microbatches is refused. (InfoNCE: van den Oord, Li and Vinyals, 2018.)
+`additive=False` says so, and a spec with microbatches is refused. On several ranks `surefoot.all_gather` gives each rank the embeddings
+of all: the weights are those of one process. (InfoNCE: van den Oord, Li and Vinyals, 2018.)
 """
 
 # B batch, D embedding
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from surefoot import Loss, Run, RunSpec
+from surefoot import Loss, Run, RunSpec, all_gather
 from surefoot.components.data import Arrays
 from surefoot.components.metrics import Mean, accuracy
 
@@ -45,7 +46,7 @@ class Halves:
         """How alike each upper half is to each lower half of the batch, (B, B)."""
         upper_BD = F.normalize(model["upper"](batch["upper"]), dim=-1)
         lower_BD = F.normalize(model["lower"](batch["lower"]), dim=-1)
-        return upper_BD @ lower_BD.T / self.temperature
+        return all_gather(upper_BD) @ all_gather(lower_BD).T / self.temperature
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         own = torch.arange(len(output), device=output.device)

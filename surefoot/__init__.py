@@ -16,6 +16,7 @@ _PLACES = {
     "Task": "surefoot.contract.task",
     "Term": "surefoot.contract.task",
     "Update": "surefoot.contract.task",
+    "all_gather": "surefoot.runtime.comm.gathered",
     "attach": "surefoot.train.attach",
     "compile_regions": "surefoot.components.compiler.regions",
     "compile_step": "surefoot.train.step",

@@ -107,24 +107,12 @@ class GuardedUpdate:
 
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
         """Apply these, too, from the next update on, on the same schedule. Raises SpecError where they are of another kind."""
-        groups = [group for each in optimizers for group in each.param_groups]
-        held = [_holders(each) for each in optimizers]
-        for each in optimizers:
-            if fused.supports(each):
-                fused.create_state(each)
         if self.on_device and not all(_groups_of(each) for each in optimizers):
             raise SpecError(
                 f"{type(optimizers[0]).__name__} has no fused update, and the others have", hint="use one kind of optimiser"
             )
         self.optimizers += optimizers
-        self.groups += groups
-        self._held += held
-        more = [parameter for each in held for parameter in each]
-        self.parameters += more
-        self._masters += [parameter for parameter in more if leaf_of(parameter) is not parameter]
-        self._base_rates += [float(group["lr"]) * group.get("rate", 1.0) for group in groups]
-        self._rates += [torch.zeros((), dtype=torch.float64, device=self._scale.device) for _ in groups]
-        self._take_groups()
+        self._take_optimizers()
 
     def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Each tensor that is moved, with what its optimiser keeps of it."""

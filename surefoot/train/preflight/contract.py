@@ -16,7 +16,9 @@ from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.stability import find_batch_norms
 from surefoot.contract.task import Batch, Loss, as_loss
-from surefoot.core.errors import SurefootError, TaskError
+from surefoot.core.errors import SpecError, SurefootError, TaskError
+from surefoot.runtime.comm import ALONE
+from surefoot.runtime.comm.gathered import gathering
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
@@ -40,6 +42,7 @@ def check(assembly: Assembly) -> list[str]:
     """
     notes: list[str] = []
     writes = [False]  # whether a loss writes into its batch
+    gathers: dict[str, bool] = {}  # whether the loss of an update calls all_gather
     state = assembly.task.state
     window = assembly.feed.window(0)
     source = assembly.feed.source
@@ -53,10 +56,12 @@ def check(assembly: Assembly) -> list[str]:
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
             environment.set_seeds(seed)
             before = read_streams()
-            loss = _try(update.name, update.loss, assembly.model, tried, what)
+            with gathering(ALONE) as gathered:
+                loss = _try(update.name, update.loss, assembly.model, tried, what)
             draws = read_streams() != before
         writes[0] |= versions.have_changed()
-        return halving.Attempt(loss, draws)
+        gathers[update.name] = gathered.was_used
+        return halving.Attempt(loss, draws, gathered.was_used)
 
     def attempt_all(part: np.ndarray) -> samples.Tried:
         batch = _first(read, part)
@@ -76,7 +81,8 @@ def check(assembly: Assembly) -> list[str]:
             _check_kind(update.name, whole)
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
-                check_splittable(update.name, whole, assembly.task.counts is not None)
+                joins = gathers[update.name] and _check_joined(assembly, update.name)
+                check_splittable(update.name, whole, assembly.task.counts is not None, joins_ranks=joins)
             if not whole.additive:
                 notes.append(
                     f"whether the loss of update {update.name} is a sum is not checked: it states that it is not additive"
@@ -227,6 +233,25 @@ def _check_sums(
         name, attempt, batch, halves, is_same=is_same, is_split=splits and is_cut and not is_whole_batches,
         norms_batches=_norms_batches(assembly.model),
     )  # fmt: skip
+
+
+def _check_joined(assembly: Assembly, name: str) -> bool:
+    """Whether each rank has one microbatch in each step, so that a loss can gather from all. Raises SpecError for a step with less."""
+    feed, ranks = assembly.feed, assembly.engine.stepper.ranks
+    if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
+        return False
+    batches = {feed.batch, *(batch for _, batch in assembly.spec.train.ramp)}
+    rest = (
+        {(feed.order.n - feed.dropped) % batch for batch in batches} - {0} if assembly.spec.data.last_batch == "keep" else set()
+    )
+    short = [batch for batch in sorted(batches | rest) if -(-batch // -(-batch // ranks.group.size)) != ranks.group.size]
+    if short:
+        raise SpecError(
+            f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} does not give each of "
+            f"{ranks.group.size} ranks a part",
+            hint='set data.last_batch = "drop", and train.batch to a multiple of the ranks',
+        )
+    return True
 
 
 def _norms_batches(model: nn.Module) -> bool:

@@ -33,10 +33,11 @@ Verdict = Literal["sum", "mean", "other", "unknown"]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A loss computed in evaluation mode, and whether it drew from the random streams."""
+    """A loss computed in evaluation mode, whether it drew from the random streams, and whether it gathers the rows of all ranks."""
 
     loss: Loss
     draws: bool
+    gathers: bool = False
 
 
 Try = Callable[[Batch, int], Attempt]  # the loss of a batch under a seed

@@ -1,6 +1,7 @@
 """One optimiser step: told in order, or as one graph."""
 
-from surefoot.train.step.stepper import LiveUpdate, Stepper, check_count, check_splittable
+from surefoot.train.step.counts import check_count, check_splittable
+from surefoot.train.step.stepper import LiveUpdate, Stepper
 from surefoot.train.step.whole import compile_step
 
 __all__ = ["LiveUpdate", "Stepper", "check_count", "check_splittable", "compile_step"]

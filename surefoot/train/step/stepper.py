@@ -29,12 +29,14 @@ from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError, TaskError
 from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
+from surefoot.runtime.comm import ALONE
+from surefoot.runtime.comm.gathered import Gathering, gathering
+from surefoot.train.step.counts import Count, check_count, check_gathered, check_splittable
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
     from surefoot.train.step.whole import WholeStep
 
-Count = float | Tensor
 MAX_CONSTANTS = 1000
 EAGER_STEPS = 5  # of a run: the first is looked at, the others are what a compiled step is measured against
 
@@ -241,7 +243,7 @@ class Stepper:
         num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
         if self.ranks is not None:
             self.ranks.open(index, self._first, self._num_cut)
-        with nullcontext() if self._look is None else self._looked_at(self._look):
+        with self._look_and_gather() as gathered:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
@@ -252,7 +254,8 @@ class Stepper:
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
                 if is_split:
-                    check_splittable(update.name, loss, counts is not None)
+                    joins = gathered.was_used and self.ranks is not None and self._num_cut == self.ranks.group.size
+                    check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
                 factors = [self._factor(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
                     _add(totals, terms)
@@ -271,6 +274,8 @@ class Stepper:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
             switch(COMMUNICATION)
             mine = self.ranks.add_up(index, mine)
+            if gathered.was_used and counts is not None:
+                check_gathered(counts, mine)
         factor = self._remaining_factor(mine, scale)
         if guarded.on_device:
             factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
@@ -345,6 +350,12 @@ class Stepper:
         norm = update.step(lambda: backward([term.total for term in terms], factors))
         self.clock.switch(OPTIMISER)
         return norm, True
+
+    @contextmanager
+    def _look_and_gather(self) -> Iterator[Gathering]:
+        look = nullcontext() if self._look is None else self._looked_at(self._look)
+        with look, gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
+            yield gathered
 
     @contextmanager
     def _looked_at(self, look: AbstractContextManager[Any]) -> Iterator[None]:
@@ -458,22 +469,3 @@ def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) 
         if term.name in into:
             total, count = into[term.name][0] + total, into[term.name][1] + count
         into[term.name] = (total, count, term.weight)
-
-
-def check_count(name: str, count: Count) -> None:
-    """Raise TaskError for the count of a term that is no finite number of 0 or more."""
-    if not 0 <= float(count) < math.inf:
-        raise TaskError(f"the count of term {name} is {float(count):g}", hint="count the items that the total sums over")
-
-
-def check_splittable(name: str, loss: Loss, counts_are_known: bool) -> None:
-    """Raise TaskError for a loss that may not be split into microbatches."""
-    if not loss.additive:
-        raise TaskError(f"the loss of update {name} is not additive and may not be split", hint="leave train.microbatch out")
-    if len(loss.terms) > 1 and not counts_are_known:
-        terms = ", ".join(term.name for term in loss.terms)
-        wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
-        raise TaskError(
-            f"the terms {terms} have counts that are not known before the forward pass",
-            hint=f"add counts(batch) -> {{term: count}} to the task (of {wanted}), or leave train.microbatch out",
-        )

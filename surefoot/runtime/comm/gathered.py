@@ -1,0 +1,65 @@
+"""All ranks' rows of a tensor inside a loss, with gradients: what a loss needs that compares samples with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surefoot.runtime.comm.group import ALONE, Group
+
+
+@dataclass
+class Gathering:
+    """The ranks that `all_gather` gathers from, and whether it was called."""
+
+    group: Group = ALONE
+    was_used: bool = False
+
+
+_current: list[Gathering] = []  # the innermost last; no context variable, since a backward pass may run in another thread
+
+
+@contextmanager
+def gathering(group: Group) -> Iterator[Gathering]:
+    """`all_gather` gathers from the ranks of `group` inside, forward and backward passes included."""
+    made = Gathering(group)
+    _current.append(made)
+    try:
+        yield made
+    finally:
+        _current.remove(made)
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Return the rows of all ranks, one rank after another: (B, ...) on each rank into (sum of all B, ...), with gradients.
+
+    In the training step of a run on several ranks; everywhere else (one process, evaluation, prediction) the tensor as it is. Ranks may
+    have different B. The gradient of a rank's rows is the sum of the gradients from the losses of all ranks, so that a loss over the
+    gathered rows, returned with `additive=False`, is that of one process, whether each rank sums the rows of all or its own ones.
+    """
+    if not _current:
+        return tensor
+    _current[-1].was_used = True
+    group = _current[-1].group
+    return tensor if group.is_alone else _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        counts = group.gather(torch.tensor([len(tensor)], device=group.device)).flatten().tolist()
+        mine = tensor.new_zeros((max(counts), *tensor.shape[1:]))
+        mine[: len(tensor)] = tensor
+        rows = group.gather(mine.to(group.device)).to(tensor.device)
+        ctx.group, ctx.start, ctx.count = group, sum(counts[: group.rank]), len(tensor)
+        return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = ctx.group.add(grad.clone(memory_format=torch.contiguous_format).to(ctx.group.device)).to(grad.device)
+        return total[ctx.start : ctx.start + ctx.count], None

@@ -1,0 +1,49 @@
+"""What a loss counts, and whether it may be split over microbatches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from surefoot.contract.task import Loss
+from surefoot.core.errors import TaskError
+
+Count = float | Tensor
+
+
+def check_count(name: str, count: Count) -> None:
+    """Raise TaskError for the count of a term that is no finite number of 0 or more."""
+    if not 0 <= float(count) < math.inf:
+        raise TaskError(f"the count of term {name} is {float(count):g}", hint="count the items that the total sums over")
+
+
+def check_gathered(counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]) -> None:
+    """Raise TaskError where each rank counts the gathered rows of all ranks, and `counts(batch)` counts its own."""
+    for name, (_, count, _) in mine.items():
+        said = counts.get(name) if isinstance(counts, Mapping) else counts
+        if said is not None and said != float(count):
+            raise TaskError(
+                f"counts(batch) gives {said:g} on all ranks for the term {name}, whose loss counts {float(count):g}",
+                hint="sum and count the rows of this rank alone in the loss, or remove counts(batch)",
+            )
+
+
+def check_splittable(name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False) -> None:
+    """Raise TaskError for a loss that may not be split over microbatches and ranks.
+
+    `joins_ranks` says that each rank has one microbatch, and that the loss gathers those of all ranks.
+    """
+    if not loss.additive and not joins_ranks:
+        raise TaskError(
+            f"the loss of update {name} is not additive and may not be split",
+            hint="leave train.microbatch out; on several ranks, compare the samples that surefoot.all_gather returns",
+        )
+    if len(loss.terms) > 1 and not counts_are_known:
+        terms = ", ".join(term.name for term in loss.terms)
+        wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
+        raise TaskError(
+            f"the terms {terms} have counts that are not known before the forward pass",
+            hint=f"add counts(batch) -> {{term: count}} to the task (of {wanted}), or leave train.microbatch out",
+        )
