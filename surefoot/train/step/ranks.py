@@ -144,14 +144,17 @@ class Ranks:
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
         """The loss terms of all ranks; with the first of a step go the samples, and the pace of the step before."""
         rows = [mine] if self._virtual is None or not update else self._rows
-        extra = () if self._was_told else (float(self._mine), *self.paces.row())
+        used = self.replicas[0].used() if self.sharded is not None and self.sharded.is_even else []
+        extra = () if self._was_told else (float(self._mine), *self.paces.row(), *used)
         if self._virtual is None or not update:
             found, told = self.totals.add(update, mine, extra)
         else:
             found, told = self.totals.add_in_order(update, self._rows, extra, self._virtual)
         if told:
             self._was_told, self.num_samples = True, int(told[0])
-            self.paces.hear(told[1:])
+            self.paces.hear(told[1 : len(told) - len(used)])
+            if used:
+                self.replicas[0].keep_used(told[-len(used) :])
             self.paces.count(rows)
         return found
 

@@ -20,6 +20,8 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group, Mesh
 
+Hooks = tuple[tuple[Any, ...], tuple[Any, ...]]
+
 
 class FullySharded:
     """Splits a model's weights over `mesh.shard`, in `units`; `stage` is 2 or 3.
@@ -55,13 +57,18 @@ class FullySharded:
         own = MixedPrecisionPolicy(cast_forward_inputs=False)
         policy = own if narrow is None else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
         apart = [] if narrow is None else [each for each in wide if any(True for _ in each.parameters())]
+        hooks = _hooks_of(model)
         for module in (*apart, *units.values(), model):
             _check_one_dtype(module)
             fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=own if module in apart else policy)
         self._moved = list(model.parameters()) if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         gathering, scattering = _Gathering(mesh.shard), _Scattering(mesh.shard)
+        self._gathered = _Gathered(model, hooks)
         for module in self._modules:
+            self._gathered.watch(module)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13; else all ranks must use the same parameters
+                module.set_reduce_scatter_unused_params(True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(gathering)  # type: ignore[arg-type]
@@ -79,10 +86,12 @@ class FullySharded:
 
     def synced(self, leaves: Iterable[Tensor]) -> _HandedOver:
         """What gives the rows of an update their gradients."""
-        return _HandedOver([each for each in leaves if each.requires_grad], self._keep_weights if self._stage == 2 else None)
+        trained = [each for each in leaves if each.requires_grad]
+        return _HandedOver(trained, self._keep_weights if self._stage == 2 else None, self._gathered)
 
     def begin(self) -> None:
         """A step's passes begin: weights stay as long as the stage says. Outside of a step they are let go after each module."""
+        self._gathered.used.clear()
         for module in self._modules:
             module.set_reshard_after_forward(self._stage == 3 and module is not self._modules[0], recurse=False)
         if self._stage == 2:
@@ -107,11 +116,61 @@ class FullySharded:
             module.reshard()
 
 
+class _Gathered:
+    """The whole parameters that FSDP puts in the place of the sharded ones for a pass: hooks of the user's go there, and one of ours."""
+
+    def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
+        self.used: set[int] = set()  # the sharded parameters, by id, that have had a gradient
+        self._sharded = dict(model.named_parameters())
+        self._hooks, self._names = hooks, {id(module): name for name, module in model.named_modules()}
+        self._seen: set[str] = set()
+
+    def watch(self, module: nn.Module) -> None:
+        """Hook the parameters that stand in `module` once its first pass has gathered them."""
+        module.register_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, _: Any) -> None:
+        prefix = self._names[id(module)]
+        for path, parameter in module.named_parameters():
+            name = f"{prefix}.{path}" if prefix else path
+            if name in self._seen or hasattr(parameter, "device_mesh") or not parameter.requires_grad:
+                continue
+            self._seen.add(name)
+            before, after = self._hooks.get(name, ((), ()))
+            for hook in before:
+                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            for hook in after:
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            key = id(self._sharded[name])
+            parameter.register_post_accumulate_grad_hook(lambda _, key=key: self.used.add(key))  # type: ignore[no-untyped-call]
+
+
+def _hooks_of(model: nn.Module) -> dict[str, Hooks]:
+    """The hooks on gradients that parameters have: those that may change one, and those that are called once it is there."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        held: Any = parameter
+        before, after = (tuple((hooks or {}).values()) for hooks in (held._backward_hooks, held._post_accumulate_grad_hooks))
+        if before or after:
+            found[name] = before, after
+    return found
+
+
 class _HandedOver:
     """Between FSDP, which leaves a part of each gradient at the parameter, and the optimiser, which moves the rows."""
 
-    def __init__(self, leaves: Sequence[Tensor], keep_weights: Any) -> None:
-        self._leaves, self._keep_weights = leaves, keep_weights
+    def __init__(self, leaves: Sequence[Tensor], keep_weights: Any, gathered: _Gathered) -> None:
+        self._leaves, self._keep_weights, self._gathered = leaves, keep_weights, gathered
+
+    def used(self) -> list[float]:
+        """1 for each parameter that this rank has had a gradient of in this step, else 0."""
+        return [float(id(leaf) in self._gathered.used) for leaf in self._leaves]
+
+    def keep_used(self, counts: Sequence[float]) -> None:
+        """A parameter that no rank has used has no gradient, as in one process: else it would decay."""
+        for leaf, count in zip(self._leaves, counts, strict=True):
+            if not count:
+                master_of(leaf).grad = None
 
     def arm(self) -> None:
         """The last backward pass comes."""
