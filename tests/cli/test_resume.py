@@ -418,6 +418,45 @@ def test_weights_none_of_which_fit_are_refused_with_both_sides(spec: Path, suref
     assert not Path("new").exists()
 
 
+PRETRAINED = {"0.weight": (4, 4), "0.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
+IN_PART: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "one is missing": ({"2.bias": ()}, "missing: 2.bias"),
+    "another shape": ({"2.weight": (7, 4)}, "of another shape: 2.weight [7, 4], now [3, 4]"),
+    "one too many": ({"3.weight": (2, 2)}, "unexpected: 3.weight"),
+    "another name": ({"2.bias": (), "head.bias": (3,)}, "missing: 2.bias; unexpected: head.bias"),
+}
+
+
+@pytest.mark.parametrize("case", IN_PART)
+def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(case: str, spec: Path, surefoot: Command) -> None:
+    changed, words = IN_PART[case]
+    save_file({name: torch.randn(shape) for name, shape in {**PRETRAINED, **changed}.items() if shape}, "other.safetensors")
+    assert surefoot("checkpoint", "import", "other.safetensors", "--to", "other").code == 0
+    answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert "fit the model in part: loaded" in answer.err
+    assert words in answer.err
+    assert "add --partial-weights" in answer.err
+    assert not Path("new").exists()
+    assert surefoot("train", spec, "--weights", "other", "--partial-weights", "--run", "new", "--quiet").code == 0
+    (told,) = [note for note in started("new")[0].notes if note.startswith("begun with the weights")]
+    assert words in told
+
+
+def test_weights_that_fit_wholly_need_no_further_word(spec: Path, surefoot: Command) -> None:
+    save_file({name: torch.randn(shape) for name, shape in PRETRAINED.items()}, "other.safetensors")
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    assert surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet").code == 0
+    (told,) = [note for note in started("new")[0].notes if note.startswith("begun with the weights")]
+    assert told.endswith("loaded 4 of 4 tensors")
+
+
+def test_partial_weights_without_weights_are_refused(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("train", spec, "--partial-weights", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert "--partial-weights goes with --weights DIR" in answer.err
+
+
 def test_pretrained_weights_are_imported_frozen_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
     spec: Path, surefoot: Command
 ) -> None:
@@ -429,7 +468,17 @@ def test_pretrained_weights_are_imported_frozen_and_fine_tuned_and_the_frozen_pa
     torch.save({"state_dict": pretrained, "epoch": 3}, "pretrained.pt")
     answer = surefoot("checkpoint", "import", "pretrained.pt", "--to", "pretrained", "--strip", "backbone.", "--json")
     assert (answer.code, answer.row["num_tensors"], answer.row["also"]) == (0, 3, ["epoch"])
-    words = ("--weights", "pretrained", "--set", 'optim.freeze=["0.*"]', "--run", "tuned", "--json", "--quiet")
+    words = (
+        "--weights",
+        "pretrained",
+        "--partial-weights",
+        "--set",
+        'optim.freeze=["0.*"]',
+        "--run",
+        "tuned",
+        "--json",
+        "--quiet",
+    )
     assert surefoot("train", spec, *words).code == 0
     (told,) = [note for note in started("tuned")[0].notes if note.startswith("begun with the weights")]
     assert "loaded 2 of 3 tensors; missing: 2.bias; of another shape: 2.weight [7, 4], now [3, 4]" in told

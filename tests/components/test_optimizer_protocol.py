@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from surefoot.components import optim
+from surefoot.components.optim.kinds.by_group import ByGroup
 from surefoot.core.errors import SpecError
 
 STEPS = 4
@@ -237,3 +238,33 @@ def test_a_group_that_is_added_to_8_bit_adam_is_checked_as_one_of_the_start(shap
     with pytest.raises(SpecError, match="no 8-bit state"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(shape))]})
     assert len(optimizer.param_groups) == 1
+
+
+class Signs(ByGroup):
+    """An optimizer of one's own that says what a graph would have to hold of it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "fused": True})
+
+    def create_state(self, group: dict[str, Any]) -> None:
+        pass
+
+    def traced(self, group: dict[str, Any]) -> Any:
+        return list(group["params"]), [], [], [], []
+
+    def _move(self, group: dict[str, Any], params: Any, grads: Any, lr: Any, grad_scale: Any, found_inf: Any) -> None:
+        for parameter, grad in zip(params, grads, strict=True):
+            parameter.sub_(grad.sign(), alpha=lr)
+
+
+@pytest.mark.parametrize("name", ["Signs", "Lamb", "SGD", "AdamW"])
+def test_an_optimizer_whose_rule_no_graph_knows_is_refused_whatever_its_name(name: str) -> None:
+    """It would be trained by the rule of another one."""
+    update = optim.GuardedUpdate([type(name, (Signs,), {})(weights())])
+    with pytest.raises(SpecError, match=f"an optimiser is {name}"):
+        update.check_traceable()
+
+
+@pytest.mark.parametrize("kind", [optim.Lars, optim.Lamb, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_the_rules_that_a_graph_knows_are_taken(kind: Any) -> None:
+    optim.GuardedUpdate([kind(weights(), lr=0.1, fused=True)]).check_traceable()

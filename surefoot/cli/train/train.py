@@ -41,8 +41,11 @@ def train(
     accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
     accept_data: Annotated[bool, typer.Option("--accept-data", help="resume although other data come than before")] = False,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="DIR", help="begin with what fits of the weights of a run or an import")
+        str | None, typer.Option("--weights", metavar="DIR", help="begin with the weights of a run or an import")
     ] = None,
+    partial_weights: Annotated[
+        bool, typer.Option("--partial-weights", help="with --weights: load those that fit by name and shape, leave the others out")
+    ] = False,
     ranks: RangeOption = None, max_restarts: RestartsOption = None,
     json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
 ) -> int:  # fmt: skip
@@ -52,7 +55,12 @@ def train(
     so many processes of this host, to the same numbers.
     """
     from surefoot.contract import spec_file
+    from surefoot.core.errors import InputError
 
+    if partial_weights and weights is None:
+        raise InputError(
+            "--partial-weights goes with --weights DIR, which is not given", hint="add --weights DIR, or leave it out"
+        )
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
     if run is not None and weights is not None and not fresh and _began_with(run, weights):
         weights = None  # the run goes on, or is finished
@@ -64,7 +72,7 @@ def train(
 
     from surefoot.train.run import Run
 
-    start = None if weights is None else _start(weights)
+    start = None if weights is None else _start(weights, partial=partial_weights)
     return finish(
         Run(
             origin.spec,
@@ -79,13 +87,13 @@ def train(
     )
 
 
-def _start(weights: str) -> Start:
+def _start(weights: str, *, partial: bool = False) -> Start:
     """The commit that `--weights` names."""
     from surefoot.cli.operate import stored
     from surefoot.train.resume.start import Start
 
     folder = stored.find_commit(weights, "best")
-    return Start(folder.parent.parent, int(folder.name.removeprefix("step-")), weights_only=True)
+    return Start(folder.parent.parent, int(folder.name.removeprefix("step-")), weights_only=True, partial=partial)
 
 
 def _began_with(run: Path, weights: str) -> bool:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.components.optim import fused, saving
 from surefoot.components.optim.kinds.by_group import ByGroup, Driven
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.learning_rates import LearningRates
 from surefoot.components.optim.masters import publish
 from surefoot.contract.state import leaf_of
@@ -25,6 +26,7 @@ from surefoot.core.errors import NumbersError, RunFolderError, SpecError
 Curve = Callable[[int], float]
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
+HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # whose updates a graph can hold
 RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
@@ -230,7 +232,8 @@ class GuardedUpdate:
         """Raise SpecError where the update is no arithmetic that a graph can hold."""
         other = 'or compile.what = "model"'
         for optimizer, groups in zip(self.optimizers, self._fused, strict=True):
-            if groups is None or any(each.tensors is None for each in groups):
+            has_rule = type(optimizer) in HAVE_RULES
+            if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
                     f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, and an optimiser is "
                     f"{type(optimizer).__name__}{_how_not_fused(optimizer)}",

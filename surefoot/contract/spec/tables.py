@@ -130,7 +130,7 @@ class OptimTable(Table):
     )
     ema: Fraction | None = Field(
         None,
-        description="decay d of the moving average of weights, min(d, (1 + n) / (10 + n)) after n updates; evaluated and saved instead",
+        description="decay d of the average of weights, min(d, (1 + n) / (10 + n)) after n updates; evaluated and saved in their place",
     )
 
     @model_validator(mode="after")

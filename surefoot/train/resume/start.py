@@ -35,11 +35,15 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class Start:
-    """The commit that a new run begins with: all of the state, or with `weights_only` what fits of its weights, from step 0."""
+    """The commit that a new run begins with: all of the state, or with `weights_only` what fits of its weights, from step 0.
+
+    Without `partial` the weights must fit the model by name and shape, all of them.
+    """
 
     run: Path
     step: int
     weights_only: bool = False
+    partial: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     commit = same.open_same(group, start.run, start.step)
     parent = {"folder": str(start.run.resolve()), "step": start.step, "spec_id": commit.manifest.spec_id}
     if start.weights_only:
-        return Begun(0, {**parent, "weights_only": True}, (_load_weights(commit, assembly),))
+        return Begun(0, {**parent, "weights_only": True}, (_load_weights(commit, assembly, partial=start.partial),))
     before = spec_of(start.run)
     found = changes.find(before, assembly.spec)
     changes.check_fork(found)
@@ -205,8 +209,11 @@ def check_can_begin_anew(chosen: Chosen) -> None:
 # ---- weights alone
 
 
-def _load_weights(commit: Commit, assembly: Assembly) -> str:
-    """Read what fits by name and shape; gives what was loaded and what was not, in words."""
+def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
+    """Read what fits by name and shape; gives what was loaded and what was not, in words.
+
+    Raises RunFolderError where some tensors do not fit, unless `partial`, and where none does.
+    """
     stored = commit.pieces(checkpoint.MODEL)
     own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()}
     shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}  # a rank may hold some rows of each
@@ -218,6 +225,11 @@ def _load_weights(commit: Commit, assembly: Assembly) -> str:
     told = _told(len(fits), len(stored), {"missing": missing, "of another shape": reshaped, "unexpected": unexpected})
     if not fits:
         raise RunFolderError(f"no weight of {commit.folder} fits the model: {told}", hint="build the model that they are of")
+    if not partial and (missing or reshaped or unexpected):
+        raise RunFolderError(
+            f"the weights of {commit.folder} fit the model in part: {told}",
+            hint="checkpoint import --strip PREFIX takes a prefix off all names; to begin with those that fit, add --partial-weights",
+        )
 
     def give(name: str, piece: Piece) -> Tensor:
         if name not in fits:

@@ -39,6 +39,7 @@ class Rule:
             return cls(name, group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
         if name == "lars":
             return cls(name, group["weight_decay"], momentum=group["momentum"], trust=group["trust"], adapt=group["adapt"])
+        assert name in ("adam", "adamw", "lamb"), f"no rule of {name!r} is written down here"
         return cls(name, group["weight_decay"], betas=tuple(group["betas"]), eps=group["eps"], adapt=group.get("adapt", False))
 
 
