@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,22 +19,22 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import export
 from surefoot.components.checkpoint.load import check_fit
 from surefoot.components.checkpoint.tensors import lay_out
-from surefoot.components.data import size_of
 from surefoot.components.observe import Console
-from surefoot.components.precision import HALVES, Compute, compute_context
+from surefoot.components.precision import Compute, compute_context
 from surefoot.contract import events, spec_file
 from surefoot.contract.commits import DRAFT
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, TaskError, hint_unwritten
+from surefoot.contract.task import Resolved, Source, resolve
+from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
-from surefoot.train.evaluate import Evaluation, batches, evaluate
+from surefoot.train.evaluate import Evaluation, batches, counted_batches, evaluate
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
 from surefoot.train.record.noticed.moved_outside import load_outside
+from surefoot.train.record.outputs import Outputs
 from surefoot.train.step.reading import read_split
 
 ENDINGS = (".safetensors", ".npz")
@@ -136,20 +136,22 @@ def predict_run(
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
     path = output or run / f"predictions-{name}.safetensors"
-    collected: dict[str, list[Tensor]] = {}
+    outputs = Outputs()
     device = torch.device("cpu")
     compute = compute_context(_own_precision(run, spec), device)
     set_storage(model, spec, with_masters=False)
     source, num_done = read_split(task, name), 0
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
-        for batch in batches(source, spec.evaluate.batch or spec.train.batch, device):
+        for batch, count in counted_batches(source, spec.evaluate.batch or spec.train.batch, device):
             with compute():
-                made = task.task.forward(model, batch)
-            for key, tensor in _named(made).items():
-                collected.setdefault(key, []).append(tensor.float() if tensor.dtype in HALVES.values() else tensor)
-            num_done += size_of(batch) or 0
+                outputs.add(task.task.forward(model, batch), count)
+            if not num_done:
+                _check_first(source, count, lambda few: task.task.forward(model, few), outputs)
+            num_done += count or 0
             console.reading(name, num_done, len(source))
-    arrays = {key: np.ascontiguousarray(torch.cat(parts).numpy()) for key, parts in collected.items()}
+        arrays = outputs.arrays()
+        for key, why in outputs.left_out.items():
+            console.warn(f"{key!r} is left out, {why}")
     try:
         if path.suffix == ".npz":
             np.savez(path, **arrays)  # type: ignore[arg-type]
@@ -162,18 +164,15 @@ def predict_run(
     return path, {key: array.shape for key, array in arrays.items()}, used
 
 
-def _named(output: Any) -> dict[str, Tensor]:
-    """The tensors of an output with a first dimension per sample: one is called `output`, others by key or position."""
-    if isinstance(output, Tensor) and output.ndim:
-        return {"output": output}
-    pairs = output.items() if hasattr(output, "items") else enumerate(output) if isinstance(output, tuple | list) else ()
-    found = {str(key): value for key, value in pairs if isinstance(value, Tensor) and value.ndim}
-    if not found:
-        raise TaskError(
-            f"forward gave a {type(output).__name__} without a row for each sample",
-            hint="return a tensor whose first dimension is the batch's, or a tuple or dict of them",
-        )
-    return found
+def _check_first(source: Source, count: int | None, forward: Callable[[Any], Any], outputs: Outputs) -> None:
+    """Try the first batch with a sample less, where another dimension is as long as the batch: which one follows is the batch's."""
+    if source.guarantee != "proven" or not count or count < 2 or not outputs.is_ambiguous(count):
+        return
+    try:
+        made = forward(next(iter(batches(source, count - 1, torch.device("cpu")))))
+    except Exception:  # noqa: BLE001 - a model may be built for batches of one size
+        return
+    outputs.check_follows(made, count - 1)
 
 
 def export_run(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from surefoot.components import optim
 from surefoot.contract.spec import OptimTable
+from surefoot.core.errors import TaskError
 
 STEPS = 4
 TABLES: dict[str, dict[str, Any]] = {
@@ -73,6 +74,20 @@ def test_a_gradient_may_lie_otherwise_than_its_weight(name: str) -> None:
 
     theirs = train(nn.Parameter(given.clone()), TABLES[name], channels_last)
     torch.testing.assert_close(theirs, train(nn.Parameter(given.clone()), TABLES[name]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 1, 3)])
+def test_a_parameter_whose_elements_share_memory_is_refused_as_torch_refuses_it(shape: tuple[int, ...]) -> None:
+    expanded = nn.Parameter(torch.ones(1).expand(shape))
+    expanded.grad = torch.ones(shape)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        torch.optim.SGD([expanded], lr=0.1, fused=False).step()
+    model = nn.Module()
+    model.wide = expanded
+    with pytest.raises(TaskError, match="the parameter wide is expanded"):
+        optim.find_trained(model)
+    model.wide = nn.Parameter(expanded.detach().clone())  # as the hint says
+    assert [each.name for each in optim.find_trained(model)] == ["wide"]
 
 
 def test_what_lies_beside_a_slice_stays_as_it_is() -> None:

@@ -202,7 +202,7 @@ def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path:
     target = {
         "optimizer": "surefoot.components.optim.update.GuardedUpdate.restore",
         "random": "surefoot.components.checkpoint.restore_random",
-        "task": "surefoot.train.resume.state._restore_of_task",
+        "task": "surefoot.train.resume.state.restore_entry",
         "scores": "surefoot.train.record.scores.Scores.restore",
         "guard": "surefoot.components.stability.Guard.restore",
         "scaler": "surefoot.components.precision.LossScaler.load_state_dict",

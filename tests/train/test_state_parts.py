@@ -113,11 +113,11 @@ def test_the_best_is_the_true_best_stays_through_a_kill_and_is_never_rotated_awa
 
 
 class Expanded(Small):
-    """A model with a parameter and buffers that are views: expanded, and conjugated."""
+    """A model with a frozen parameter and buffers that are views: expanded, and conjugated."""
 
     def model(self) -> nn.Module:
         made = super().model()
-        made.wide = nn.Parameter(torch.ones(1).expand(3))
+        made.wide = nn.Parameter(torch.ones(1).expand(3), requires_grad=False)
         made.register_buffer("grid", torch.ones(1).expand(3))
         made.register_buffer("unsaved", torch.ones(1).expand(3), persistent=False)
         made.register_buffer("turned", torch.tensor([1 + 2j]).conj())

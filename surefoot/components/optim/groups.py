@@ -50,6 +50,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 def find_trained(model: nn.Module) -> list[Named]:
     """Every parameter that takes a gradient, tied ones once, with its kind. Raises TaskError for a gradient that would be sparse."""
     kinds: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and any(
+            size > 1 and step == 0 for size, step in zip(parameter.shape, parameter.stride(), strict=True)
+        ):
+            raise TaskError(
+                f"the parameter {name} is expanded: several of its elements are one number in memory, and no optimizer can move them",
+                hint="give each element its own memory: nn.Parameter(x.clone())",
+            )
     head: nn.Module | None = None
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -1,0 +1,158 @@
+"""What a model gives for the samples of a split, collected as arrays with one row for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.precision import HALVES
+from surefoot.core.errors import TaskError
+
+SHAPE = "{}.shape"  # names the array with the shape of each row, where rows differ
+WHAT = "return a tensor whose first dimension is the batch's, or a tuple, list or dict of them"
+
+
+class Outputs:
+    """Collects the outputs of batches; `arrays` then returns one array for each tensor, and `left_out` says what has no rows.
+
+    A tensor alone is called `output`; in tuples, lists and dicts, also in one another, each by its key or position: `hidden.0`. A list
+    with an entry for each sample, as detectors give it, has the names of the entries. Rows of unlike shapes are padded with zeros, and
+    the array `NAME.shape` holds the shape of each.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[Tensor]] = {}  # each part is (samples, ...)
+        self._num_samples = 0
+        self.left_out: dict[str, str] = {}
+
+    def add(self, made: Any, num_samples: int | None) -> None:
+        """Add the output for a batch. Raises TaskError where no tensor of it has a row for each sample."""
+        leaves = dict(_leaves(made, "", num_samples))
+        size = num_samples if num_samples is not None else _first_size(leaves)
+        kept = {}
+        for name, value in leaves.items():
+            if (why := _reason_against(value, size)) is None:
+                kept[name] = [_plain(each) for each in _parts(value)]
+            else:
+                self.left_out[name] = why
+        if not kept:
+            raise TaskError(_describe_none(made, leaves, self.left_out), hint=_hint(leaves, size))
+        for name, parts in kept.items():
+            self._rows.setdefault(name, []).extend(parts)
+        self._num_samples += size
+
+    def is_ambiguous(self, size: int) -> bool:
+        """Whether another dimension than the first is as long as the batch."""
+        return any(size in part.shape[1:] for parts in self._rows.values() for part in parts)
+
+    def check_follows(self, made: Any, fewer: int) -> None:
+        """Raise TaskError where an output for `fewer` samples has as many rows as that for the first batch: its rows are no samples."""
+        for name, value in _leaves(made, "", fewer):
+            if name in self._rows and isinstance(value, Tensor) and value.ndim and (rows := int(value.size(0))) != fewer:
+                raise TaskError(
+                    f"{name!r} has shape {tuple(value.shape)} for {fewer} samples: its dimension 0, of {rows}, is not the batch's",
+                    hint=_hint({name: value}, fewer),
+                )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Raises TaskError where a tensor was not there for every batch, or has other dimensions in one than in another."""
+        found: dict[str, np.ndarray] = {}
+        for name, parts in self._rows.items():
+            if (rows := sum(map(len, parts))) != self._num_samples:
+                raise TaskError(
+                    f"forward gave {name!r} for {rows:,} of {self._num_samples:,} samples", hint=f"for every batch, {WHAT}"
+                )
+            ndims = sorted({part.ndim for part in parts})
+            if len(ndims) > 1:
+                raise TaskError(
+                    f"{name!r} has {ndims[0]} dimensions in one batch and {ndims[-1]} in another", hint=f"for every batch, {WHAT}"
+                )
+            if len({part.shape[1:] for part in parts}) == 1:
+                found[name] = np.ascontiguousarray(torch.cat(parts).numpy())
+                continue
+            found[name] = torch.cat([_padded(part, parts) for part in parts]).numpy()
+            shapes = [np.tile(np.array(part.shape[1:], dtype=np.int64), (len(part), 1)) for part in parts]
+            found[SHAPE.format(name)] = np.concatenate(shapes)
+        return found
+
+
+def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]:
+    """Every part that holds nothing else, with its name; a list of tensors is one that holds a row for each sample."""
+    if isinstance(made, list) and size is not None and len(made) == size and _are_samples(made, size):
+        if isinstance(made[0], Mapping):
+            yield from ((f"{name}.{key}" if name else str(key), [one[key] for one in made]) for key in made[0])
+        else:
+            yield name or "output", list(made)
+        return
+    pairs = made.items() if hasattr(made, "items") else enumerate(made) if isinstance(made, tuple | list) else None
+    if pairs is None:
+        yield name or "output", made
+        return
+    for key, value in pairs:
+        yield from _leaves(value, f"{name}.{key}" if name else str(key), size)
+
+
+def _are_samples(made: list[Any], size: int) -> bool:
+    """Whether a list as long as the batch holds an entry for each sample, and not tensors of whole batches."""
+    if all(isinstance(one, Mapping) for one in made):
+        return all(one.keys() == made[0].keys() and all(isinstance(value, Tensor) for value in one.values()) for one in made)
+    return all(isinstance(one, Tensor) for one in made) and not all(one.ndim and len(one) == size for one in made)
+
+
+def _first_size(leaves: Mapping[str, Any]) -> int:
+    sized = [value for value in leaves.values() if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim)]
+    return len(sized[0]) if sized else 0
+
+
+def _reason_against(value: Any, size: int) -> str | None:
+    """Why a part of an output has no row for each of `size` samples; None where it has one."""
+    if isinstance(value, list):
+        return None
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    if not value.ndim:
+        return "a tensor without dimensions"
+    if (rows := int(value.size(0))) == size:
+        return None
+    others = [str(dim) for dim, length in enumerate(value.shape) if length == size] if not value.is_nested else []
+    where = f", and its dimension {' or '.join(others)} is the batch's" if others else ""
+    return f"of shape {tuple(value.shape)}: dimension 0 has {rows} rows for a batch of {size} samples{where}"
+
+
+def _describe_none(made: Any, leaves: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
+    if any(isinstance(value, Tensor) and value.ndim for value in leaves.values()):
+        return "forward gave no row for each sample: " + "; ".join(f"{name!r} is {left_out[name]}" for name in leaves)
+    return f"forward gave a {type(made).__name__} without a row for each sample"
+
+
+def _hint(leaves: Mapping[str, Any], size: int) -> str:
+    for value in leaves.values():
+        if isinstance(value, Tensor) and size in value.shape[1:]:
+            dim = value.shape.index(size, 1)
+            return f"return it with the batch first: output.movedim({dim}, 0)"
+    return WHAT
+
+
+def _parts(value: Tensor | list[Tensor]) -> Sequence[Tensor]:
+    """The rows of a list or a nested tensor, which differ in shape; any other tensor is one part."""
+    if isinstance(value, list) or value.is_nested:
+        return [row.unsqueeze(0) for row in (value if isinstance(value, list) else value.unbind())]
+    return [value]
+
+
+def _plain(value: Tensor) -> Tensor:
+    value = value.detach().cpu()
+    value = value.to_dense() if value.layout != torch.strided else value
+    return value.float() if value.dtype in HALVES.values() else value
+
+
+def _padded(part: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """`part` with zeros behind, up to the largest of all in each dimension."""
+    most = [max(lengths) for lengths in zip(*(each.shape[1:] for each in parts), strict=True)]
+    made = part.new_zeros(len(part), *most)
+    made[(slice(None), *(slice(length) for length in part.shape[1:]))] = part
+    return made
