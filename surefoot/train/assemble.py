@@ -201,13 +201,8 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     resolved, kept = keep_outside(resolved, model, updates, is_split=sharded is not None)
-    told = (
-        modes
-        + kept
-        + optim.describe_scaling(spec.optim, feed.largest)
-        + describe_mode(spec, device.type)
-        + describe_cudnn(spec, device.type)
-    )
+    told = [*modes, *kept, *optim.describe_scaling(spec.optim, feed.largest)]
+    told += describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
     is_counted = not isinstance(source, Iterated)
     warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []
     warnings += optim.warn_of_no_rate(curve, total_steps)

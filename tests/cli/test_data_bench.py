@@ -110,7 +110,7 @@ def test_samples_and_seconds_bound_a_row(folder: Path, surefoot: Command) -> Non
         (("tars", "--delay", "-1"), "measure nothing"),
         (("tars", "--kind", "fork"), "is no kind of worker"),
         (("odd",), "no part that is decoded"),
-        (("bad",), "is a broken PNG"),
+        (("bad",), "is none of JPEG, PNG, WEBP"),
     ],
 )
 def test_bad_input_is_told_in_words(words: tuple[str, ...], says: str, folder: Path, tmp_path: Path, surefoot: Command) -> None:

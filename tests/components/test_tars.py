@@ -228,7 +228,7 @@ def _jpeg_said_to_be(jpeg: bytes, side: int) -> bytes:
         ("cls", b"1" * 40, "not a whole number"),
         ("pkl", b"cos\nsystem\n", "not decoded"),
         ("py", b"print(1)", "not decoded"),
-        ("jpg", image("PNG"), "broken JPEG"),
+        ("jpg", image("GIF"), "none of JPEG, PNG, WEBP"),
         ("png", image("PNG", size=(20_000, 20_000), mode="1"), "pixels"),
         ("png", _said_to_be(image("PNG"), 2**31 - 1), "."),
         ("jpg", _jpeg_said_to_be(image("JPEG"), 65_000), "pixels"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from surefoot.runtime.attributes.values import Aliases, find_leaves, is_state, named_attributes, sign
+from surefoot.runtime.attributes.values import NOTHING, Aliases, find_leaves, is_state, named_attributes, sign
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,13 @@ class AttributeTracker:
 
     def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """`state` gives what is saved beside the model: an attribute that is one of these tensors is not saved twice."""
-        self._model, self._state = model, state
-        aliases = self._aliases()
+        self._model = model
+        aliases = Aliases.of(model, {} if state is None else state())
         self._before = {name: sign(value, aliases) for name, value in named_attributes(model).items()}
 
-    def _aliases(self) -> Aliases:
-        return Aliases.of(self._model, {} if self._state is None else self._state())
-
-    def find_changed(self) -> Changed:
-        """The attributes that differ from the start now."""
-        aliases = self._aliases()
+    def find_changed(self, state: Mapping[str, Any] = NOTHING) -> Changed:
+        """The attributes that differ from the start now; `state` is what is saved beside the model now."""
+        aliases = Aliases.of(self._model, state)
         now = named_attributes(self._model)
         values, unsaved = dict[str, Any](), list[str]()
         for name, value in now.items():

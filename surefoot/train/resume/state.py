@@ -222,7 +222,7 @@ class LiveState:
 
     def _tree(self) -> dict[str, Any]:
         average = self._assembly.engine.average
-        held = checkpoint.held_by(self._model)
+        held, task_state = checkpoint.held_by(self._model), self._task_state()
         return {
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
@@ -233,15 +233,15 @@ class LiveState:
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in held.extra.items()},
             "buffers": held.buffers,
-            "task": {name: read_entry(name, value) for name, value in self._task_state().items()},
+            "task": {name: read_entry(name, value) for name, value in task_state.items()},
             "random": checkpoint.random_states(),
-            **self._attributes(),
+            **self._attributes(task_state),
             **self._assembly.trained.state(self._assembly),
         }
 
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self, task_state: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes of modules that have changed since the model was built, detached; nothing where none has."""
-        changed = self._assembly.engine.stepper.attributes.find_changed()
+        changed = self._assembly.engine.stepper.attributes.find_changed(task_state)
         stored, self.unsaved_attributes = checkpoint.encode_storable(self._model, changed)
         self.attributes = tuple(stored.get("values", ()))
         return {"attributes": stored} if stored else {}
