@@ -181,9 +181,8 @@ def test_the_time_spent_waiting_for_data_is_told_apart_from_the_step(tmp_path: P
 
 def test_several_optimisers_and_groups_are_each_logged(tmp_path: Path) -> None:
     loop = Loop()
-    second = torch.optim.Adam(
-        [{"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1}, {"params": [nn.Parameter(torch.zeros(1))], "lr": 0.2}]
-    )
+    scale, shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    second = torch.optim.Adam([{"params": [scale], "lr": 0.1}, {"params": [shift], "lr": 0.2}])
     with surefoot.attach(model=loop.model, optimizer=[loop.optimizer, second], data=loop.data, folder=tmp_path / "run") as run:
         run.step_done(0.0)
     assert steps_of(tmp_path / "run")[0].learning_rates == {"optimizer": 0.5, "optimizer.1": 0.1, "optimizer.2": 0.2}

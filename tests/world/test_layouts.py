@@ -139,10 +139,18 @@ def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line
 
 
 @pytest.mark.parametrize(
-    "task", ["Contrastive", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Hardest", "Whitened", "Penalty"))]
+    "task", ["Contrastive", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Hardest", "Penalty"))]
 )
-def test_a_loss_that_depends_on_how_its_batch_is_cut_does_not_compute_the_same(task: str, tmp_path: Path) -> None:
+def test_a_loss_that_depends_on_how_its_batch_is_cut_is_refused_before_a_layout_is_tried(task: str, tmp_path: Path) -> None:
     done = verify(task, "replicate=2", folder=tmp_path)
+    assert done.returncode == 2, done.stderr + done.stdout
+    assert "is not a sum over samples" in done.stderr
+    assert "additive=False" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_loss_that_cannot_be_told_from_a_sum_before_does_not_compute_the_same(tmp_path: Path) -> None:
+    done = verify("Whitened", "replicate=2", folder=tmp_path)
     assert done.returncode == 1, done.stderr + done.stdout
     found = json.loads(done.stdout)
     assert [row["layout"] for row in found["rows"] if not row["holds"]] == ["1,microbatch=8"]

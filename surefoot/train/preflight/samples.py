@@ -51,7 +51,8 @@ def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tr
 
 def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], Tried]) -> Tried:
     window = feed.window(0)
-    few, own = window.ids[:NUM_SAMPLES], feed.microbatches(window)[0]
+    own = feed.microbatches(window)[0]
+    few = window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own  # of what is read forwards one batch at a time
     try:
         return attempt(few)
     except TaskError:
