@@ -153,7 +153,7 @@ class GuardedUpdate:
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self._parameters:  # what was added since the last update has no gradient yet
             parameter.grad = None
 
     @property
@@ -162,12 +162,8 @@ class GuardedUpdate:
         if self.on_device:
             self.applied_steps = int(self._applied)  # host wait
         multiplier = self._curve(self.applied_steps)
-        return [base * multiplier for base in self._bases()]
-
-    def _bases(self) -> list[float]:
-        """The learning rate of each group before the curve."""
         self._follow_optimizers()
-        return self._learning_rates.read()
+        return [base * multiplier for base in self._learning_rates.read()]
 
     def norm(self) -> Tensor:
         """The global norm of the gradients as they are; there must be some."""
@@ -179,7 +175,8 @@ class GuardedUpdate:
         Returns the global norm before clipping (of the gradients times `factor`) and whether the update was applied. Raises SpecError for
         a factor that is not above 0, where it can be looked at without waiting for a device.
         """
-        grads = [grad for grad in (parameter.grad for parameter in self.parameters) if grad is not None]
+        self._follow_optimizers()  # once for all that follows
+        grads = [grad for grad in (parameter.grad for parameter in self._parameters) if grad is not None]
         if not grads:
             return 0.0, False
         raw = self.join_norm(fused.norm_of(grads))
@@ -200,12 +197,16 @@ class GuardedUpdate:
             fused.scale_gradients(grads, factor)
             fused.clamp_gradients(grads, self._clip_value)
             factor = 1.0
-        self.apply(factor)
+        self._apply(factor)
         return norm, True
 
     def apply(self, factor: float) -> None:
         """Update with the gradients times `factor`, whatever they are."""
-        self.move_schedule()
+        self._follow_optimizers()
+        self._apply(factor)
+
+    def _apply(self, factor: float) -> None:
+        self._move_schedule()
         scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is None:
@@ -267,7 +268,8 @@ class GuardedUpdate:
                 rate.fill_(group["lr"])
             return self._rates
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
-        rates = [multiplier * base for base in self._bases()]
+        self._follow_optimizers()
+        rates = [multiplier * base for base in self._learning_rates.read()]
         self._learning_rates.write([rate.float() for rate in rates])
         return rates
 
@@ -284,10 +286,14 @@ class GuardedUpdate:
 
     def move_schedule(self) -> None:
         """Set every group's rate, and its momentum where the schedule moves that, for this update."""
+        self._follow_optimizers()
+        self._move_schedule()
+
+    def _move_schedule(self) -> None:
         multiplier = self._curve(self.applied_steps)
         if not math.isfinite(multiplier):
             raise NumbersError(_no_rate(multiplier, self.applied_steps), hint=RATE_HINT)
-        self._learning_rates.write([base * multiplier for base in self._bases()])
+        self._learning_rates.write([base * multiplier for base in self._learning_rates.read()])
         if self._momentum_curve is not None:
             momentum = self._momentum_curve(self.applied_steps)
             for group in self._groups:
@@ -313,7 +319,7 @@ class GuardedUpdate:
             fused.clamp_gradients(grads, self._clip_value)
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
-        rates = [(multiplier * base).float() for base in self._bases()]
+        rates = [(multiplier * base).float() for base in self._learning_rates.read()]
         self._learning_rates.write(rates)  # what a report shows of them; read by the host only when the report is
         for each, rate in zip((each for groups in self._fused for each in groups or ()), rates, strict=True):
             each.step(rate, grad_scale, found_inf)

@@ -141,7 +141,7 @@ class Stepper:
                 self.whole.plan.pace.add(time.perf_counter() - begun_s, is_compiled=self.whole.plan.was_called)
             applied = was_applied if num_done == 0 else applied & was_applied
             overflowed = overflowed | did_overflow
-            rate = update.guarded.groups[0]["lr"]
+            rate = update.guarded.optimizers[0].param_groups[0]["lr"]
             num_done += 1
         if self.ranks is not None:
             self.clock.switch(COMMUNICATION)
