@@ -165,6 +165,7 @@ def test_an_optimizer_that_saves_its_own_masters_is_taken(tmp_path: Path) -> Non
 
     model, optimizer = build()
     surefoot.attach(model=model, optimizer=optimizer, data=DATA, folder=tmp_path / "a").close()
+    assert (tmp_path / "a" / "events.jsonl").is_file()
 
 
 # ---- runs

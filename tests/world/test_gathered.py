@@ -75,7 +75,7 @@ def train(task: Any, folder: Path, **train: Any) -> dict[str, Any]:
         return {"losses": losses, "weights": {name: each.tolist() for name, each in run.model.state_dict().items()}}
 
 
-def compare(found: list[Any], expected: dict[str, Any]) -> None:
+def assert_same(found: list[Any], expected: dict[str, Any]) -> None:
     for each in found:
         assert "error" not in each, each
         torch.testing.assert_close(each["losses"], expected["losses"], rtol=1e-9, atol=1e-12)
@@ -87,13 +87,13 @@ def compare(found: list[Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("task", [Pairs("all rows"), Pairs("own rows"), Counted("own rows")], ids=["all", "own", "counted"])
 def test_a_loss_over_gathered_rows_trains_as_one_process_does(task: Pairs, num_ranks: int, tmp_path: Path) -> None:
     expected = train(task, tmp_path / "one")
-    compare(run_ranks(num_ranks, lambda rank: train(task, tmp_path / "ranks"), tmp_path / "results"), expected)
+    assert_same(run_ranks(num_ranks, lambda rank: train(task, tmp_path / "ranks"), tmp_path / "results"), expected)
 
 
 def test_a_fixed_term_counts_once_a_step_on_ranks(tmp_path: Path) -> None:
     expected = train(Fixed(penalty), tmp_path / "one")
-    compare(run_ranks(3, lambda rank: train(Fixed(penalty), tmp_path / "ranks"), tmp_path / "results"), expected)
-    compare(run_ranks(2, lambda rank: train(Fixed(penalty), tmp_path / "cut", microbatch=2), tmp_path / "more"), expected)
+    assert_same(run_ranks(3, lambda rank: train(Fixed(penalty), tmp_path / "ranks"), tmp_path / "results"), expected)
+    assert_same(run_ranks(2, lambda rank: train(Fixed(penalty), tmp_path / "cut", microbatch=2), tmp_path / "more"), expected)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -85,7 +85,7 @@ class GuardedUpdate:
     def _follow_optimizers(self) -> None:
         """Read the optimizers again where their owner has changed them: by `load_state_dict`, by `add_param_group`, or by assignment."""
         groups = [group for each in self.optimizers for group in each.param_groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = [parameter for each in self.optimizers for parameter in _holders(each)]
         if (
             _are_same(groups, self._groups)
             and _are_same(parameters, self._parameters)

@@ -37,10 +37,7 @@ class ByGroup(Optimizer, ABC):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             self.step_group(group, group["lr"])
         return loss
@@ -69,6 +66,14 @@ class ByGroup(Optimizer, ABC):
     def traced(self, group: dict[str, Any]) -> Traced | None:
         """All that an update of the group moves, as a graph takes it; None where the rule is none that a graph can hold."""
         return None
+
+
+def call_closure(closure: Callable[[], float] | None) -> float | None:
+    """Compute the loss again where `step` was given what does, with gradients, as torch's optimizers do."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _is_allowed(value: Any, allowed: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from surefoot.components.optim.kinds.by_group import call_closure
 from surefoot.core.errors import SpecError
 
 
@@ -59,10 +60,7 @@ class FlatMuon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = call_closure(closure)
         for group in self.param_groups:
             self._step_group(group)
         return loss

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
+from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.optim import leaf_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.runtime.attributes.values import find_leaves, named_attributes
@@ -47,7 +48,7 @@ def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
         for tensor in _attributes_of(each) if isinstance(each, nn.Module) else ():
             leaves.pop(id(tensor), None)
     if leaves:
-        places = {_place(tensor) for each in others if hasattr(each, "state_dict") for tensor in _tensors(each.state_dict())}
+        places = {_place(tensor) for each in others if hasattr(each, "state_dict") for tensor in find_tensors(each.state_dict())}
         return [leaf for leaf in leaves.values() if _place(leaf) not in places]
     return []
 
@@ -246,17 +247,6 @@ def find_beside(
             plain += "-2"
         made[plain] = value
     return made, describe_kept(held)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
