@@ -91,7 +91,7 @@ class Assembly:
     def reading(self, tell: Callable[[Told], None]) -> Reading:
         """How an evaluation reads: with the workers that the steps have now."""
         settings = replace(self.engine.stepper.loader.settings, most=0)
-        return lambda source, batch, device, share: read_once(self.spec, source, batch, device, settings, tell, share)
+        return lambda source, batch, device, share, key: read_once(self.spec, source, batch, device, settings, tell, share, key)
 
     @property
     def is_even(self) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surefoot.components.data import WHOLE, Iterated, Share, to_device
 from surefoot.components.data.loader import look
+from surefoot.components.data.order import derive
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.metrics import Better
 from surefoot.components.precision import Compute, compute_context
@@ -23,6 +24,7 @@ from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.comm import ALONE, Group
+from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.record import partial
@@ -30,13 +32,15 @@ from surefoot.train.record.partial import Merged, Part
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
+DRAWS = 0x6576616C  # sets the draws of evaluations apart from the run's others
 GRADIENT_HINT = (
     "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or metrics that take gradients under "
     "`with torch.enable_grad():`"
 )
 Reading = Callable[
-    [Source, int, torch.device, Share], Iterator[tuple[Batch, int | None]]
-]  # with the samples of each, where known
+    [Source, int, torch.device, Share, int], Iterator[tuple[Batch, int | None]]
+]  # seeded by the last; with the samples of each batch, where known
+_Found = TypeVar("_Found")
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
 
@@ -70,6 +74,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
     precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None, group: Group = ALONE, is_even: bool = False,
+    seed: int = 0,
 ) -> Evaluation:  # fmt: skip
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
@@ -77,6 +82,9 @@ def evaluate(
     results are merged in the order of the batches: the same bits for any number of ranks. A metric of the user's own, which only it can
     merge, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
     weights are gathered in each pass.
+
+    What a pass draws from the global random streams depends on `seed`, the split and the batch alone: the same weights have the same
+    score at any step of the training, on any number of ranks and read by any workers. Another `batch` draws other numbers.
 
     Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
     since its terms are those of one batch. Raises SpecError when `score` is no metric of the task, TaskError when the task's parts
@@ -88,9 +96,9 @@ def evaluate(
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
     merged, mine = Merged(), list[Part]()
-    compute = compute_context(precision, device)
+    compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with untouched(model, task.state), _generators_kept(source):
-        for inputs, known in (read or _counted)(source, size, device, share):
+        for inputs, known in seeded((read or _counted)(source, size, device, share, key), key, share):
             with compute():
                 output, loss = _outcome(model, task, inputs)
             terms = (
@@ -112,7 +120,8 @@ def evaluate(
         gathered = partial.gather(mine, group)
         if gathered is None:
             return evaluate(
-                model, task, source, split=split, batch=batch, device=device, score=score, precision=precision, tell=tell, read=read
+                model, task, source, split=split, batch=batch, device=device, score=score, precision=precision, tell=tell, read=read,
+                seed=seed,
             )  # fmt: skip
         for part in gathered:
             merged.add(part)
@@ -147,16 +156,31 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
         yield to_device(look(source, 0, ids, 0), device)
 
 
-def counted_batches(source: Source, batch: int, device: torch.device) -> Iterator[tuple[Batch, int | None]]:
-    """Every sample of `source` once, in order, with the number of samples in each batch; None where it is not known."""
-    return _counted(source, _batch_size(source, batch), device, WHOLE)
+def counted_batches(source: Source, batch: int, device: torch.device, key: int) -> Iterator[tuple[Batch, int | None]]:
+    """Every sample of `source` once, in order, with the number of samples in each batch; None where it is not known.
+
+    The global random streams are those of an evaluation with this key.
+    """
+    return seeded(_counted(source, _batch_size(source, batch), device, WHOLE, key), key)
 
 
-def _counted(source: Source, batch: int, device: torch.device, share: Share) -> Iterator[tuple[Batch, int | None]]:
+def evaluation_key(seed: int, split: str) -> int:
+    """Return what the random streams of an evaluation are derived from."""
+    return derive(seed, *split.encode(), DRAWS)
+
+
+def seeded(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterator[_Found]:
+    """Pass on what a rank reads; before each batch the global random streams are set to those of its number."""
+    for number, each in enumerate(found):
+        set_seeds(derive(key, number * share.size + share.rank) >> 1)
+        yield each
+
+
+def _counted(source: Source, batch: int, device: torch.device, share: Share, key: int) -> Iterator[tuple[Batch, int | None]]:
     for number, start in enumerate(range(0, len(source), batch)):
         if number % share.size == share.rank:
             ids = np.arange(start, min(start + batch, len(source)), dtype=np.int64)
-            inputs = to_device(look(source, 0, ids, 0), device)
+            inputs = to_device(look(source, 0, ids, key), device)
             yield inputs, source.count_samples(0, start, inputs) if isinstance(source, Iterated) else len(ids)
 
 

@@ -30,7 +30,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
-from surefoot.train.evaluate import Evaluation, batches, counted_batches, evaluate
+from surefoot.train.evaluate import Evaluation, batches, counted_batches, evaluate, evaluation_key
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
 from surefoot.train.record.noticed.moved_outside import load_outside
@@ -108,6 +108,7 @@ def evaluate_run(
             evaluate(
                 wide.float() if precision == "fp32" else model, task, source, split=name, device=device, precision=precision,
                 batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, tell=functools.partial(console.reading, name),
+                seed=spec.train.seed,
             )
             for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))
         ]  # fmt: skip
@@ -142,7 +143,9 @@ def predict_run(
     set_storage(model, spec, with_masters=False)
     source, num_done = read_split(task, name), 0
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
-        for batch, count in counted_batches(source, spec.evaluate.batch or spec.train.batch, device):
+        for batch, count in counted_batches(
+            source, spec.evaluate.batch or spec.train.batch, device, evaluation_key(spec.train.seed, name)
+        ):
             with compute():
                 outputs.add(task.task.forward(model, batch), count)
             if not num_done:

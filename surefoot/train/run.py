@@ -191,8 +191,7 @@ class Run:
         """Stand after `step` of what was saved."""
         with checkpoint.taken_from(f"the state after step {step:,}"):
             self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
-            if saved["scores"] is not None:
-                self._scores.restore(saved["scores"])
+            self._scores.restore(saved["scores"], saved["clock"])
             self._guard.restore(saved["guard"])
             self.assembly.engine.stepper.loader.restore(saved)
         self._other_data = together.find_data(self.assembly, step + 1, accept=self._accept_data or self._start is not None)
@@ -209,13 +208,14 @@ class Run:
         begun = begin(start, self.assembly)
         if begun.saved is not None:
             self._take(begun.step, begun.saved)
-        if begun.saved is not None and self.group.is_first:
-            together.begin_fork(start.run, self.folder, self.assembly.feed, begun.step)
+            self._scores.begin_fork(self.num_samples, self.training_s)
+            if self.group.is_first:
+                together.begin_fork(start.run, self.folder, self.assembly.feed, begun.step)
         return begun
 
     def _commit_first(self, begun: Begun) -> list[checkpoint.Saved]:
         """Commit what the run begins with before anything tells of it: a kill leaves a fork, or a folder that is no run."""
-        clock, done = {"training_s": self.training_s}, list[checkpoint.Saved]()
+        clock, done = self._scores.clock(self.training_s), list[checkpoint.Saved]()
         self._keeper.saved_step = -1
         if self.group.is_first:
             folder.announce_fork(self.folder, environment.as_run(self.spec))
@@ -359,7 +359,7 @@ class Run:
                     batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=self.assembly.engine.policy.compute,
                     tell=functools.partial(self._evaluating, name),
                     read=self.assembly.reading(self._telling.of_evaluation(name, self.step)), group=self.group,
-                    is_even=self.assembly.is_even,
+                    is_even=self.assembly.is_even, seed=spec.train.seed,
                 )  # fmt: skip
         except (Exception, SystemExit) as error:
             if self._is_leaving:
@@ -417,7 +417,7 @@ class Run:
                 with self._keeper.alike():
                     self._ledger.sync()
                     self._telling.journal.sync()
-                clock, score = {"training_s": self.training_s}, self._scores.score_of(self.step)
+                clock, score = self._scores.clock(self.training_s), self._scores.score_of(self.step)
                 self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
         except StorageError as error:
             self._keeper.refused(self._telling, error, self.step)

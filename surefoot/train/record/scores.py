@@ -37,6 +37,7 @@ class Scores:
         self.num_items: float | None = (
             0.0  # what the losses counted, in all attempts; None where an older version did not save it
         )
+        self._of_parent: dict[str, float] = {}  # a fork's: its seconds of training, its samples, its items
         self.owed: str | None = None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
 
     def state(self) -> dict[str, Any]:
@@ -47,12 +48,24 @@ class Scores:
             "owed": self.owed, "num_items": self.num_items,
         }  # fmt: skip
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's `state`: a later evaluation is held against the best of all attempts."""
+    def restore(self, state: Mapping[str, Any] | None, clock: Mapping[str, float]) -> None:
+        """Go on from a checkpoint's `state` and `clock`: a later evaluation is held against the best of all attempts."""
+        self._of_parent = {name: value for name, value in clock.items() if name != "training_s"}
+        if state is None:
+            return
         self.best = Evaluation(**state["best"]) if state["best"] else None
         self.last = Evaluation(**state["last"]) if state["last"] else None
         self.best_step, self.last_step, self._since_best = state["best_step"], state["last_step"], state["since_best"]
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
+
+    def clock(self, training_s: float) -> dict[str, float]:
+        """What a checkpoint holds of the time, and of the training that a fork's parent did, which its own throughput leaves out."""
+        return {"training_s": training_s, **self._of_parent}
+
+    def begin_fork(self, num_samples: int, training_s: float) -> None:
+        """Leave what the parent trained out of the throughput, as the records of the new folder do."""
+        items = {} if self.num_items is None else {"parent_items": self.num_items}
+        self._of_parent = {"parent_s": training_s, "parent_samples": float(num_samples), **items}
 
     def count(self, num_items: float) -> None:
         """Add what the losses of some steps counted."""
@@ -111,6 +124,9 @@ class Scores:
         """What the final table shows; `timing` is of the whole attempt."""
         elapsed_s = time.perf_counter() - run.started_s
         last, best = self.last, self.best
+        own_s = run.training_s - self._of_parent.get("parent_s", 0.0)
+        own_samples = run.num_samples - self._of_parent.get("parent_samples", 0.0)
+        own_items = None if self.num_items is None else self.num_items - self._of_parent.get("parent_items", 0.0)
         return {
             "task": run.task.name, "folder": str(run.folder), "step": run.step, "epochs": self._assembly.feed.epoch_of(run.step),
             "score": last.score if last else "score", "value": last.value if last else None,
@@ -118,7 +134,7 @@ class Scores:
             "better": last.better if last else None,
             "best_value": best.value if best else None, "best_step": self.best_step, "loss": last.loss if last else None,
             "num_samples": run.num_samples, "elapsed_s": elapsed_s, "training_s": run.training_s,
-            "samples_per_s": _per_s(run.num_samples, run.training_s), "items_per_s": _per_s(self.num_items, run.training_s),
+            "samples_per_s": _per_s(own_samples, own_s), "items_per_s": _per_s(own_items, own_s),
             "items": run.task.unit,
             "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
             **timing_rows(timing), **_noise_row(self._assembly),

@@ -105,9 +105,11 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
 
 def read_once(
     spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None],
-    share: Share = WHOLE,
+    share: Share = WHOLE, seed: int = 0,
 ) -> Iterator[tuple[Batch, int | None]]:  # fmt: skip
     """Every sample of a source once, in order, `batch` at a time, with the number of samples; read ahead as `settings` say.
+
+    What a dataset draws depends on `seed` and the samples.
 
     Of several ranks each reads every so manieth batch.
 
@@ -122,7 +124,7 @@ def read_once(
     feed = Feed(source, _EveryNth(num_samples, 0, shuffle=False, batch=batch, share=share), batch=batch)
     steps = feed.steps_per_epoch or 0
     plain = steps < LEAST_BATCHES or isinstance(source, Iterated)
-    loader = Loader(feed, Reader(source, None, 0), Settings() if plain else settings, last=steps)
+    loader = Loader(feed, Reader(source, None, seed), Settings() if plain else settings, last=steps)
     if spec.data.on_bad == "skip":
         loader.skip_bad(spec.data.max_bad)
     loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record", "data") else None

@@ -98,7 +98,7 @@ def streams_of_epoch(seed: int, epoch: int) -> Callable[[int], AbstractContextMa
 
 def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
     """Read samples for a check before a run, or for an evaluation: a source that is read forwards gives them again afterwards."""
-    if not hasattr(source, "at"):
+    if getattr(source, "thread_safe", False):
         return source.read(ids)
     with _streams_of(derive(seed, epoch, *ids[:1].tolist(), DRAWS)):
         return of_epoch(source, epoch, seed, keep=True).read(ids)
