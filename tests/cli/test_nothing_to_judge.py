@@ -102,6 +102,7 @@ def test_a_task_whose_losses_are_all_nan_is_not_verified(tmp_path: Path, surefoo
     assert "verdict" not in answer.out
 
 
+@pytest.mark.slow
 def test_a_ladder_none_of_whose_rungs_is_measured_says_so(tmp_path: Path, surefoot: Command) -> None:
     use = write_task(tmp_path)
     words = ("--rungs", "channels last", "--samples", "64", "--pairs", "1", "--out", tmp_path / "ladder", "--quiet")

@@ -96,9 +96,10 @@ if __name__ == "__main__":
 """
 
 
+SLOW = pytest.mark.slow
 MEMBERS = (
-    ("Run", "end", "persistent"), ("Run", "break", "anew"), ("Run", "error", "persistent"), ("attach", "break", "persistent"),
-    ("attach", "error", "anew"),
+    pytest.param("Run", "end", "persistent", marks=SLOW), ("Run", "break", "anew"), pytest.param("Run", "error", "persistent", marks=SLOW),
+    ("attach", "break", "persistent"), pytest.param("attach", "error", "anew", marks=SLOW),
 )  # fmt: skip
 
 

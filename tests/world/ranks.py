@@ -17,7 +17,7 @@ from surefoot.core import place
 from surefoot.core.ranks.layout import Transport
 from surefoot.runtime.comm import Group, join
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 CPU = torch.device("cpu")
 
 
@@ -49,7 +49,7 @@ def together(
     """The same of `job(group)`, once the ranks have joined. Raises RankFailed with what the first rank that failed raised."""
 
     def joined(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=timeout_s, transport=transport) as group:
+        with join(place.here(), CPU, wait_s=120.0, timeout_s=timeout_s, transport=transport) as group:
             return job(group)
 
     found = run_ranks(num_ranks, joined, folder)

@@ -150,7 +150,7 @@ def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(is_inside: bool, 
     """It is killed before it has said a word of the sum, or once it said that its numbers are there."""
 
     def job(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=20.0) as group:
+        with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0) as group:
             row = group.allocate(100_000, torch.float32, CPU).fill_(1.0)
             group.begin_to_add(row)()
             group.most([0.0])
@@ -175,7 +175,7 @@ def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(is_inside: bool, 
 def test_a_rank_that_ends_in_order_does_not_take_its_last_words_with_it(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         found = 0.0
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=20.0) as group:
+        with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0) as group:
             time.sleep(0.3 * rank)
             row = group.allocate(1000, torch.float32, CPU).fill_(1.0)
             group.begin_to_add(row)()
@@ -206,7 +206,7 @@ def test_ranks_that_do_different_things_are_told_so_at_once(tmp_path: Path) -> N
 
 def test_a_rank_that_says_nothing_is_waited_for_as_long_as_the_spec_says(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=0.3) as group:
+        with join(place.here(), CPU, wait_s=120.0, timeout_s=0.3) as group:
             if rank == 1:
                 time.sleep(1.5)
                 return 0.0
@@ -221,7 +221,7 @@ def test_a_rank_that_says_nothing_is_waited_for_as_long_as_the_spec_says(tmp_pat
 @pytest.mark.parametrize(("transports", "is_shared"), [(("auto", "auto"), True), (("gloo", "gloo"), False)])
 def test_gloo_joins_ranks_that_want_it(transports: tuple[Transport, ...], is_shared: bool, tmp_path: Path) -> None:
     def job(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=20.0, transport=transports[rank]) as group:
+        with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport=transports[rank]) as group:
             row = group.allocate(1000, torch.float32, CPU).fill_(1.0)
             group.begin_to_add(row)()
             return [group.transport, row[0].item(), group.gather(torch.ones(2)).sum().item()]
@@ -232,7 +232,7 @@ def test_gloo_joins_ranks_that_want_it(transports: tuple[Transport, ...], is_sha
 def test_ranks_that_want_to_be_joined_otherwise_are_all_told_so(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         with pytest.raises(InputError) as refused, join(
-            place.here(), CPU, wait_s=20.0, timeout_s=20.0, transport="shared_memory" if rank == 1 else "gloo"
+            place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport="shared_memory" if rank == 1 else "gloo"
         ):  # fmt: skip
             pass
         return refused.value.message
@@ -261,11 +261,11 @@ def test_ranks_of_several_hosts_go_by_gloo_or_are_refused(tmp_path: Path) -> Non
 
     def job(rank: int) -> Any:
         host_memory._host = lambda: f"host-{rank}"
-        with join(place.here(), CPU, wait_s=20.0, timeout_s=20.0) as group:
+        with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0) as group:
             found = group.transport
         with (
             pytest.raises(InputError, match="not all ranks are on one host"),
-            join(place.here(), CPU, wait_s=20.0, timeout_s=20.0, transport="shared_memory"),
+            join(place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport="shared_memory"),
         ):
             pass
         return found

@@ -209,7 +209,7 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, 
         "from surefoot.control.launch.looking import Judge; sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
     )
     words = shell.format(shlex.join([sys.executable, "-c", script]))
-    done = subprocess.run(["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=30)
+    done = subprocess.run(["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=240)
     assert done.returncode == 0
     assert not (tmp_path / "ill").exists()
 
@@ -270,7 +270,7 @@ atexit.register(lambda: print(sorted(open(each).read().strip() for each in glob.
 import torch, torch.distributed as dist
 from surefoot.core import place
 from surefoot.runtime.comm import join
-with join(place.here(), torch.device("cpu"), wait_s=20, timeout_s=20) as group:
+with join(place.here(), torch.device("cpu"), wait_s=120, timeout_s=20) as group:
     held = [dist.new_group([0, 1])]
     held.append(held)
     group.add(torch.ones(3))
