@@ -16,7 +16,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
-from surefoot.runtime.comm.gathered import gathering
+from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train.run import Run
 from tests.train.test_fixed_terms import Fixed, penalty
 from tests.world.ranks import run_ranks, together
@@ -114,7 +114,7 @@ def test_what_ranks_cannot_gather_is_refused_on_all_of_them(what: str, tmp_path:
 def test_rows_of_unlike_numbers_are_gathered_with_the_sum_of_all_gradients(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
         rows = torch.full((group.rank + 1, 2), float(group.rank), requires_grad=True)
-        with gathering(group):
+        with Gathering(group):
             found = surefoot.all_gather(rows)
         (found * (group.rank + 1) * torch.arange(6.0)[:, None]).sum().backward()  # type: ignore[no-untyped-call]
         assert rows.grad is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -109,20 +111,13 @@ class FusedGroup:
         self._buffers = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
         self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
         rows = zip(self._params, *(row for row in (self._first, self._second, self._buffers) if row), strict=True)
+        self._strides = [parameter.stride() for parameter in self._params]
         self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
 
     def is_current(self) -> bool:
-        """Whether the lists hold what the optimizer's state holds now."""
-        every = self._optimizer.state
-        if any(every.get(parameter) is not state for parameter, state in zip(self._params, self._states, strict=True)):
-            return False
-        rows = {"step": self._steps, "exp_avg": self._first, "exp_avg_sq": self._second, "momentum_buffer": self._buffers}
-        return all(
-            state.get(name) is tensor
-            for name, row in rows.items()
-            if row
-            for state, tensor in zip(self._states, row, strict=True)
-        )
+        """Whether the lists hold what the states of the parameters hold now."""
+        rows = (("step", self._steps), ("exp_avg", self._first), ("exp_avg_sq", self._second), ("momentum_buffer", self._buffers))
+        return all(all(map(is_, map(dict.get, self._states, repeat(name)), row)) for name, row in rows if row)
 
     @property
     def _momentum(self) -> list[Tensor]:
@@ -191,7 +186,8 @@ class FusedGroup:
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         steps, first, second, momentum = states
-        if not self._lie_alike or [grad.stride() for grad in grads] != [parameter.stride() for parameter in params]:
+        strides = self._strides if params is self._params else [parameter.stride() for parameter in params]
+        if not self._lie_alike or [grad.stride() for grad in grads] != strides:
             with in_one_layout([params, grads, first, second, momentum]) as (params, grads, first, second, momentum):
                 self._call_kernel(params, grads, (steps, first, second, momentum), lr, grad_scale, found_inf)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,8 +75,17 @@ class GuardedUpdate:
             each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that step() is never called
             if fused.supports(each):
                 fused.create_state(each)
-        self._states = [each.state for each in self.optimizers]
         self._fused = [_groups_of(each) for each in self.optimizers]
+        self._taken = [
+            _Taken(
+                [*each.param_groups],
+                [[*group["params"]] for group in each.param_groups],
+                each.state,
+                [*each.state.values()],
+                of_fused,
+            )
+            for each, of_fused in zip(self.optimizers, self._fused, strict=True)
+        ]
         self._learning_rates.take(self._groups)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         is_wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
@@ -84,16 +94,8 @@ class GuardedUpdate:
 
     def _follow_optimizers(self) -> None:
         """Read the optimizers again where their owner has changed them: by `load_state_dict`, by `add_param_group`, or by assignment."""
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        parameters = [parameter for each in self.optimizers for parameter in _holders(each)]
-        if (
-            _are_same(groups, self._groups)
-            and _are_same(parameters, self._parameters)
-            and _are_same([each.state for each in self.optimizers], self._states)
-            and all(each.is_current() for held in self._fused for each in held or ())
-        ):
-            return
-        self._take_optimizers()
+        if len(self.optimizers) != len(self._taken) or not all(map(_is_current, self.optimizers, self._taken)):
+            self._take_optimizers()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -334,6 +336,32 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
     if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
         return [Driven(optimizer, group) for group in optimizer.param_groups]
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """What an optimizer held when it was read: its groups, their parameters, its state with the entries of that; its fused groups."""
+
+    groups: list[dict[str, Any]]
+    parameters: list[list[Tensor]]
+    state: Mapping[Tensor, Any]
+    entries: list[Any]
+    fused: Sequence[fused.Group] | None
+
+
+_PARAMETERS, _IS_CURRENT = operator.itemgetter("params"), operator.methodcaller("is_current")
+
+
+def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
+    """Whether an optimizer holds what it held when it was read: every step asks, so nothing here is a loop of Python's over parameters."""
+    groups = optimizer.param_groups
+    if not (
+        _are_same(groups, taken.groups)
+        and all(map(_are_same, map(_PARAMETERS, groups), taken.parameters))
+        and optimizer.state is taken.state
+    ):
+        return False
+    return taken.fused is None or (_are_same([*taken.state.values()], taken.entries) and all(map(_IS_CURRENT, taken.fused)))
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

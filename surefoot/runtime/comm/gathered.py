@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,26 +10,21 @@ from torch import Tensor
 from surefoot.runtime.comm.group import ALONE, Group
 
 
-@dataclass
 class Gathering:
-    """The ranks that `all_gather` gathers from, and whether it was called."""
+    """`all_gather` gathers from the ranks of `group` inside a `with` of it, forward and backward passes included."""
 
-    group: Group = ALONE
-    was_used: bool = False
+    def __init__(self, group: Group = ALONE) -> None:
+        self.group, self.was_used = group, False
+
+    def __enter__(self) -> Self:
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.remove(self)
 
 
 _current: list[Gathering] = []  # the innermost last; no context variable, since a backward pass may run in another thread
-
-
-@contextmanager
-def gathering(group: Group) -> Iterator[Gathering]:
-    """`all_gather` gathers from the ranks of `group` inside, forward and backward passes included."""
-    made = Gathering(group)
-    _current.append(made)
-    try:
-        yield made
-    finally:
-        _current.remove(made)
 
 
 def all_gather(tensor: Tensor) -> Tensor:

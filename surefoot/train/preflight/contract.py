@@ -17,8 +17,7 @@ from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.stability import find_batch_norms
 from surefoot.contract.task import Batch, Loss, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
-from surefoot.runtime.comm import ALONE
-from surefoot.runtime.comm.gathered import gathering
+from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
@@ -56,7 +55,7 @@ def check(assembly: Assembly) -> list[str]:
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
             environment.set_seeds(seed)
             before = read_streams()
-            with gathering(ALONE) as gathered:
+            with Gathering() as gathered:
                 loss = _try(update.name, update.loss, assembly.model, tried, what)
             draws = read_streams() != before
         writes[0] |= versions.have_changed()

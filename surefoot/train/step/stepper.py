@@ -30,7 +30,7 @@ from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError, TaskError
 from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
 from surefoot.runtime.comm import ALONE
-from surefoot.runtime.comm.gathered import Gathering, gathering
+from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train.step.counts import Count, check_count, check_gathered, check_splittable
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from surefoot.train.step.whole import WholeStep
 
 MAX_CONSTANTS = 1000
+_NO_LOOK = nullcontext()
 EAGER_STEPS = 5  # of a run: the first is looked at, the others are what a compiled step is measured against
 
 
@@ -243,7 +244,8 @@ class Stepper:
         num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
         if self.ranks is not None:
             self.ranks.open(index, self._first, self._num_cut)
-        with self._look_and_gather() as gathered:
+        look = _NO_LOOK if self._look is None else self._looked_at(self._look)
+        with look, Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
@@ -350,12 +352,6 @@ class Stepper:
         norm = update.step(lambda: backward([term.total for term in terms], factors))
         self.clock.switch(OPTIMISER)
         return norm, True
-
-    @contextmanager
-    def _look_and_gather(self) -> Iterator[Gathering]:
-        look = nullcontext() if self._look is None else self._looked_at(self._look)
-        with look, gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
-            yield gathered
 
     @contextmanager
     def _looked_at(self, look: AbstractContextManager[Any]) -> Iterator[None]:
