@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 
@@ -36,7 +37,8 @@ app = typer.Typer(
     "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
 )  # fmt: skip
 
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP)  # another user's file, or a link in a run folder
+# another user's file, a link in a run folder, a name that no disk takes, a file where a folder should be
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
@@ -73,6 +75,7 @@ app.add_typer(data.app, name="data", rich_help_panel=OPERATE)
 def main() -> None:
     """Run a verb; an error is told in words, with its exit code, and shows a traceback only on `--traceback`."""
     _open_closed_streams()
+    _allow_any_text()
     try:
         code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
@@ -100,6 +103,13 @@ def _open_closed_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+
+
+def _allow_any_text() -> None:
+    """Write as `\\xe9` what a screen that knows ASCII alone cannot show, and as `\\udcff` what a name of a file has that is no text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flush(code: int) -> int:

@@ -107,6 +107,18 @@ class Manifest:
         return json.dumps({**row, "sha256": _digest(row)}, indent=1, sort_keys=True) + "\n"
 
 
+def find_excess(shape: Sequence[int]) -> str | None:
+    """What of a tensor's shape no manifest holds, in words; None where one holds it.
+
+    >>> find_excess([1] * 65), find_excess([2, 3])
+    ('65 dimensions, more than 64', None)
+    """
+    if len(shape) > MAX_DIMS:
+        return f"{len(shape):,} dimensions, more than {MAX_DIMS}"
+    count = math.prod(max(size, 1) for size in shape)  # sizes beside a 0 count, too: who makes such a tensor multiplies them
+    return f"{count:,} numbers, more than {MAX_COUNT:,}" if count > MAX_COUNT else None
+
+
 def is_no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
@@ -195,11 +207,17 @@ def _read_text(path: Path) -> bytes:
     """The bytes of a manifest: of a regular file of its own, and not more than one has."""
     with files.opened(path.parent, path.name) as file:
         text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # so much memory is taken before a byte is read
-    if len(text) > MAX_BYTES:
-        raise RunFolderError(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no manifest is")
-    if text.count(b"[") + text.count(b"{") > MAX_NESTED:  # each takes twenty times its text in memory
-        raise RunFolderError(f"{path} is no manifest: it holds more than {MAX_NESTED} lists and objects")
+    if (excess := find_excess_text(text)) is not None:
+        raise RunFolderError(f"{path} is no manifest: it {excess}")
     return text
+
+
+def find_excess_text(text: bytes) -> str | None:
+    """Why the text of a manifest is not read, in words; None where it is one that is read."""
+    if len(text) > MAX_BYTES:
+        return f"is larger than {MAX_BYTES >> 20} MiB"
+    too_many = text.count(b"[") + text.count(b"{") > MAX_NESTED  # each takes twenty times its text in memory
+    return f"holds more than {MAX_NESTED:,} lists and objects" if too_many else None
 
 
 def parse_json(text: bytes, path: Path) -> Any:
@@ -304,12 +322,13 @@ def _piece(row: dict[str, Any]) -> Piece:
     shapes = {key: tuple(_size(size) for size in _typed(row[key], list)) for key in ("shape", "whole", "offset")}
     made = Piece(**{**row, **shapes})
     _demand(made.dtype in ITEM_BYTES and len(_typed(made.sha256, str)) == 64, "a tensor has no known dtype or no digest")
-    _demand(len(made.shape) == len(made.whole) == len(made.offset) <= MAX_DIMS, "the shapes of a tensor have other dimensions")
+    _demand(len(made.shape) == len(made.whole) == len(made.offset), "the shapes of a tensor have other dimensions")
     _demand(
         all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)), "a piece lies outside its tensor"
     )
-    count = math.prod(max(size, 1) for size in made.whole)  # sizes beside a 0 count, too: who makes such a tensor multiplies them
-    _demand(count <= MAX_COUNT and 0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor is too large")
+    excess = find_excess(made.whole)
+    _demand(excess is None, f"a tensor of {excess}")
+    _demand(0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor begins nowhere")
     _demand(_typed(made.owner, int) >= 0, "owner")
     return made
 

@@ -104,7 +104,7 @@ def find_parameters(use: str) -> list[Parameter] | None:
     if not _is_file(path):
         raise TaskError(f"there is no task file {str(path)[:500]}", hint="a task is named file.py:Class or package.module:Class")
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_bytes())
     except OSError as error:
         raise TaskError(f"{path} cannot be read: {error.strerror}", hint="a task file is one that you may read") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # bad text, null bytes, a nesting too deep
@@ -126,7 +126,7 @@ def find_unguarded_run(path: Path) -> int | None:
     What stands under an `if`, and what follows one that may end the script, is left to the import.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # the import tells it better
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -174,9 +174,9 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is larger than 1 MiB, which no spec is")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # with the mark that editors on Windows write at the beginning, or without
     except UnicodeDecodeError:
-        raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file") from None
+        raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file, which is saved as UTF-8") from None
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
 

@@ -113,6 +113,7 @@ MENDS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write there"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder that it lies in"),
     errno.ELOOP: "put the file itself in the place of the link, where you trust who made it",
+    errno.ENAMETOOLONG: "use a shorter name",
     errno.EISDIR: "move the folder of that name away",
     errno.EROFS: "mount the disk for writing",
 }
@@ -138,7 +139,9 @@ def hint_unread(error: OSError) -> str:
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         return "ask its owner for the right to read it"
-    return MENDS[errno.ELOOP] if error.errno == errno.ELOOP else "see that the disk is there and answers"
+    if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+        return MENDS[error.errno]
+    return "see that the disk is there and answers"
 
 
 class RunError(SurefootError):

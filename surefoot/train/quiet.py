@@ -97,10 +97,10 @@ def read_entry(name: str, value: Any) -> Any:
         return value
     if checkpoint.is_generator(value):
         return checkpoint.generator_state(value)
-    if all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
+    if checkpoint.has_state(value):
         return value.state_dict()
     raise TaskError(
-        f"state() gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
+        f"state() gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back in place",
         hint="give a tensor or array that is changed in place, a generator of torch or numpy, or an object with state_dict and "
         "load_state_dict",
     )

@@ -85,7 +85,7 @@ def test_it_comes_back_with_its_type(name: str) -> None:
 REFUSED: dict[str, Any] = {
     "an enum": Color.RED, "an IntEnum": Level.LOW, "a class of dict": Named(a=1), "a class of list": Rows([1]),
     "a defaultdict of a function": defaultdict(lambda: 3), "a mapping": types.MappingProxyType({"a": 1}), "a UserDict": UserDict(a=1),
-    "a set": {1, 2},
+    "a set": {1, 2}, "a class": Color, "a class of torch": torch.nn.Linear, "a function": same, "a dtype of numpy": np.float32,
 }  # fmt: skip
 
 

@@ -65,11 +65,13 @@ def open_foreign(path: Path) -> Foreign:
     memory_bytes, cpu_s = 3 * size + SPARE_BYTES, SPARE_CPU_S + size // BYTES_PER_CPU_S
     with tempfile.TemporaryDirectory(prefix="surefoot-import-") as folder:
         _run_child(path.absolute(), Path(folder), memory_bytes, cpu_s)
-        one = Commit(Path(folder), 0)
-        found = one.json("found.json")
-        return Foreign(
-            one.read("tensors.safetensors"), found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"]
-        )
+        try:
+            one = Commit(Path(folder), 0)
+            found, tensors = one.json("found.json"), one.read("tensors.safetensors")
+        except RunFolderError as error:  # of the files between the two processes, of which nobody knows
+            reason = error.message.rpartition(": ")[2]
+            raise InputError(f"{path} cannot become a checkpoint: {reason}", hint="give its weights alone, or in parts") from None
+        return Foreign(tensors, found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"])
 
 
 def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> None:

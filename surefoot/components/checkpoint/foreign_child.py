@@ -27,6 +27,7 @@ from torch import Tensor
 
 from surefoot.components.checkpoint.save import Content, Stamp, commit
 from surefoot.components.checkpoint.tensors import DTYPES
+from surefoot.contract.manifest import find_excess
 from surefoot.core.errors import InputError
 
 try:
@@ -362,6 +363,8 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
 def _why_not(name: str, tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.is_nested:
         return f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
+    if (excess := find_excess(tensor.shape)) is not None:
+        return f"a tensor of {excess}, which a checkpoint cannot hold"
     return "a tensor of a name that the file format keeps for itself" if name == "__metadata__" else None
 
 

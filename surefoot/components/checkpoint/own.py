@@ -158,7 +158,7 @@ def _gather(
     if bad:
         raise TaskError(f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"')
     objects = {name: value for name, value in state.items() if name not in modules}
-    kinds = {name: type(value).__name__ for name, value in objects.items() if _has_state(value)}
+    kinds = {name: type(value).__name__ for name, value in objects.items() if has_state(value)}
     values = {name: value.state_dict() if name in kinds else value for name, value in objects.items()}
     layouts = find_layouts(modules.values())
     values = unsharded(values, layouts)
@@ -210,8 +210,9 @@ def _is_plain(name: str) -> bool:
     )
 
 
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict"))
+def has_state(value: Any) -> bool:
+    """Whether a value is an object, and no class, that can save its state and take it back."""
+    return not isinstance(value, type) and all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict"))
 
 
 def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -291,7 +292,7 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
         with taken_from(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
     for name, value in objects.items():  # first what only the object itself can refuse
-        if _has_state(value):
+        if has_state(value):
             with taken_from(f"{name!r} of {one.folder}"):
                 _load_object(value, values.pop(name))
         elif isinstance(value, Tensor):

@@ -160,7 +160,13 @@ def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[
 def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]) -> None:
     """The manifest last, and then the name."""
     sync_folder(draft)
-    _write_text(draft / manifests.FILE, made.as_text().encode())
+    text = made.as_text().encode()
+    if (excess := manifests.find_excess_text(text)) is not None:
+        raise TaskError(
+            f"there are more tensors than a checkpoint holds: no manifest is read that {excess}",
+            hint="join small tensors into one",
+        )
+    _write_text(draft / manifests.FILE, text)
     sync_folder(draft)
     if not may_commit():
         raise StorageError(f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here")

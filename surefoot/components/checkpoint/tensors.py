@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surefoot.components.checkpoint import direct
 from surefoot.contract import commits, digest
-from surefoot.contract.manifest import Entry, Piece
+from surefoot.contract.manifest import Entry, Piece, find_excess
 from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError, TaskError
 
@@ -51,6 +51,15 @@ def check_storable(name: str, tensor: Tensor) -> None:
         raise TaskError(
             f"{name} is a tensor of {tensor.dtype} and {kind}, which a checkpoint cannot hold",
             hint=f"keep dense tensors of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}",
+        )
+    _check_shape(name, tensor)
+
+
+def _check_shape(name: str, tensor: Tensor) -> None:
+    excess = find_excess(whole_shape(tensor))
+    if excess is not None:  # a commit would be written that no reader takes
+        raise TaskError(
+            f"{name} is a tensor of {excess}, which a checkpoint cannot hold", hint="keep it in another shape: x.flatten()"
         )
 
 

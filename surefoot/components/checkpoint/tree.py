@@ -93,7 +93,19 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         if kind
         else "keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them"
     )
-    raise TaskError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold", hint=plain)
+    raise TaskError(f"{place} is {name_kind(value)}, which a checkpoint cannot hold", hint=plain)
+
+
+def name_kind(value: Any) -> str:
+    """What a value is, for a message.
+
+    >>> name_kind([]), name_kind(Counter), name_kind(len)
+    ('a list', 'the class Counter', 'the function len')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = getattr(value, "__name__", None)
+    return f"a {type(value).__name__}" if not callable(value) or name is None else f"the function {name}"
 
 
 def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:

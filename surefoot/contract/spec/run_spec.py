@@ -189,6 +189,9 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
             else f"{'.'.join(path[:2])} takes more values than that"
         )
         return SpecError(f"{dotted} is not given", hint=hint, key=path)
+    if kind == "string_unicode":
+        hint = "TOML is UTF-8: rename what is called so; or, where it is UTF-8 and this terminal is not, set LC_ALL=C.UTF-8"
+        return SpecError(f"{dotted} is {given!r}, which is no text", hint=hint, key=path)
     if kind == "value_error":
         text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")
         if len(path) == 1:

@@ -76,7 +76,7 @@ def read_measured(path: Path) -> list[Measured]:
             for rung, low, high in rungs if low is not None and high is not None and (high < 1 or low >= 1)
         ]  # fmt: skip
     try:
-        table = csv.DictReader(_open(path, MAX_BYTES).decode().splitlines())
+        table = csv.DictReader(_open(path, MAX_BYTES).decode("utf-8-sig").splitlines())
         if "peak_bytes" not in (table.fieldnames or ()):
             raise KeyError("peak_bytes")
         rows = list(table)[:MAX_ROWS]

@@ -290,9 +290,9 @@ def name_objects(
     for name, value in more.items():
         if name in named or name in OWN:
             raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
-        if not all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")):
+        if not checkpoint.has_state(value):
             raise TaskError(
-                f"state gives {name!r} as a {type(value).__name__}, which cannot be put back in place",
+                f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back in place",
                 hint="give objects with state_dict and load_state_dict, as schedulers and scalers have",
             )
         named[name] = value

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import multiprocessing
 import os
+import pickle
 import queue
 import sys
 import threading
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import connection, reduction
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -316,20 +319,39 @@ def check_picklable(reader: Reader) -> None:
     for what, given in (("the source", reader.source), ("the task", reader.augment)):
         found = _find_unpicklable(given, what)
         if found is not None:
+            forks = 'loader.start = "fork", or ' if "fork" in multiprocessing.get_all_start_methods() else ""
             raise DataError(
                 f"{found[0]} cannot be sent to a worker that is spawned: {found[1]}",
-                hint='define it in a module, under a name of its own; or set loader.start = "fork", or loader.kind = "thread"',
+                hint=f'define it in a file, under a name of its own, and import it; or set {forks}loader.kind = "thread", or '
+                "loader.workers = 0",
             )
 
 
 def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
     """The innermost attribute that does not pickle, and why."""
     try:
-        reduction.ForkingPickler.dumps(given)
+        _Pickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(given)
     except Exception as error:  # noqa: BLE001 - whatever an object raises when it is asked
         inside = (_find_unpicklable(part, f"{path}{name}") for name, part in _parts_of(given))
         return next((found for found in inside if found is not None), (path, str(error) or type(error).__name__))
     return None
+
+
+class _Pickler(reduction.ForkingPickler):
+    """Refuses what is defined in a session: a class goes to another process as the name of its module, which `__main__` is there too."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+            raise pickle.PicklingError(
+                f"{obj.__qualname__} is defined in an interactive session, a notebook or a script on standard input, which no other "
+                "process can import"
+            )
+        return NotImplemented
+
+
+def _is_importable(main: Any) -> bool:
+    """Whether multiprocessing finds the main module again: by its name, or by its file."""
+    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "<none>").is_file()
 
 
 def _parts_of(given: Any) -> list[tuple[str, Any]]:

@@ -25,9 +25,18 @@ DIGEST_SAMPLES = 256  # rows hashed of each array: enough to tell two sets apart
 NO_NPY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, RecursionError, tokenize.TokenError)  # what numpy raises
 
 
-def as_tensor(array: ArrayLike) -> Tensor:
-    """The array as a tensor, not copied. Raises DataError for numbers that torch does not have, and for a frame of several dtypes."""
+def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
+    """The array as a tensor, not copied; `what` is what an error calls it.
+
+    Raises DataError for numbers that torch does not have, missing values of a masked array, tensors without rows in memory, and a frame
+    of several dtypes.
+    """
     if isinstance(array, Tensor):
+        if array.is_nested:
+            raise DataError(f"{what} is a nested tensor", hint="pad it: torch.nested.to_padded_tensor(x, 0.0)")
+        if array.layout is not torch.strided or array.is_meta:
+            kind, instead = ("the meta device", "make it on the CPU") if array.is_meta else (array.layout, "give x.to_dense()")
+            raise DataError(f"{what} is a tensor on {kind}" if array.is_meta else f"{what} is a tensor of {kind}", hint=instead)
         return array
     kinds = sorted(set(map(str, getattr(array, "dtypes", ())))) if hasattr(array, "iloc") and hasattr(array, "columns") else []
     if len(kinds) > 1:
@@ -35,16 +44,27 @@ def as_tensor(array: ArrayLike) -> Tensor:
             f"a frame whose columns are {', '.join(kinds)} is no one array",
             hint="give its columns by name: Arrays(**{name: frame[name].to_numpy() for name in frame})",
         )
+    if np.ma.is_masked(array):
+        raise DataError(f"{what} has masked values, which no tensor has", hint="fill them: x.filled(0)")
+    held = np.asarray(array)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; a source never writes into them
         try:
-            return torch.from_numpy(np.asarray(array))
-        except (TypeError, ValueError) as error:  # strings and objects; another byte order, rows that run backwards
-            held = np.asarray(array)
-            raise DataError(
-                f"an array of {held.dtype} {held.shape} is none that torch takes: {error}",
-                hint="copy it as numbers: x.astype('float32')",
-            ) from None
+            return torch.from_numpy(held)
+        except (TypeError, ValueError) as error:
+            told = f"{what} of {held.dtype} {held.shape} is none that torch takes: {error}"
+            raise DataError(told, hint=_hint_for(held)) from None
+
+
+def _hint_for(array: np.ndarray) -> str:
+    """What makes an array of a dtype, an order of bytes or strides that torch has not one that it takes."""
+    if array.dtype.kind in "mM":
+        return "give times as numbers: x.astype('int64')"
+    if array.dtype.kind in "OSUV":
+        return "give numbers: x.astype('float32'), without missing values"
+    if not array.dtype.isnative:
+        return "write it in this machine's order of bytes: x.astype(x.dtype.newbyteorder('='))"
+    return "copy it: x.copy()" if min(array.strides, default=0) < 0 else "copy it as numbers: x.astype('float64')"
 
 
 def open_npy(path: str | Path) -> np.ndarray:
@@ -94,7 +114,8 @@ class Arrays:
             raise DataError("Arrays takes arrays either by position or by name", hint="Arrays(images=x, labels=y)")
         self._names = tuple(named) or None
         given = list(named.values() if named else arrays)
-        self._tensors = [as_tensor(array) for array in given]
+        called = [f"array {name}" for name in named] or [f"array {number}" for number in range(len(given))]
+        self._tensors = [as_tensor(array, what) for array, what in zip(given, called, strict=True)]
         lengths = {len(tensor) if tensor.ndim else 0 for tensor in self._tensors}
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections import OrderedDict
@@ -46,13 +47,15 @@ class Opened:
 class Table:
     """Rows of Parquet or Arrow IPC (Feather) files, one after another: `Table(paths, image="img", label="class")` reads dicts.
 
-    Each name stands for a column. Whole numbers become int64 (B,), other numbers and lists of numbers one tensor (lists of several
-    lengths are refused: `transform` can pad them), strings a list; bytes, and structs that hold `bytes` (Hugging Face's images), are
-    decoded as jpg, png or webp to uint8 (H, W, 3). `transform` is called on each row's dict, before: to bring images to one size.
+    Each name stands for a column. Whole numbers become int64 (B,), truth values, other numbers and lists of numbers, however nested, one
+    tensor of the column's dtype (lists of several lengths are refused: `transform` can pad them); bytes, and structs that hold `bytes`
+    (Hugging Face's images), are decoded as jpg, png or webp to uint8 (H, W, 3). Strings, times, decimals, structs and maps are a list of
+    Python's values. `transform` is called on each row's dict, before: to bring images to one size.
 
     A row is read with its whole row group (Parquet) or record batch (Arrow); the ones used last are kept, up to `cache_bytes` or one.
     Shuffled rows of large groups are therefore slow: write groups of some thousand rows. Raises DataError for files that are none of
-    these or lack a column, and, when they are read, missing values; MissingExtra without pyarrow.
+    these, lack a column or have one of the type null; and, when they are read, for missing values, also in lists, but not those of a
+    field of a struct or of a map, which are None. MissingExtra without pyarrow.
     """
 
     guarantee: Guarantee = "proven"
@@ -99,11 +102,13 @@ class Table:
             table = self._group(group)
             chosen = (ids[where] - self._starts[group]).tolist()
             for name, column in self._columns.items():
-                values = table.column(column).take(chosen)
-                for place, value in zip(where, values, strict=True):
-                    rows[place][name] = _value_of(samples[place], column, value)
+                values = table.column(column)  # by number: `take` knows no views of strings, as Polars writes them, and no runs
+                for place, number in zip(where, chosen, strict=True):
+                    rows[place][name] = _value_of(samples[place], column, values[number])
         if self._transform is not None:
             rows = [self._transform(row) for row in rows]
+        else:
+            _check_int64(self._columns, rows, samples)
         return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
 
     def describe(self) -> str:
@@ -152,10 +157,31 @@ def _open(path: Path, columns: dict[str, str]) -> Opened:
                 batches = list(stored)  # views of the map
                 rows, read = [len(batch) for batch in batches], batches.__getitem__
             found = stored.schema
-    missing = sorted(set(wanted) - set(found.names))
-    if missing:
-        raise DataError(f"{path} has no column {', '.join(missing)}", hint=f"it has {', '.join(found.names)}")
+    _check_columns(path, wanted, found)
     return Opened(path, {name: found.field(name).type for name in wanted}, rows, read)
+
+
+def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
+    """Raise DataError for a column that the file does not have, has twice, or has without values."""
+    missing = sorted(set(wanted) - set(schema.names))
+    if missing:
+        raise DataError(f"{path} has no column {', '.join(missing)}", hint=f"it has {', '.join(schema.names)}")
+    for column in wanted:
+        if (times := schema.names.count(column)) > 1:
+            raise DataError(f"{path} has {times} columns of the name {column}", hint="write it again with a name for each")
+        if _types().is_null(schema.field(column).type):
+            raise DataError(f"column {column} of {path} is of the type null: it holds no values", hint="leave it out, or fill it")
+
+
+def _check_int64(columns: dict[str, str], rows: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> None:
+    """Raise DataError for a whole number that int64 does not hold: a batch with one would be a list, all others a tensor."""
+    for name, column in columns.items():
+        for row, sample in zip(rows, samples, strict=True):
+            if type(row[name]) is int and not -(1 << 63) <= row[name] < 1 << 63:
+                raise DataError(
+                    f"{sample.shard}: {column} of {sample.key} is {row[name]}, which is no int64",
+                    hint="write the column as another type, or as text; or convert it: transform=lambda row: {**row, ...}",
+                )
 
 
 @contextmanager
@@ -172,16 +198,29 @@ def _faults_of(path: Path) -> Iterator[None]:
         ) from None
 
 
+@functools.cache
+def _types() -> Any:
+    """What pyarrow knows of types; it is there once a file is open."""
+    import pyarrow.types
+
+    return pyarrow.types
+
+
 def _value_of(sample: Sample, column: str, value: Any) -> Any:
     """One value of a column as a part of a sample: an int, an array, an image, or what pyarrow makes of it."""
-    inside = getattr(value, "values", None)
-    if inside is not None and not callable(inside):  # a list; of a struct it is the method of a dict
-        return _list_of(sample, column, value, inside)
-    plain = value.as_py()
+    value, shape = _stored(value)
+    if not value.is_valid:
+        raise _missing(sample, column)
+    if _is_list(value.type):
+        array = _numbers_of(sample, column, value.values)
+        if array is not None and shape is not None:
+            return array.reshape(shape.shape).transpose(shape.permutation or range(len(shape.shape)))
+        return _plain_of(sample, column, value) if array is None else array
+    plain = _plain_of(sample, column, value)
     if isinstance(plain, dict) and "bytes" in plain:
         plain = plain["bytes"]
-    if plain is None:
-        raise DataError(f"{sample.shard}: {sample.key} has no {column}", hint="leave such rows out, or fill them")
+        if plain is None:
+            raise _missing(sample, column)
     if isinstance(plain, bytes):
         extension = next((name for head, name in IMAGES.items() if plain.startswith(head)), None)
         if extension is None:
@@ -189,19 +228,79 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
                 f"{sample.shard}: {column} of {sample.key} is no jpg, png or webp", hint="decode it into numbers first"
             )
         return decode(Sample(sample.shard, f"{sample.key}.{column}", {extension: plain}), extension)
-    if isinstance(plain, bool | float):
-        return np.asarray(plain, dtype={"float": np.float32, "halffloat": np.float16}.get(str(value.type)))
-    return plain
+    return plain if isinstance(plain, int) and not isinstance(plain, bool) else _as_number(plain, value.type)
 
 
-def _list_of(sample: Sample, column: str, value: Any, inside: Any) -> Any:
+def _stored(value: Any) -> tuple[Any, Any]:
+    """What a value of a dictionary, a run, a union or an extension of lists stands for; and its type where it is a tensor of a shape."""
+    types, shape = _types(), None
+    while True:
+        kind = value.type
+        if types.is_dictionary(kind) or types.is_run_end_encoded(kind) or types.is_union(kind):
+            inside = value.value
+        elif _is_list(getattr(kind, "storage_type", kind)) and hasattr(kind, "storage_type"):
+            inside, shape = value.value, kind if hasattr(kind, "permutation") else None
+        else:
+            return value, shape
+        if inside is None:  # of a missing value
+            return value, shape
+        value = inside
+
+
+def _as_number(plain: Any, kind: Any) -> Any:
+    """A truth value or a floating-point number as an array of the column's own dtype; all else as it is."""
+    types = _types()
+    if types.is_floating(kind):
+        return np.asarray(plain, dtype=kind.to_pandas_dtype())
+    return np.asarray(plain) if isinstance(plain, bool) else plain
+
+
+def _plain_of(sample: Sample, column: str, value: Any) -> Any:
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError, ImportError) as error:  # nanoseconds, years and zones that Python has not; no UTF-8
+        raise DataError(
+            f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, and no value of Python: {str(error)[:200]}",
+            hint="write the column as another type, times as int64",
+        ) from None
+
+
+def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
+    """The numbers of a list, however nested, as an array of their own dtype; None for other values, and for lists of several lengths."""
+    import pyarrow.compute
+
+    types, shape, is_even = _types(), [len(inside)], True
+    inside = _decoded(inside)
+    while _is_list(inside.type) and not inside.null_count:
+        lengths = set(pyarrow.compute.list_value_length(inside).to_pylist())
+        is_even &= len(lengths) < 2
+        shape.append(max(lengths, default=0))
+        inside = _decoded(inside.flatten())
     if inside.null_count:
         raise DataError(f"{sample.shard}: {sample.key} has no {column} in a place", hint="leave such rows out, or fill them")
-    try:
-        array = np.asarray(value.as_py()) if hasattr(inside, "flatten") else inside.to_numpy(zero_copy_only=False)
-    except ValueError:  # lists in it of several lengths
-        return value.as_py()
-    return array if array.dtype.kind in "biuf" else value.as_py()
+    if not is_even or not (types.is_integer(inside.type) or types.is_floating(inside.type) or types.is_boolean(inside.type)):
+        return None
+    flat: np.ndarray = inside.to_numpy(zero_copy_only=False)
+    return flat if len(shape) == 1 else flat.reshape(shape).copy()
+
+
+def _decoded(array: Any) -> Any:
+    """The values themselves of an array that holds each once (a dictionary), or each run of equal ones."""
+    import pyarrow.compute
+
+    if _types().is_dictionary(array.type):
+        return array.dictionary_decode()
+    return pyarrow.compute.run_end_decode(array) if _types().is_run_end_encoded(array.type) else array
+
+
+def _is_list(kind: Any) -> bool:
+    types = _types()
+    checks = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    return any(check(kind) for check in checks)
+
+
+def _missing(sample: Sample, column: str) -> DataError:
+    return DataError(f"{sample.shard}: {sample.key} has no {column}", hint="leave such rows out, or fill them")
 
 
 def _digest(files: Sequence[Opened], columns: dict[str, str]) -> str:

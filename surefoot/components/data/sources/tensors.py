@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from surefoot.core.place import whole_path
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
+METADATA = "__metadata__"  # a table of texts beside the tensors
 TORCH = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
@@ -97,31 +97,51 @@ class Safetensors:
 def read_header(path: Path) -> Mapping[str, Entry]:
     """What a safetensors file holds, by name. Reads the header alone.
 
-    Raises DataError for anything that is not as the format says: types, sizes, bytes beyond the end, tensors that overlap.
+    Raises DataError for anything that is not as the format says (https://huggingface.co/docs/safetensors): types, sizes, names that stand
+    twice, metadata that are no texts, and bytes that belong to no tensor or to two.
     """
     try:
         with path.open("rb") as file:
             num_bytes = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if num_bytes < LENGTH_BYTES or length > min(num_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+            if num_bytes < LENGTH_BYTES or length > num_bytes - LENGTH_BYTES:
                 raise _fault(path, f"its header has {length:,} bytes by its own word, the file {num_bytes:,}")
+            if length > MAX_HEADER_BYTES:
+                raise _fault(path, f"its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} are allowed")
             text = file.read(length)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the name, and who may read it") from None
+    if not text.startswith(b"{"):
+        raise _fault(path, "its header does not begin with {")
     try:
-        header = json.loads(text, object_pairs_hook=partial(_without_doubles, path))
+        header = json.loads(text.decode(), object_pairs_hook=partial(_without_doubles, path), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _fault(path, f"its header is no JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise _fault(path, "its header is no table of tensors")
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _fault(path, f"its {METADATA} is no table of texts: {metadata!r:.80}")
     begin = LENGTH_BYTES + length
-    held = {name: _entry(path, name, row, begin, num_bytes) for name, row in header.items() if name != "__metadata__"}
-    ordered = sorted(held.items(), key=lambda item: (item[1].start, item[1].stop))
-    for (before, one), (after, other) in itertools.pairwise(ordered):
-        if other.start < one.stop:
-            raise _fault(path, f"its tensors {before} and {after} overlap")
+    held = {name: _entry(path, name, row, begin, num_bytes) for name, row in header.items()}
+    _check_tiling(path, held, begin, num_bytes)
     return held
+
+
+def _check_tiling(path: Path, held: Mapping[str, Entry], begin: int, num_bytes: int) -> None:
+    """Raise DataError unless every byte behind the header belongs to one tensor: what belongs to none could be another file."""
+    end, before = begin, ""
+    for name, entry in sorted(held.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start < end:
+            raise _fault(path, f"its tensors {before} and {name} overlap")
+        if entry.start > end:
+            raise _fault(path, f"{entry.start - end:,} bytes before its tensor {name} belong to no tensor")
+        end, before = entry.stop, name
+    if end < num_bytes:
+        raise _fault(path, f"{num_bytes - end:,} bytes at its end belong to no tensor")
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is none of its numbers")
 
 
 def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Entry:
