@@ -22,6 +22,7 @@ from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, hint_unwritten, needing
 
 TOLERANCE = 1e-5
+CACHE_HINT = "call the model without use_cache=True, since a graph returns no cache of keys and values; or "
 Format = Literal["safetensors", "torch-export", "onnx"]
 ENDINGS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt2": "torch-export", ".onnx": "onnx"}
 
@@ -112,7 +113,7 @@ def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Form
                 continue
             raise TaskError(
                 f"the model cannot be exported: {type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}",
-                hint="export the weights: --format safetensors",
+                hint=f"{CACHE_HINT if first.kwargs.get('use_cache') else ''}export the weights: --format safetensors",
             ) from problem
         if error <= TOLERANCE or not is_free:
             return _settle(draft, path, kind, error, None if is_free else size)
