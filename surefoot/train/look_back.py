@@ -208,7 +208,7 @@ def _export(
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
     if kind == "safetensors":
-        build, forward = functools.partial(build_model, spec, task), lambda one: task.task.forward(one, samples[0])
+        build, forward = functools.partial(_build, task, spec), lambda one: task.task.forward(one, samples[0])
         with _told_if_unwritten(to):
             return export.export_weights(model, build, forward, to), used
     with without_caches(model):
