@@ -74,8 +74,8 @@ def evaluate(
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
     `read` gives the batches with their samples, another way than one after another here. The ranks of `group` share the batches, whose
-    results are merged in the order of the batches: the same bits for any number of ranks. A metric of the user's own, which only it can
-    merge, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
+    results are merged in the order of the batches: the same bits for any number of ranks. A metric that holds more than tensors, numbers
+    and text, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
     weights are gathered in each pass.
 
     Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
