@@ -38,6 +38,7 @@ from surefoot.train.evaluate import Evaluation, Reading, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.record.noticed.moved_outside import keep_outside
+from surefoot.train.record.partial import describe_unshared, watch
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import Course
@@ -184,10 +185,10 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     tokens = find_tokens_per_sample(source)
     total_steps = to_steps(length, feed, tokens)
     split, read = spec.evaluate.split, functools.cache(functools.partial(read_split, resolved))
-    skips = spec.data.on_bad == "skip"
+    skips, unshared = spec.data.on_bad == "skip", set[str]()
     tried = None if better else try_out(
-        model, resolved, Sound(read(split)) if skips else read(split), split=split, score=spec.evaluate.score, device=device,
-        batch=spec.evaluate.batch or spec.train.batch,
+        model, watch(resolved, unshared), Sound(read(split)) if skips else read(split), split=split, score=spec.evaluate.score,
+        device=device, batch=spec.evaluate.batch or spec.train.batch,
         precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
     )  # fmt: skip
     better = better or (tried.better if tried else "lower")
@@ -201,7 +202,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     updates, more = _updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     resolved, kept = keep_outside(resolved, model, updates, is_split=sharded is not None)
-    told = [*modes, *kept, *optim.describe_scaling(spec.optim, feed.largest)]
+    told = [*modes, *kept, *optim.describe_scaling(spec.optim, feed.largest), *describe_unshared(unshared, group)]
     told += describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
     is_counted = not isinstance(source, Iterated)
     warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []

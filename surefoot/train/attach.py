@@ -388,6 +388,8 @@ class _Record:
         summary = None if self._is_unrecorded() else self._meter.take()
         if summary is None:
             return
+        for line in self._unheld.find_untrained() if self._group.is_first else ():
+            self._console.warn(line)
         timing = self.clock.take()
         self._training_s += summary.elapsed_s
         self._loss = summary.loss

@@ -79,8 +79,8 @@ def evaluate(
     """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
 
     `read` gives the batches with their samples, another way than one after another here. The ranks of `group` share the batches, whose
-    results are merged in the order of the batches: the same bits for any number of ranks. A metric of the user's own, which only it can
-    merge, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
+    results are merged in the order of the batches: the same bits for any number of ranks. A metric that holds more than tensors, numbers
+    and text, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
     weights are gathered in each pass.
 
     What a pass draws from the global random streams depends on `seed`, the split and the batch alone: the same weights have the same

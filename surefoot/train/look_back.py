@@ -19,6 +19,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import export
 from surefoot.components.checkpoint.load import check_fit
 from surefoot.components.checkpoint.tensors import lay_out
+from surefoot.components.memory.caches import without_caches
 from surefoot.components.observe import Console
 from surefoot.components.precision import Compute, compute_context
 from surefoot.contract import events, spec_file
@@ -210,13 +211,14 @@ def _export(
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
     if kind == "safetensors":
-        build, forward = functools.partial(build_model, spec, task), lambda one: task.task.forward(one, samples[0])
+        build, forward = functools.partial(_build, task, spec), lambda one: task.task.forward(one, samples[0])
         with _told_if_unwritten(to):
             return export.export_weights(model, build, forward, to), used
-    with torch.no_grad():
-        calls = [export.capture(model, functools.partial(task.task.forward, model, batch)) for batch in samples]
-    with _told_if_unwritten(to):
-        return export.export_graph(model, calls, to, kind), used
+    with without_caches(model):
+        with torch.no_grad():
+            calls = [export.capture(model, functools.partial(task.task.forward, model, batch)) for batch in samples]
+        with _told_if_unwritten(to):
+            return export.export_graph(model, calls, to, kind), used
 
 
 @contextlib.contextmanager

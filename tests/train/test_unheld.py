@@ -184,3 +184,56 @@ def test_an_object_of_the_task_that_its_state_does_not_name_is_reported(
     assert "{'mine': self.mine}" in " ".join(capsys.readouterr().err.split())
     train(tmp_path / "b", spec(2), Owner(MADE[kind], named=True))
     assert reported(tmp_path / "b") == []
+
+
+def unfreeze(model: nn.Sequential, optimizer: Any) -> None:
+    model[0].requires_grad_(True)
+
+
+def unfreeze_and_name(model: nn.Sequential, optimizer: Any) -> None:
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+def add(model: nn.Sequential, optimizer: Any) -> None:
+    model.add_module("late", nn.Linear(3, 3))
+
+
+def freeze_and_unfreeze(model: nn.Sequential, optimizer: Any) -> None:
+    for takes_gradients in (False, True):
+        model[1].requires_grad_(takes_gradients)
+
+
+def leave(model: nn.Sequential, optimizer: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (unfreeze, "0.weight, 0.bias"),
+        (add, "late.weight, late.bias"),
+        (unfreeze_and_name, ""),
+        (freeze_and_unfreeze, ""),
+        (leave, ""),
+    ],
+)
+def test_a_loop_that_unfreezes_parameters_for_no_optimizer_is_told_once(
+    change: Callable[[nn.Sequential, Any], None], names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    run = surefoot.attach(model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "a", every=1, save=None)
+    for number, batch in enumerate(run.batches()):
+        if number == 1:
+            change(model, optimizer)
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step_done(loss)
+    run.close()
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("no optimizer of attach") == bool(names)
+    assert names in said
+    assert ("add_param_group" in said) == bool(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -177,30 +176,6 @@ def test_evaluation_has_the_same_bits_for_any_number_of_ranks(alone: Any, tmp_pa
     for num_ranks in (2, 3):
         found = run_ranks(num_ranks, lambda rank, n=num_ranks: evaluate(tmp_path / f"run-{n}"), tmp_path / f"ranks-{num_ranks}")
         assert found == [whole] * num_ranks
-
-
-def test_a_metric_that_only_its_own_code_can_merge_is_evaluated_by_every_rank_in_whole(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class Longest:
-        words: int
-        better = "higher"
-
-        def merge(self, other: Longest) -> Longest:
-            return Longest(max(self.words, other.words))
-
-        def value(self) -> float:
-            return float(self.words)
-
-    class Own(Sentences):
-        def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Any]:
-            return {"longest": Longest(int((batch["words"] != 0).sum(1).max()))}
-
-    def job(rank: int) -> Any:
-        with Run(spec(), Own(), folder=tmp_path / "run", quiet=True) as run:
-            found = run.evaluate("test")
-            return [found.metrics, found.num_samples]
-
-    assert run_ranks(2, job, tmp_path / "ranks") == [[{"longest": 7.0}, NUM_SAMPLES]] * 2
 
 
 def test_a_run_goes_on_with_other_numbers_of_ranks_and_each_sample_is_read_once(alone: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from surefoot.contract.manifest import STEP_FOLDER
@@ -22,6 +22,7 @@ from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, hint_unwritten, needing
 
 TOLERANCE = 1e-5
+CACHE_HINT = "call the model without use_cache=True, since a graph returns no cache of keys and values; or "
 Format = Literal["safetensors", "torch-export", "onnx"]
 ENDINGS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt2": "torch-export", ".onnx": "onnx"}
 
@@ -77,17 +78,47 @@ def capture(model: nn.Module, forward: Callable[[], Any]) -> Call:
 def export_weights(
     model: nn.Module, build: Callable[[], nn.Module], forward: Callable[[nn.Module], Any], path: Path
 ) -> Exported:  # fmt: skip
-    """Write the state dict as safetensors (a tied tensor once); another model of `build` reads it and must give the same outputs."""
+    """Write the whole state dict as safetensors, a tied tensor under each of its names, so that a strict load takes it.
+
+    Another model of `build` loads it with `load_state_dict`, and must give the same outputs. Raises TaskError for a state dict that
+    holds more than tensors, or that the model itself refuses.
+    """
     draft = _draft(path)
+    state = _unshared(model.state_dict())
     try:
-        save_model(model, str(draft), metadata={"format": "pt"})
-        other = build().eval()
-        load_model(other, str(draft))
+        save_file(state, draft, metadata={"format": "pt"})
+        stored = load_file(draft)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another --to")
         ) from error
+    other = build().eval()
+    try:
+        other.load_state_dict(stored)
+    except RuntimeError as error:
+        draft.unlink()
+        reason = " ".join(str(error).split())[:300]
+        raise TaskError(
+            f"the model does not load its own state dict: {reason}",
+            hint="make its state_dict() hold what load_state_dict() reads",
+        ) from error
     return _settle(draft, path, "safetensors", max_error(forward(model), forward(other)), None)
+
+
+def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state dict, each in memory of its own: a file of safetensors holds no two names of one tensor."""
+    seen, found = set[int](), dict[str, Tensor]()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TaskError(
+                f"the state dict of the model holds {name!r}, a {type(value).__name__}, and safetensors holds tensors alone",
+                hint="export a graph, as --format torch-export, or register it as a buffer",
+            )
+        place = value.untyped_storage().data_ptr()
+        is_own = place not in seen and value.is_contiguous()
+        found[name] = value.detach() if is_own else value.detach().clone(memory_format=torch.contiguous_format)
+        seen.add(place)
+    return found
 
 
 def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Format) -> Exported:
@@ -112,7 +143,7 @@ def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Form
                 continue
             raise TaskError(
                 f"the model cannot be exported: {type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}",
-                hint="export the weights: --format safetensors",
+                hint=f"{CACHE_HINT if first.kwargs.get('use_cache') else ''}export the weights: --format safetensors",
             ) from problem
         if error <= TOLERANCE or not is_free:
             return _settle(draft, path, kind, error, None if is_free else size)

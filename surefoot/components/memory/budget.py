@@ -42,7 +42,7 @@ class Budget:
         self.chosen: frozenset[int] | None = None
         self.fates = [Fate() for _ in names]
         self._names, self._bytes = names, num_bytes
-        self._own = _storages(own).keys()
+        self._own = set(_storages(own))
         self._costs: dict[int, Cost] = {}
         self._held: set[int] = set()  # inputs that an earlier block holds as well, as a mask
 

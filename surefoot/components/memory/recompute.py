@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from surefoot.components.memory.again import Both, Buffers, Contexts
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.budget import Budget, Fate
+from surefoot.components.memory.caches import CachesOff
 from surefoot.components.memory.products import Allowance, Products, keep_products
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
@@ -28,8 +29,10 @@ _SEAT = "_surefoot_seat"  # the attribute of a block that holds its seat
 class Recomputed:
     """What `recompute` did: the `blocks` it found, those that it `skipped` with the reason, and the `names` of those computed again."""
 
-    def __init__(self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None) -> None:
-        self.how, self.blocks, self.skipped, self.budget = how, tuple(blocks), dict(skipped), budget
+    def __init__(
+        self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None, caches: CachesOff
+    ) -> None:  # fmt: skip
+        self.how, self.blocks, self.skipped, self.budget, self._caches = how, tuple(blocks), dict(skipped), budget, caches
         self.allowance = Allowance()
         self._modules = dict(blocks)
         step = how.number if how.kind == "every" else 1
@@ -55,10 +58,11 @@ class Recomputed:
         if not self.blocks:
             return []
         chosen = [self.words] if self.budget is None else []
-        return chosen + [f"{name} is not computed again: {reason}" for name, reason in self.skipped.items()]
+        return chosen + self._caches.notes + [f"{name} is not computed again: {reason}" for name, reason in self.skipped.items()]
 
     def undo(self) -> None:
         """Make the blocks what they were."""
+        self._caches.remove()
         for block in self._modules.values():
             if hasattr(block, _SEAT):  # and not undone already
                 block.__class__ = type(block).__mro__[1]
@@ -71,8 +75,9 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     `how`: "full" for every block, "every 2" for every second, "operators" to keep the costly products and compute the cheap operators
     again, or the bytes that the blocks may hold, as "12 MiB": then they are measured while the first batch goes through, and the set
     that costs the least time is chosen. `blocks` names them, by patterns or themselves; without it they are what repeats. Gradients
-    keep their bits. The model keeps its names and its hooks. Raises SpecError for another `how`, and, in the first batch, for a budget
-    that cannot be met; InputError where there are no blocks.
+    keep their bits. The model keeps its names and its hooks. While a pass takes gradients, `config.use_cache` is off in the modules around
+    the blocks. Raises SpecError for another `how`, and, in the first batch, for a budget that cannot be met; InputError where there are
+    no blocks.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     >>> recompute(model, "every 2").names
@@ -85,7 +90,7 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     if found and not taken:
         raise InputError(f"no block can be computed again: {next(iter(skipped.values()))}", hint="name others with memory.blocks")
     budget = Budget(list(taken), parsed.number, [*model.parameters(), *model.buffers()]) if parsed.kind == "budget" else None
-    made = Recomputed(parsed, taken, skipped, budget)
+    made = Recomputed(parsed, taken, skipped, budget, CachesOff(model, taken))
     for number, block in enumerate(taken.values()):
         setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
         kind: Any = type(block)  # for mypy a module is not hashable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 
+from surefoot.components.memory.caches import HINT, is_of_repeated_pass
 from surefoot.core.errors import (
     EXIT_OK,
     BadRecordError,
@@ -90,12 +91,15 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     if isinstance(error, InputError):
         made = kind(f"{place} {error.message}", hint=error.hint)
     else:
-        made = kind(f"{place} {describe(error)}", hint=_find_hint(error))
+        made = kind(f"{place} {describe(error)}", hint=find_hint(error))
     made.__cause__ = error
     return made
 
 
-def _find_hint(error: BaseException) -> str:
+def find_hint(error: BaseException) -> str:
+    """What to do about an error of the user's own code."""
+    if is_of_repeated_pass(error):
+        return HINT
     if _OVERWRITTEN in str(error):
         return 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
     return "run with --traceback to see all of it"

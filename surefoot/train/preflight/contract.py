@@ -14,6 +14,8 @@ from torch import nn
 from surefoot.components.data import Iterated, in_place
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.data.sources.iterated import copy_of
+from surefoot.components.memory.caches import HINT as CACHE_HINT
+from surefoot.components.memory.caches import is_of_repeated_pass
 from surefoot.components.stability import find_batch_norms
 from surefoot.contract.task import Batch, Loss, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
@@ -180,7 +182,8 @@ def _try(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
-        hint = PARTS_HINT if "DTensor" in str(error) else "run with --traceback to see where"
+        hint = CACHE_HINT if is_of_repeated_pass(error) else "run with --traceback to see where"
+        hint = PARTS_HINT if "DTensor" in str(error) else hint
         raise TaskError(f"a trial of update {name} on {what} before the run failed: {describe(error)}", hint=hint) from error
     return as_loss(made, f"update {name}")
 

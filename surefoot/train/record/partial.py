@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
-from surefoot.contract.task import Metric
+from surefoot.contract.task import Batch, Metric, Output, Resolved
 from surefoot.runtime.comm import Group
 
 PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)}  # totals and counts, which go as text
@@ -43,22 +45,75 @@ class Merged:
 
 
 def gather(mine: Sequence[Part], group: Group) -> list[Part] | None:
-    """The parts of all ranks, of which each computed every so manieth batch; None where a metric is one that only its own code merges."""
-    is_plain = all(type(metric) in PLAIN.values() for part in mine for metric in part.metrics.values())
-    if group.most([float(not is_plain)])[0]:
+    """The parts of all ranks, of which each computed every so manieth batch; None where a metric holds what cannot be sent as text.
+
+    A rank rebuilds the metrics of others by the classes of its own: one without a batch knows those of surefoot alone.
+    """
+    if group.most([float(not all(is_sendable(metric) for part in mine for metric in part.metrics.values()))])[0]:
         return None
+    known = PLAIN | {_name_of(metric): type(metric) for part in mine for metric in part.metrics.values()}
     rows = [json.loads(text) for text in group.exchange(json.dumps([_as_row(part) for part in mine]))]
-    return [_from_row(rows[number % group.size][number // group.size]) for number in range(sum(map(len, rows)))]
+    kinds = {kind for each in rows for row in each for kind, _ in row[2].values()}
+    if not kinds <= PLAIN.keys() and group.most([float(not kinds <= known.keys())])[0]:
+        return None
+    return [_from_row(rows[number % group.size][number // group.size], known) for number in range(sum(map(len, rows)))]
+
+
+def is_sendable(metric: Metric) -> bool:
+    """Whether a metric is no more than its attributes: tensors, numbers and text, which another rank can rebuild it from."""
+    if type(metric) in PLAIN.values():
+        return True
+    slots = any(vars(kind).get("__slots__") for kind in type(metric).__mro__)
+    values = getattr(metric, "__dict__", {}).values()
+    return not slots and all(
+        (isinstance(each, Tensor) and each.layout == torch.strided) or isinstance(each, float | int | str | None)
+        for each in values
+    )
+
+
+def watch(task: Resolved, unshared: set[str]) -> Resolved:
+    """The task, whose metrics that cannot be sent add their names to `unshared`."""
+    if task.metrics is None:
+        return task
+    give = task.metrics
+
+    def metrics(output: Output, inputs: Batch) -> Mapping[str, Metric]:
+        found = dict(give(output, inputs))
+        unshared.update(name for name, metric in found.items() if not is_sendable(metric))
+        return found
+
+    return replace(task, metrics=metrics)
+
+
+def describe_unshared(names: Collection[str], group: Group) -> list[str]:
+    """A line where several ranks cannot share an evaluation, since these metrics hold what cannot be sent."""
+    if group.is_alone or not names:
+        return []
+    named = ", ".join(sorted(names))
+    why = f"only their own code can merge the metrics {named}; one whose attributes are tensors, numbers and text is shared"
+    return [f"every rank evaluates all samples by itself, since {why}"]
+
+
+def _name_of(metric: Metric) -> str:
+    kind = type(metric)
+    return kind.__name__ if kind in PLAIN.values() else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _as_row(part: Part) -> list[Any]:
     terms = [[name, _number(total), _number(count), weight] for name, total, count, weight in part.terms]
-    metrics = {
-        name: [type(each).__name__, _number(each.total), _number(each.count), each.better, each.unit]
-        for name, each in part.metrics.items()
-        if isinstance(each, Mean)
-    }
+    metrics = {name: [_name_of(each), _as_values(each)] for name, each in part.metrics.items()}
     return [part.num_samples, terms, metrics]
+
+
+def _as_values(metric: Metric) -> Any:
+    if isinstance(metric, Mean) and type(metric) in PLAIN.values():
+        return [_number(metric.total), _number(metric.count), metric.better, metric.unit]
+    return {
+        name: [value.tolist(), str(value.dtype).removeprefix("torch."), list(value.shape)]
+        if isinstance(value, Tensor)
+        else [value]
+        for name, value in vars(metric).items()
+    }
 
 
 def _number(value: Number) -> float:
@@ -66,10 +121,23 @@ def _number(value: Number) -> float:
     return value if isinstance(value, (int, float)) else value.item()
 
 
-def _from_row(row: list[Any]) -> Part:
+def _from_row(row: list[Any], known: Mapping[str, Any]) -> Part:
     num_samples, terms, metrics = row
     return Part(
         num_samples,
         tuple((name, total, count, weight) for name, total, count, weight in terms),
-        {name: PLAIN[kind](total, count, better, unit) for name, (kind, total, count, better, unit) in metrics.items()},
+        {name: _metric_of(known[kind], values) for name, (kind, values) in metrics.items()},
     )
+
+
+def _metric_of(kind: Any, values: Any) -> Metric:
+    if isinstance(values, list):
+        plain: Metric = kind(*values)
+        return plain
+    made: Metric = object.__new__(kind)
+    vars(made).update({name: _value_of(*given) for name, given in values.items()})
+    return made
+
+
+def _value_of(value: Any, dtype: str | None = None, shape: Sequence[int] = ()) -> Any:
+    return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype)).reshape(tuple(shape))

@@ -21,6 +21,10 @@ LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} be
 OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
 OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
 OF_TASK = "return it from the task's state(): {{{key!r}: {name}}}"
+UNTRAINED = (
+    "the loop has unfrozen or added parameters that are in no optimizer of attach, so that no step of it trains them: {names}; add them: "
+    "optimizer.add_param_group({{'params': [...]}})"
+)
 UNLESS = "; a copy that never changes needs none"
 
 
@@ -35,6 +39,15 @@ class Unheld:
         self._own = {id(each) for each in self._model.parameters()}
         trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
         self._apart = trained - self._own
+        self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
+
+    def find_untrained(self) -> list[str]:
+        """A line for parameters that take gradients since they were unfrozen or added, which none of the optimizers applies; once each."""
+        held = {id(each) for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]}
+        trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad and name not in self._told}
+        self._told |= trained.keys()
+        new = [name for name, each in trained.items() if id(each) not in held]
+        return [UNTRAINED.format(names=", ".join(new[:3]) + (f" and {len(new) - 3:,} more" * (len(new) > 3)))] if new else []
 
     def find(self, caller: FrameType | None = None) -> list[str]:
         """A line for each object that was not reported before: of the variables of the caller, and schedulers of these optimizers."""

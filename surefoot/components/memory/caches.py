@@ -1,0 +1,90 @@
+"""Caches of keys and values that a forward pass fills, as models of transformers do by default (`config.use_cache`).
+
+A block that is computed again writes into such a cache a second time, and a traced graph cannot return one.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+HINT = (
+    "a block that is computed again must not find what its first pass left behind, such as a cache of keys and values: call the "
+    'model with use_cache=False, leave the block out of memory.blocks, or set memory.recompute = "none"'
+)
+
+
+def is_of_repeated_pass(error: BaseException) -> bool:
+    """Whether a block raised `error` when its forward pass was run again, not the first time."""
+    frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    return any(name == "unpack_hook" and file == "checkpoint.py" for file, name in frames) or ("budget.py", "measure") in frames
+
+
+class CachesOff:
+    """Switches off `config.use_cache` of the modules around `blocks` in each forward pass that takes gradients, and back on after it.
+
+    `modules` are the names of those whose switch is on. An argument `use_cache=True` of a call counts more than the switch.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        around = {"", *(name[:end] for name in blocks for end in range(len(name)) if name[end] == ".")}
+        found = {name: module for name, module in model.named_modules() if name in around and is_caching(module)}
+        self.modules = tuple(found)
+        self._handles: list[RemovableHandle] = []
+        for module in found.values():
+            switch = _Switch()
+            self._handles.append(module.register_forward_pre_hook(switch.turn_off, prepend=True))
+            self._handles.append(module.register_forward_hook(switch.put_back, always_call=True))
+
+    @property
+    def notes(self) -> list[str]:
+        """Which switches are off, in a line; nothing where there is none."""
+        named = ", ".join(f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules)
+        return [f"passes that take gradients fill no cache of keys and values, as if {named} = False"] if named else []
+
+    def remove(self) -> None:
+        """Leave the switches alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Switch:
+    """What the switch of one module was before each of its passes that are running."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] = []
+
+    def turn_off(self, module: nn.Module, _: Any) -> None:
+        config: Any = module.config
+        self._before.append(config.use_cache)
+        if torch.is_grad_enabled():
+            config.use_cache = False
+
+    def put_back(self, module: nn.Module, *_: Any) -> None:
+        config: Any = module.config
+        config.use_cache = self._before.pop()
+
+
+def is_caching(module: nn.Module) -> bool:
+    """Whether the config of a module says that its passes fill a cache."""
+    return getattr(getattr(module, "config", None), "use_cache", None) is True
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Inside, `config.use_cache` is off in all modules of `model`."""
+    configs: Mapping[int, Any] = {id(module.config): module.config for module in model.modules() if is_caching(module)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
