@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -478,7 +477,7 @@ def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
     """What [optim] says of `trained`: with several updates a pattern may mean parameters of another."""
 
     def speaks(pattern: str) -> bool:
-        return any(fnmatchcase(each.name, pattern) for each in trained)
+        return any(each.matches(pattern) for each in trained)
 
     rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
     return table.model_copy(update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates})
