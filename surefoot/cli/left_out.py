@@ -22,7 +22,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "data.folder", "data.shuffle", "data.window", "data.last_batch", "data.on_bad", "data.max_bad",
         "optim.name", "optim.lr", "optim.decay", "optim.betas", "optim.eps", "optim.momentum", "optim.nesterov", "optim.trust",
         "optim.reference_batch", "optim.scaling", "optim.clip", "optim.clip_value", "optim.no_decay", "optim.rates", "optim.freeze",
-        "optim.fused", "optim.state", "optim.ema",
+        "optim.fused", "optim.state", "optim.ema", "optim.ema_ramp", "optim.ema_buffers",
         "schedule.name", "schedule.warmup", "schedule.warmup_shape", "schedule.warmup_start", "schedule.length", "schedule.every",
         "schedule.cycle", "schedule.stable", "schedule.decay_length", "schedule.timescale", "schedule.milestones", "schedule.floor",
         "schedule.factor", "schedule.start_factor", "schedule.final_factor", "schedule.power", "schedule.cycle_factor",
@@ -59,6 +59,16 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "observe.every", "observe.tensorboard", "memory.predict", "memory.on_oom", "fault.forget",
     ),
 }  # fmt: skip
+# command -> the keys that it sets itself, so that what has an effect only beside their other values is not refused
+DECIDED: Mapping[str, tuple[str, ...]] = {
+    "tune-loader": ("loader.workers",),
+    "whatif --compile": ("compile.what",),
+    "whatif --save-kernels": ("compile.what",),
+    "whatif --recompute": ("memory.recompute",),
+    "whatif --fit": ("memory.recompute",),
+    "verify --compile": ("compile.what",),
+    "verify --layouts": ("layout.shard", "layout.stage"),
+}
 OF_RANKS = ("layout", "communication")
 _EVALUATING = ("evaluate.every", "evaluate.batch", "evaluate.patience")
 _ONE_PROCESS = (*OF_RANKS, "run", *_EVALUATING)  # single steps in this process

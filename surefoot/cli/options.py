@@ -88,10 +88,10 @@ def overrides(
 
 def read_spec(command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False) -> Origin:
     """The spec that a command is given; the keys that the command does not use are named, unless `is_quiet`, as of a further rank."""
-    from surefoot.cli.left_out import name_left_out
+    from surefoot.cli.left_out import DECIDED, name_left_out
     from surefoot.contract import spec_file
 
-    origin = spec_file.read(given, overrides)
+    origin = spec_file.read(given, overrides, decided=DECIDED.get(command, ()))
     if not is_quiet:
         name_left_out(command, origin)
     return origin

@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import tomli_w
 
 from surefoot.contract import signature
 from surefoot.contract.run_folder import files
-from surefoot.contract.spec import RunSpec, find_place
+from surefoot.contract.spec import ALLOWED, RunSpec, find_idle_keys, find_place, leave_out_idle
 from surefoot.core.errors import RunFolderError, SpecError, TaskError, hint_unread
 
 FILE = "spec.toml"  # in a run folder
@@ -46,12 +46,19 @@ def builtin_names() -> list[str]:
     return sorted(path.stem for path in builtin_folder().glob("*.toml"))
 
 
-def read(given: str, overrides: Sequence[tuple[str, Any, str]] = ()) -> Origin:
+def read(given: str, overrides: Sequence[tuple[str, Any, str]] = (), *, decided: Collection[str] = ()) -> Origin:
     """The spec that `given` names: a TOML file, a built-in task's name, or `file.py:Task`; `overrides` are (key, value, origin).
 
+    A command that sets some keys itself names them in `decided`: what has an effect beside other values of those is not refused.
     Raises SpecError with file, line and the nearest right name.
     """
-    return _made(_tables_of(given, Path.cwd(), depth=0), overrides)
+    return _made(_tables_of(given, Path.cwd(), depth=0), overrides, decided=decided)
+
+
+def read_written(path: Path | str) -> RunSpec:
+    """The spec in a file that surefoot wrote, for a process of its own: it was checked, and nothing in it is refused for being idle."""
+    stated = _tables_of(str(path), Path.cwd(), depth=0)
+    return _made(stated, (), allowed=find_idle_keys(stated[0])).spec
 
 
 def read_of_run(
@@ -72,26 +79,43 @@ def read_of_run(
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
         places["task.use"] = "--task"
     try:
-        return _made((tables, places), overrides, checks_task=checks_task)
+        return _made((tables, places), overrides, checks_task=checks_task, allowed=find_idle_keys(tables))
     except TaskError as error:
         hint = "where the task was moved, name it: --task FILE:NAME, in Python task='FILE:NAME'"
         raise TaskError(f"{run}: {error.message}", hint=error.hint if task is not None else hint) from None
 
 
 def _made(
-    stated: tuple[dict[str, Any], dict[str, str]], overrides: Sequence[tuple[str, Any, str]], *, checks_task: bool = True
+    stated: tuple[dict[str, Any], dict[str, str]], overrides: Sequence[tuple[str, Any, str]], *, checks_task: bool = True,
+    allowed: Collection[str] = (), decided: Collection[str] = (),
 ) -> Origin:  # fmt: skip
+    """The spec of tables with overrides; keys in `allowed` may have no effect."""
     tables, places = stated
+    before = find_idle_keys(tables)
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
+    tables = _without_overruled(tables, places, {*before, *(_short(key) for key, _, _ in overrides)})
+    allowed = {*allowed, *(find_idle_keys(tables) - find_idle_keys(tables, decided))}
     try:
-        spec = RunSpec.model_validate(tables)
+        spec = RunSpec.model_validate(tables, context={ALLOWED: allowed})
     except SpecError as error:
         where = find_place(error.key or _key_in(error.message), places)
         raise SpecError(error.message, hint=error.hint, where=where) from None
     if checks_task and spec.task.use is not None:
         signature.check(spec.task.use, spec.task.parameters, places)
     return Origin(spec, places)
+
+
+def _without_overruled(tables: dict[str, Any], places: dict[str, str], kept: Collection[str]) -> dict[str, Any]:
+    """The tables without what a later file or flag has left without effect, as `momentum` where it names another optimizer."""
+    made, gone = leave_out_idle(tables, kept)
+    for key in gone:
+        places.pop(key, None)
+    return made
+
+
+def _short(key: str) -> str:
+    return ".".join(key.split(".")[:2])
 
 
 def _key_in(message: str) -> tuple[str, ...]:
@@ -143,6 +167,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
         raise SpecError(f"{path} is not TOML: {error}", hint="see toml.io for the form") from None
     lines = _lines(text)
     base = stated.pop("base", None)
+    kept = {f"{table}.{key}" for table, keys in stated.items() if isinstance(keys, dict) for key in keys}
     tables: dict[str, Any] = {}
     places: dict[str, str] = {}
     if base is not None:
@@ -151,6 +176,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
                 f"base is {base!r}, not a string", hint='base = "other.toml"', where=f"{path.name}:{lines.get('base', 1)}"
             )
         tables, places = _tables_of(base, path.parent, depth + 1)
+        kept |= find_idle_keys(tables)
     _make_paths_absolute(stated, path.parent)
     for table, keys in stated.items():
         if not isinstance(keys, dict):
@@ -167,7 +193,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
             line = lines.get(f"{table}.{key}", lines.get(table, 1))
             places[f"{table}.{key}"] = f"{path.name}:{line}"
         places[table] = f"{path.name}:{lines.get(table, 1)}"  # of what is wrong with the table as a whole
-    return tables, places
+    return (tables if base is None else _without_overruled(tables, places, kept)), places
 
 
 def _read_text(path: Path) -> str:

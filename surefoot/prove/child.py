@@ -52,7 +52,7 @@ def _begin_process(said: str) -> None:
 def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | None) -> None:
     """Train `spec` in `run` up to a step, a line of JSON for each step to `trace`; unless it is killed before, after `kill["step"]`."""
     killer: Killer | None = None
-    with Path(trace).open("a", buffering=1) as rows, Run(spec_file.read(spec).spec, folder=run, quiet=True) as live:
+    with Path(trace).open("a", buffering=1) as rows, Run(spec_file.read_written(spec), folder=run, quiet=True) as live:
         for report in live.steps():
             if killer is not None:
                 killer.strike()

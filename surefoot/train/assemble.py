@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -207,9 +206,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     is_counted = not isinstance(source, Iterated)
     warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []
     warnings += optim.warn_of_no_rate(curve, total_steps)
-    average = None
-    if spec.optim.ema is not None:
-        average = optim.WeightAverage([optim.master_of(p) for p in model.parameters() if p.requires_grad], spec.optim.ema)
+    average = optim.make_average(spec.optim, model)
     policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:
         raise SpecError("memory.update_in_backward does not go with fp16, whose gradients are scaled", hint="use bf16 or fp32")
@@ -249,10 +246,10 @@ def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
     if use is not None and arguments is not None:
         folder = arguments.pop("folder", None)
         data = {} if folder is None else {"data": {**tables.get("data", {}), "folder": folder}}
-        return resolve(task, importable=use), RunSpec(**{**tables, **data, "task": {"use": use, **arguments}})
+        return resolve(task, importable=use), spec.replace_all({**tables, **data, "task": {"use": use, **arguments}})
     if spec.task.use is not None and is_named(task, spec.task.use):
         return resolve(task, importable=spec.task.use), spec
-    return resolve(task), RunSpec(**{**tables, "task": {}})
+    return resolve(task), spec.replace_all({**tables, "task": {}})
 
 
 def load_task(spec: RunSpec) -> Resolved:
@@ -334,6 +331,10 @@ def _updates(
     if _own_schedule(spec, task) is not None:
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
     stated = _stated_updates(task, model)
+    optim.check_effects(
+        spec.optim, has_own_groups=task.parameter_groups is not None and len(stated) == 1,
+        has_own_optimizers=all(each.optimizer is not None for each in stated),
+    )  # fmt: skip
     many = len(stated) > 1
     if many and spec.memory.update_in_backward:
         raise SpecError(
@@ -477,7 +478,7 @@ def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
     """What [optim] says of `trained`: with several updates a pattern may mean parameters of another."""
 
     def speaks(pattern: str) -> bool:
-        return any(fnmatchcase(each.name, pattern) for each in trained)
+        return any(each.matches(pattern) for each in trained)
 
     rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
     return table.model_copy(update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates})
@@ -485,7 +486,7 @@ def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
     """A rate that the spec states overrules that of the task's own optimiser; what only surefoot's optimisers have is refused."""
-    idle = sorted(table.model_fields_set & {"betas", "eps", "momentum", "nesterov", "state", "trust"})
+    idle = sorted(table.model_fields_set & {*optim.OWN_KEYS})
     if idle:
         raise SpecError(
             f"optim.{idle[0]} is given, but the optimiser is the task's own",

@@ -32,7 +32,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Train the spec that `words` (the command line's) name; report what its steps cost, or the tensors that were asked for."""
     asked = _parser().parse_args(words)
     measures = {"imported_bytes": float(resident_bytes())}
-    spec = spec_file.read(str(asked.spec)).spec
+    spec = spec_file.read_written(asked.spec)
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
     turns, steward = Turns(asked.turns), Steward()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract import events
-from surefoot.contract.spec import LaterTable, RunSpec, Table
+from surefoot.contract.spec import LaterTable, RunSpec, Table, effects, formulas
 from surefoot.core.schedule.settings import USES, ScheduleSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,25 @@ def curve_rows() -> list[str]:
         warm = "yes" if "warmup" in uses else "no"
         rows.append(f"| `{name}` | {', '.join(text for key, text in stated.items() if key not in WARM)} | {warm} |")
     return rows
+
+
+def effect_rows() -> list[str]:
+    """`| keys | what they need | why |` of each row of the table of keys that need others."""
+    return [
+        f"| {', '.join(f'`{key}`' for key in need.keys)} | {' or '.join(map(_condition, need.any_of))} | {need.why} |"
+        for need in effects.NEEDS
+    ]
+
+
+def _condition(when: effects.When) -> str:
+    if when.is_not:
+        return f"`{when.key}`" if when.values == (None,) else f"`{when.key}` other than `{json.dumps(when.values[0])}`"
+    return f"`{when.key}` = {' or '.join(f'`{json.dumps(value)}`' for value in when.values)}"
+
+
+def formula_rows() -> list[str]:
+    """`| key | with | formula |`."""
+    return [f"| `{each.key}` | {each.applies} | `{each.text}` |" for each in formulas.FORMULAS]
 
 
 def event_fields() -> dict[str, dict[str, str]]:

@@ -98,7 +98,18 @@ def test_of_a_file_the_keys_of_several_ranks_are_named(command: str, keys: list[
 
 
 def test_a_command_names_what_it_does_not_use_even_when_quiet(surefoot: Command, small: Path) -> None:
-    words = ("--set", "layout.shard=2", "--set", "layout.bucket=1MiB", "--set", "train.device=cuda", "--quiet", "--json")
+    words = (
+        "--set",
+        "layout.shard=2",
+        "--set",
+        "layout.stage=1",
+        "--set",
+        "layout.bucket=1MiB",
+        "--set",
+        "train.device=cuda",
+        "--quiet",
+        "--json",
+    )
     answer = surefoot("memory", small, *words)
     assert answer.code == 0, answer.err
     assert answer.row["left_out"] == ["train.device", "layout.bucket"]

@@ -27,6 +27,12 @@ def test_every_table_has_its_place_and_none_is_made_up() -> None:
     assert re.findall(r"`\[(\w+)\]`", found["Tables of later versions"]) == reference.later_tables()
 
 
+def test_the_keys_that_need_others_and_the_formulas_are_documented_row_for_row() -> None:
+    found = reference.sections(reference.SPEC)
+    assert reference.table_rows(found["Keys that need others"]) == reference.effect_rows()
+    assert reference.table_rows(found["Formulas"]) == reference.formula_rows()
+
+
 def test_every_key_says_what_it_means() -> None:
     rows = [row for rows in reference.spec_rows().values() for row in rows]
     assert [row for row in rows if row.endswith("|  |")] == []

@@ -39,7 +39,9 @@ def test_a_variant_shows_its_own_lines_and_those_of_its_base(surefoot: Command, 
 
 
 def test_in_a_pipe_the_table_is_plain_aligned_text(surefoot: Command, spec_file: Path) -> None:
-    lines = surefoot("spec", "show", spec_file).out.splitlines()
+    table, _, formulas = surefoot("spec", "show", spec_file).out.partition("\n\n")
+    lines = table.splitlines()
+    assert formulas.splitlines()[0].split() == ["key", "formula"]
     assert lines[0].split() == ["key", "value", "from"]
     at = lines[0].index("from")
     assert all(line[at - 1] == " " != line[at] for line in lines)

@@ -43,6 +43,7 @@ EDITS = {
     "optim.trust": (0.5, "fork"), "optim.reference_batch": (64, "fork"), "optim.scaling": ("sqrt", "fork"),
     "optim.clip": (0.0, "fork"), "optim.clip_value": (0.5, "fork"), "optim.no_decay": (("a*",), "fork"),
     "optim.rates": ({"a*": 0.5}, "fork"), "optim.freeze": (("a*",), "refused"), "optim.ema": (0.5, "refused"),
+    "optim.ema_ramp": (False, "fork"), "optim.ema_buffers": (True, "refused"),
     "schedule.name": ("constant", "fork"), "schedule.warmup": ("3 steps", "fork"), "train.length": ("99 steps", "fork"),
     "train.ramp": (((0, 64), (999, 128)), "fork"), "train.batchnorm": ("group", "refused"),
     "train.batch": (256, "fork"), "train.microbatch": (2, "fork"), "train.seed": (7, "fork"), "train.deterministic": (False, "fork"),
@@ -66,7 +67,11 @@ UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
-    "loader.prefetch": {"workers": 2},
+    **{f"loader.{key}": {"workers": 2} for key in ("kind", "prefetch", "start", "timeout", "memory")},
+    **{f"compile.{key}": {"what": "model"} for key in ("mode", "dynamic", "on_failure", "budget", "over_budget")},
+    "data.max_bad": {"on_bad": "skip"}, "layout.stage": {"shard": 2}, "precision.keep": {"compute": "bf16"},
+    "optim.momentum": {"name": "sgd"}, "optim.nesterov": {"name": "sgd"}, "optim.trust": {"name": "lars"},
+    "optim.ema_ramp": {"ema": 0.9}, "optim.ema_buffers": {"ema": 0.9},
     "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "compile.blocks": {"what": "blocks"},
     "layout.compress_rank": {"compress": "powersgd"},
     "precision.init_scale": {"compute": "fp16"}, "precision.emulate": {"compute": "float8"},
@@ -77,14 +82,18 @@ NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
 
 def edited(key: str, value: Any) -> RunSpec:
     table, name = key.split(".")
-    more = NEEDS.get(key, {})
-    return RunSpec(task={"use": "digits"}).replace(**{table: {name: value, **more}})
+    return plain(key).replace(**{table: {name: value}})
+
+
+def plain(key: str) -> RunSpec:
+    """A spec beside which the key has an effect."""
+    return RunSpec(**{"task": {"use": "digits"}, **({key.split(".")[0]: NEEDS[key]} if key in NEEDS else {})})
 
 
 @pytest.mark.parametrize("key", EDITS)
 def test_every_edit_is_allowed_needs_a_fork_or_is_refused_and_counts_in_the_id_alike(key: str) -> None:
     value, verdict = EDITS[key]
-    before, after = RunSpec(task={"use": "digits"}), edited(key, value)
+    before, after = plain(key), edited(key, value)
     found = changes.find(before, after)
     assert key in {change.key for change in found}
     try:

@@ -270,7 +270,7 @@ def test_workers_die_with_the_process_that_began_them() -> None:
 
 
 def test_what_goes_together_in_a_spec() -> None:
-    with pytest.raises(SpecError, match="prefetch = 4 is what workers hold ahead, and workers is 0"):
+    with pytest.raises(SpecError, match=r"loader\.prefetch = 4 has no effect with loader\.workers = 0, its default"):
         RunSpec(loader={"prefetch": 4})
     with pytest.raises(SpecError, match=r"loader\.workers is 2, and the source gives whole batches") as raised:
         make_settings(RunSpec(loader={"workers": 2}), Iterated([torch.zeros(2)]))

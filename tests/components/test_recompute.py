@@ -431,5 +431,5 @@ def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> No
 
 
 def test_blocks_without_recomputation_say_nothing_and_are_refused() -> None:
-    with pytest.raises(SpecError, match='blocks are named, and recompute is "none"'):
+    with pytest.raises(SpecError, match=r'memory\.blocks = \["a"\] has no effect with memory\.recompute = "none"'):
         RunSpec(memory={"blocks": ("a",)})

@@ -209,9 +209,12 @@ def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"compute": "bf16", "emulate": True}, "emulate is given with compute = 'bf16'"),
+        ({"compute": "bf16", "emulate": True}, r'precision\.emulate = true has no effect with precision\.compute = "bf16"'),
         ({"compute": "float8", "weights": "bf16"}, "weights = 'bf16' with compute = 'float8'"),
-        ({"compute": "float8", "init_scale": 2.0}, "init_scale is given with compute = 'float8'"),
+        (
+            {"compute": "float8", "init_scale": 2.0},
+            r'precision\.init_scale = 2.0 has no effect with precision\.compute = "float8"',
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(table: dict[str, Any], says: str) -> None:

@@ -59,7 +59,7 @@ def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_pat
 
 
 def test_a_rule_without_a_batch_to_scale_from_is_refused() -> None:
-    with pytest.raises(SpecError, match='scaling = "sqrt" has nothing to scale from'):
+    with pytest.raises(SpecError, match=r'optim\.scaling = "sqrt" has no effect without optim\.reference_batch'):
         spec(optim={"scaling": "sqrt"})
 
 

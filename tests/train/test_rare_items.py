@@ -151,10 +151,10 @@ def test_a_run_that_is_left_after_an_empty_step_resumes_to_the_same_bits_and_goe
     assert_same(*states)
 
 
+@pytest.mark.parametrize("limit", [{"max_skips": 2}, {"nonfinite": "stop"}])
 def test_any_number_of_empty_steps_in_a_row_ends_no_run_and_is_printed_at_powers_of_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    limit: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limit = {"max_skips": 2, "nonfinite": "stop"}
     with Run(spec("4 epochs", stability=limit), Masked((1, 2, 3, 4, 5)), folder=tmp_path / "run", quiet=True) as run:
         assert sum(report.applied for report in run.steps()) == 4
     printed = [line for line in capsys.readouterr().err.splitlines() if "counts 0 items;" in line]

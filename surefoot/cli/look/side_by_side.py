@@ -113,7 +113,7 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
     from surefoot.contract.spec import RunSpec
 
     try:
-        spec = RunSpec.model_validate(stated)
+        spec = RunSpec.of_record(stated)
     except SpecError:
         return stated
     tables, use = spec.model_dump(mode="python"), spec.task.use

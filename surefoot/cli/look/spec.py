@@ -23,12 +23,13 @@ def show(
     ] = 100,
     json: JsonOption = False, traceback: TracebackOption = False,
 ) -> None:  # fmt: skip
-    """Show every value of a spec and where it came from.
+    """Show every value of a spec and where it came from, and the formulas that it chooses.
 
     With --plot its schedule instead, as a table and a drawing.
     """
     from surefoot.cli.table import print_table
     from surefoot.contract import spec_file
+    from surefoot.contract.spec import formulas
 
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
     if plot or compare is not None:
@@ -40,12 +41,15 @@ def show(
         else:
             preview.draw(made)
         return
-    rows = spec_file.rows(origin)
+    rows, chosen = spec_file.rows(origin), formulas.find(origin.spec)
     if json:
         values = [{"key": key, "value": value, "origin": place} for key, value, place in rows]
-        options.print_json({"id": origin.spec.id, "values": values})
+        told = [{"key": each.key, "formula": each.text} for each in chosen]
+        options.print_json({"id": origin.spec.id, "values": values, "formulas": told})
         return
     print_table(("key", "value", "from"), [(key, as_toml(value), place) for key, value, place in rows])
+    print()
+    print_table(("key", "formula"), [(each.key, each.text) for each in chosen])
 
 
 @app.command(cls=Verb)

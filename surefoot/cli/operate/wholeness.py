@@ -162,7 +162,7 @@ def _steps(after: int, last: int) -> str:
 def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
     """How the plan of a ledger differs from the spec in the log."""
     try:
-        spec = RunSpec.model_validate(dict(started.spec))
+        spec = RunSpec.of_record(dict(started.spec))
     except SurefootError:
         return []  # told of the spec itself
     stated = {"seed": spec.train.seed, "batch": spec.train.batch}

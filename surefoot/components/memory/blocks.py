@@ -31,12 +31,15 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
     names = {
         name: module for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     }
+    every: dict[int, list[str]] = {}  # of a module that stands in several places, all names
+    for name, module in model.named_modules(remove_duplicate=False):
+        every.setdefault(id(module), []).append(name)
     chosen: dict[str, nn.Module] = {}
     for each in wanted:
         matching = {
             name: module
             for name, module in names.items()
-            if (fnmatchcase(name, each) if isinstance(each, str) else module is each)
+            if (any(fnmatchcase(one, each) for one in every[id(module)]) if isinstance(each, str) else module is each)
         }
         if not matching:
             said = repr(each) if isinstance(each, str) else f"a {type(each).__name__} that is no part of the model"

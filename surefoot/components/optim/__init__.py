@@ -3,7 +3,7 @@
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
-from surefoot.components.optim.build import Built, build
+from surefoot.components.optim.build import OWN_KEYS, Built, build, check_effects, make_average
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
 from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
@@ -17,6 +17,7 @@ from surefoot.contract.state import leaf_of, master_of
 __all__ = [
     "Adam8bit",
     "Built",
+    "OWN_KEYS",
     "FlatMuon",
     "GuardedUpdate",
     "Lamb",
@@ -29,6 +30,7 @@ __all__ = [
     "build",
     "build_groups",
     "check_cover",
+    "check_effects",
     "find_norms",
     "check_shaped",
     "describe_scaling",
@@ -37,6 +39,7 @@ __all__ = [
     "leaf_of",
     "keep_on_host",
     "load_codes",
+    "make_average",
     "master_of",
     "publish",
     "scaled",

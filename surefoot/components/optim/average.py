@@ -49,6 +49,17 @@ class WeightAverage:
         self.averages += [laid_by(parameter.detach().clone(), parameter) for parameter in parameters]
 
     @torch.no_grad()
+    def begin_again(self) -> None:
+        """Set the averages to what the weights and buffers are now."""
+        for average, tensor in zip([*self.averages, *self.buffer_averages], [*self.parameters, *self.buffers], strict=True):
+            average.copy_(tensor)
+
+    def by_id(self) -> dict[int, Tensor]:
+        """The average of each parameter and buffer, by the id of that."""
+        averages = [*self.averages, *self.buffer_averages]
+        return dict(zip(map(id, [*self.parameters, *self.buffers]), averages, strict=True))
+
+    @torch.no_grad()
     def update(self, applied: bool | Tensor = True) -> None:
         """Follow the weights after a step that was applied; where that is known on the device only, nobody waits for it."""
         done = self._num_updates

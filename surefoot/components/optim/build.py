@@ -7,18 +7,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.groups import Named, build_groups
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, why_not
 from surefoot.components.optim.kinds.layerwise import FUSED_DEVICES, Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.contract.spec import OptimTable
+from surefoot.contract.state import master_of
+from surefoot.core.errors import SpecError
 
 ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
 PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
 NUM_NAMED = 4  # of the parameters that are alike
 Groups = Sequence[dict[str, Any]]
+OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")  # of [optim], of surefoot's own optimizers alone
+PLAIN_TABLE = OptimTable()
+GROUP_KEYS = ("no_decay", "rates")
+UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,29 @@ def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, An
         groups = _layers(trained, groups)
     made = _one(table, groups)
     return Built((made,), _describe(table.name, made))
+
+
+def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers: bool) -> None:
+    """Raise SpecError for a key that has no effect, as the task builds the groups of parameters or all optimizers itself."""
+    parts = (
+        (has_own_optimizers, UPDATE_KEYS, "each update of the task has an optimizer of its own", "in that optimizer"),
+        (has_own_groups, GROUP_KEYS, "the task has parameter_groups(model) of its own", "in those groups"),
+    )
+    for applies, keys, why, where in parts:
+        idle = [key for key in keys if applies and getattr(table, key) != getattr(PLAIN_TABLE, key)]
+        if idle:
+            raise SpecError(f"optim.{idle[0]} has no effect: {why}", hint=f"leave it out, and set it {where}")
+
+
+def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
+    """The average of the trained weights that `optim.ema` names, with `ema_buffers` of the buffers in the state dict too; None without."""
+    if table.ema is None:
+        return None
+    saved = {id(each) for each in model.state_dict(keep_vars=True).values()} if table.ema_buffers else set()
+    return WeightAverage(
+        [master_of(each) for each in model.parameters() if each.requires_grad], table.ema, ramp=table.ema_ramp,
+        buffers=[each for each in model.buffers() if id(each) in saved],
+    )  # fmt: skip
 
 
 def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:

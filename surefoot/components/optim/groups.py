@@ -17,11 +17,18 @@ from surefoot.core.errors import SpecError, TaskError
 
 @dataclass(frozen=True)
 class Named:
-    """One trained parameter, or its master, with what decides its group. `kind`: matrix, embedding, head, norm or vector."""
+    """One trained parameter, or its master, with what decides its group. `kind`: matrix, embedding, head, norm or vector.
+
+    `others` are the further names of a tied parameter: a pattern may mean it by any of them.
+    """
 
     name: str
     parameter: Tensor
     kind: str
+    others: tuple[str, ...] = ()
+
+    def matches(self, *patterns: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in (self.name, *self.others) for pattern in patterns)
 
 
 def check_shaped(model: nn.Module) -> None:
@@ -40,11 +47,20 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     Raises SpecError for a pattern that matches nothing.
     """
     named = dict(model.named_parameters())
-    _refuse_idle(patterns, named, "freeze")
-    frozen = [name for name in named if _matches(name, patterns)]
-    for name in frozen:
-        named[name].requires_grad_(False)
-    return frozen
+    every = [Named(name, named[name], "", others) for name, others in _names_of(model).items()]
+    _refuse_idle(patterns, every, "freeze")
+    frozen = [each for each in every if each.matches(*patterns)]
+    for each in frozen:
+        each.parameter.requires_grad_(False)
+    return [each.name for each in frozen]
+
+
+def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The first name of each parameter, with the others of one that is tied."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in found.values()}
 
 
 def find_trained(model: nn.Module) -> list[Named]:
@@ -74,7 +90,8 @@ def find_trained(model: nn.Module) -> list[Named]:
     for parameter in _own(head) if head is not None else ():
         if kinds[id(parameter)] == "matrix":
             kinds[id(parameter)] = "head"
-    return [Named(name, master_of(p), kinds[id(p)]) for name, p in model.named_parameters() if p.requires_grad]
+    others = _names_of(model)
+    return [Named(name, master_of(p), kinds[id(p)], others[name]) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
@@ -103,13 +120,12 @@ def build_groups(
     Raises SpecError for a pattern that matches nothing.
     """
     rates = rates or {}
-    names = [each.name for each in trained]
-    _refuse_idle([*no_decay], names, "no_decay")
-    _refuse_idle([*rates], names, "rates")
+    _refuse_idle([*no_decay], trained, "no_decay")
+    _refuse_idle([*rates], trained, "rates")
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for each in trained:
-        exempt = each.kind in ("norm", "vector", "embedding") or _matches(each.name, no_decay)
-        rate = next((rates[pattern] for pattern in reversed(list(rates)) if fnmatchcase(each.name, pattern)), 1.0)
+        exempt = each.kind in ("norm", "vector", "embedding") or each.matches(*no_decay)
+        rate = next((rates[pattern] for pattern in reversed(list(rates)) if each.matches(pattern)), 1.0)
         key = (0.0 if exempt else decay, rate)
         group = groups.setdefault(key, {"params": [], "names": [], "weight_decay": key[0], "rate": rate})
         group["params"].append(each.parameter)
@@ -135,13 +151,9 @@ def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _refuse_idle(patterns: Sequence[str], names: Iterable[str], key: str) -> None:
-    listed = list(names)
-    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in listed)]
+def _refuse_idle(patterns: Sequence[str], every: Sequence[Named], key: str) -> None:
+    idle = [pattern for pattern in patterns if not any(each.matches(pattern) for each in every)]
     if idle:
+        listed = [name for each in every for name in (each.name, *each.others)]
         shown = ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
         raise SpecError(f"optim.{key}: the pattern {idle[0]!r} matches no parameter", hint=f"the parameters are {shown}")

@@ -23,7 +23,11 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     """
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
-        matched = {name: module for name, module in model.named_modules() if name and _matches(name, module, pattern)}
+        matched = {
+            name: module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name and _matches(name, module, pattern)
+        }
         if not matched:
             names = [name for name, _ in model.named_modules() if name]
             near = difflib.get_close_matches(pattern.rstrip(".*"), names, n=3) or names[:8]

@@ -1,6 +1,6 @@
 """The spec: a whole run as one value, table by table."""
 
-from surefoot.contract.spec.run_spec import RunSpec, explain, find_place, key_names
+from surefoot.contract.spec.run_spec import ALLOWED, RunSpec, explain, find_idle_keys, find_place, key_names, leave_out_idle
 from surefoot.contract.spec.tables import (
     CheckpointTable,
     CompileTable,
@@ -13,6 +13,7 @@ from surefoot.contract.spec.tables import (
 )
 
 __all__ = [
-    "CheckpointTable", "CompileTable", "LaterTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable", "Table",
-    "explain", "find_place", "key_names",
+    "ALLOWED", "CheckpointTable", "CompileTable", "LaterTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable",
+    "Table",
+    "explain", "find_idle_keys", "find_place", "key_names", "leave_out_idle",
 ]  # fmt: skip

@@ -9,13 +9,22 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ModelWrapValidatorHandler, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
+from surefoot.contract.spec.effects import Read, describe, find_idle
 from surefoot.contract.spec.tables import (
     CheckpointTable,
     CompileTable,
@@ -39,6 +48,7 @@ from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings
 
 FORMAT = 1
+ALLOWED = "allowed"  # in the context of a validation: keys that may be without effect
 
 
 def _read_schedule(given: Any) -> Any:
@@ -89,17 +99,31 @@ class RunSpec(Table):
             raise explain(error) from None
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _together(self, info: ValidationInfo) -> Self:
+        _check_effects(self, allowed=(info.context or {}).get(ALLOWED, ()))
         if self.memory.update_in_backward:
             _check_update_in_backward(self)
         return self
 
+    @classmethod
+    def of_record(cls, tables: Mapping[str, Any]) -> RunSpec:
+        """The spec that a run wrote down. Keys without effect stay, as earlier versions took them. Raises SpecError."""
+        return cls.model_validate(tables, context={ALLOWED: find_idle_keys(tables)})
+
     def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
-        """The same run with some keys changed: `spec.replace(optim={"lr": 0.1})`. Raises SpecError."""
-        merged = self.as_tables()
-        for name, table in tables.items():
-            merged[name] = {**merged.get(name, {}), **table}
-        return RunSpec(**merged)
+        """The same run with some keys changed: `spec.replace(optim={"lr": 0.1})`. Raises SpecError.
+
+        Keys that have no effect beside the new values are left out: those of one optimizer beside another.
+        """
+        before = self.as_tables()
+        merged = {**before, **{name: {**before.get(name, {}), **table} for name, table in tables.items()}}
+        return self.replace_all(merged, [f"{name}.{key}" for name, table in tables.items() for key in table])
+
+    def replace_all(self, tables: Mapping[str, Any], changed: Collection[str] = ()) -> RunSpec:
+        """A spec of `tables`, which are those of this one but for the keys `changed`. Raises SpecError as `replace` does."""
+        known = find_idle_keys(self.as_tables())
+        kept, _ = leave_out_idle(tables, {*known, *changed})
+        return RunSpec.model_validate(kept, context={ALLOWED: known})
 
     def as_tables(self) -> dict[str, Any]:
         """Plain dicts of what was stated: a stated default stays, since it may overrule a part of the task."""
@@ -129,6 +153,53 @@ class RunSpec(Table):
         tables = {table: keys for table, keys in tables.items() if keys}
         text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _read_from(tables: Mapping[str, Any]) -> Read:
+    """What reads a key in plain tables, where it is given, else its default."""
+
+    def read(key: str) -> Any:
+        table, name = key.split(".")
+        given = tables.get(table, {})
+        if isinstance(given, Mapping):
+            return with_tuples(given[name]) if name in given else _default_of(key)
+        return getattr(given, name, None)
+
+    return read
+
+
+def _default_of(key: str) -> Any:
+    table, name = key.split(".")
+    return getattr(RunSpec.model_fields[table].default, name)
+
+
+def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
+    """The keys in plain tables that have no effect there; `decided` are those that a command sets itself."""
+    return set(find_idle(_read_from(tables), _default_of, decided))
+
+
+def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """The tables without keys that have no effect, but for those in `kept`; and the keys that were left out."""
+    made, gone = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}, []
+    while found := sorted(find_idle_keys(made) - set(kept)):
+        for key in found:
+            table, name = key.split(".")
+            del made[table][name]
+        gone += found
+    return made, gone
+
+
+def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
+    """Raise SpecError for a key that is given and has no effect."""
+
+    def read(key: str) -> Any:
+        table, name = key.split(".")
+        return getattr(getattr(spec, table), name)
+
+    for key, need in find_idle(read, _default_of).items():
+        if key not in allowed:
+            message, hint = describe(key, need, read, _default_of)
+            raise SpecError(message, hint=hint, key=tuple(key.split(".")))
 
 
 def _check_update_in_backward(spec: RunSpec) -> None:

@@ -132,16 +132,16 @@ class OptimTable(Table):
         None,
         description="decay d of the average of weights, min(d, (1 + n) / (10 + n)) after n updates; evaluated and saved in their place",
     )
+    ema_ramp: bool = Field(True, description="false: the decay of the average is d from the first update on")
+    ema_buffers: bool = Field(
+        False, description="average buffers too, as BatchNorm's statistics, by the same formula, and copy those of integers"
+    )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.clip_value is not None and self.clip:
             raise ValueError(
                 f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; set clip = 0 or drop one"
-            )
-        if self.reference_batch is None and self.scaling != "linear":
-            raise ValueError(
-                f'scaling = "{self.scaling}" has nothing to scale from; state reference_batch, the batch that lr is for'
             )
         if self.state == "8bit" and (self.name not in ("adam", "adamw") or not self.fused):
             given = f'name = "{self.name}"' if self.fused else "fused = false"
@@ -244,25 +244,14 @@ class PrecisionTable(Table):
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        stated = [key for key in ("init_scale", "growth_interval", "min_scale") if key in self.model_fields_set]
-        if stated and self.compute not in ("fp16", "auto"):
-            raise ValueError(
-                f"{stated[0]} is given with compute = {self.compute!r}, whose range is that of fp32: no gradient overflows or vanishes "
-                f"that would not in fp32, so there is nothing to scale; drop it, or set compute = 'fp16'"
-            )
         if math.frexp(self.init_scale)[0] != 0.5:
             raise ValueError(f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, so that scaling is exact")
         if self.min_scale > self.init_scale:
             scales = f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}"
-            raise ValueError(f"{scales}; use a {'smaller min_scale' if 'min_scale' in stated else 'larger init_scale'}")
-        if self.emulate and self.compute != "float8":
-            raise ValueError(f"emulate is given with compute = {self.compute!r}; set compute = 'float8', or drop it")
+            is_given = "min_scale" in self.model_fields_set
+            raise ValueError(f"{scales}; use a {'smaller min_scale' if is_given else 'larger init_scale'}")
         if self.weights == "bf16" and self.compute != "bf16":
             raise ValueError(f"weights = 'bf16' with compute = {self.compute!r} widens in each pass; set compute = 'bf16'")
-        if self.master == "none" and self.weights == "fp32":
-            raise ValueError(
-                "master = 'none' is given with fp32 weights, which have no masters; set weights = 'bf16', or drop it"
-            )
         return self
 
 
@@ -289,8 +278,6 @@ class MemoryTable(Table):
     def _together(self) -> Self:
         if self.offload == "optimizer" and self.update_in_backward:
             raise ValueError('offload = "optimizer" gathers gradients on the host; drop it, or set update_in_backward = false')
-        if self.blocks and self.recompute == "none":
-            raise ValueError('blocks are named, and recompute is "none"; set recompute, or leave blocks out')
         return self
 
 
@@ -318,12 +305,6 @@ class CompileTable(Table):
     budget: Positive = Field(8, description="how often code may be compiled again before over_budget holds")
     over_budget: Literal["warn", "stop"] = Field("warn", description="what one compilation more does")
 
-    @model_validator(mode="after")
-    def _together(self) -> Self:
-        if self.blocks and self.what != "blocks":
-            raise ValueError(f'blocks are named, and what is {self.what!r}; set what = "blocks", or leave blocks out')
-        return self
-
 
 class LoaderTable(Table):
     workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = Field(
@@ -338,14 +319,6 @@ class LoaderTable(Table):
     )
     timeout: float = Field(4.0, gt=0, description="seconds after which a worker that is waited for is replaced")
     memory: Annotated[str, _checked_by(parse_bytes)] = Field("2 GiB", description="what is read ahead takes so much at the most")
-
-    @model_validator(mode="after")
-    def _together(self) -> Self:
-        if self.workers == 0 and self.prefetch is not None:
-            raise ValueError(
-                f"prefetch = {self.prefetch} is what workers hold ahead, and workers is 0; set workers, or leave it out"
-            )
-        return self
 
 
 class CheckpointTable(Table):
@@ -454,13 +427,6 @@ class NcclTable(Table):
     peer_access: bool | None = Field(
         None, description="NCCL_P2P_DISABLE, the other way round: whether GPUs of a host copy to each other directly"
     )
-
-    @model_validator(mode="after")
-    def _together(self) -> Self:
-        idle = [key for key in ("adapter", "infiniband_timeout", "infiniband_retries") if getattr(self, key) is not None]
-        if self.infiniband is False and idle:
-            raise ValueError(f"{idle[0]} is given, and infiniband = false uses none; leave one of them out")
-        return self
 
 
 class LaterTable(Table):

@@ -205,7 +205,7 @@ def _before(spec: RunSpec | None, peak: float, measured: Sequence[Measured], fou
 def _spec(started: Started) -> RunSpec | None:
     """What the run was of; None for a loop of one's own, and for what is no spec."""
     try:
-        return RunSpec.model_validate(started.spec) if started.spec else None
+        return RunSpec.of_record(started.spec) if started.spec else None
     except InputError:
         return None
 

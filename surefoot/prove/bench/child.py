@@ -20,7 +20,7 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = _parser().parse_args(words)
     elapsed_s: list[float] = []
     try:
-        with Rehearsal(spec_file.read(str(asked.spec)).spec, steps=asked.calls) as rehearsal:
+        with Rehearsal(spec_file.read_written(asked.spec), steps=asked.calls) as rehearsal:
             rehearsal.synchronise()
             for _ in range(asked.calls):
                 started_s = time.perf_counter()

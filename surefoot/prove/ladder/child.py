@@ -31,7 +31,7 @@ COMPARED_STEPS = 2  # from a state: the second has the first's update in it
 def main(words: Sequence[str] | None = None) -> None:
     """Do what `words` (the command line's) ask for, and report it."""
     asked = _parser().parse_args(words)
-    spec = spec_file.read(str(asked.spec)).spec
+    spec = spec_file.read_written(asked.spec)
     if asked.what == "scores":
         _report_scores(spec, asked)
         return

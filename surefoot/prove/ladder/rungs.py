@@ -204,7 +204,7 @@ def change(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
         into.pop(last, None)
         if value is not None:
             into[last] = value
-    return RunSpec.model_validate(tables)
+    return spec.replace_all(tables, list(changes))
 
 
 def _meaning(spec: RunSpec) -> Any:

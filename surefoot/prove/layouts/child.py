@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str, str]) -> dict[str, np.ndarray] | None:
     """The tensors after each step, and facts of the run; None on ranks that report nothing."""
-    spec = spec_file.read(str(asked.spec)).spec
+    spec = spec_file.read_written(asked.spec)
     found = load_task(spec)
     task = found
     if asked.float64 or asked.plain or record is not None:

@@ -77,4 +77,4 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
 def _changed(spec: RunSpec, train: dict[str, Any], memory: dict[str, Any]) -> RunSpec:
     tables = spec.as_tables()
     changed = {"train": {**tables.get("train", {}), **train}, "memory": {**tables.get("memory", {}), **memory}}
-    return RunSpec(**{**tables, **changed})
+    return spec.replace_all({**tables, **changed}, [f"{table}.{key}" for table in ("train", "memory") for key in changed[table]])

@@ -89,7 +89,7 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
     resolved = resolve(copy.copy(resolved.task), resolved.importable)  # what its code sets on itself has no numbers
     identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
-    spec = at_its_largest(RunSpec(**{**tables, "memory": {**tables.get("memory", {}), "offload": "none"}}))
+    spec = at_its_largest(spec.replace_all({**tables, "memory": {**tables.get("memory", {}), "offload": "none"}}))
     source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source, layout.world_size)
     if spec.optim.state == "8bit":
@@ -160,7 +160,7 @@ def held(
         "parameters": list(model.parameters()),
         "masters": [master for each in model.parameters() if (master := master_of(each)) is not each],
         "buffers": list(model.buffers()), "optimiser": list(find_tensors(states)),
-        "averages": list(average.averages) if average is not None else [], "batches": list(find_tensors(list(batches))),
+        "averages": list(average.by_id().values()) if average is not None else [], "batches": list(find_tensors(list(batches))),
     }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
         name: table for name, table in spec.as_tables().items() if name not in ("checkpoint", "observe")
     }  # its store is the run's
     tables["observe"] = {"tensorboard": False}
-    beside = RunSpec(**tables)
+    beside = spec.replace_all(tables)
     started = [each for each in events.read(run, Started) if isinstance(each, Started)]
     total = started[-1].total_steps if started else None
     if Duration.parse(spec.train.length).unit == "s" or (total is not None and total - step >= window.num_steps):

@@ -61,6 +61,7 @@ RULES = (
     Rule("optim.state", "refused", "the optimiser's state is of another format"),
     Rule("optim.freeze", "refused", "what was frozen has no optimiser state"),
     Rule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
+    Rule("optim.ema_buffers", "refused", "a checkpoint holds averages of buffers, or it does not"),
     Rule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),
     Rule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
     Rule("precision.weights", "refused", "weights and the optimiser's state are of another format"),
@@ -134,7 +135,7 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
     found: list[Change] = []
     if now is not None:
         with contextlib.suppress(ValidationError, SurefootError):  # of a version that had other keys
-            found = [each for each in find(RunSpec.model_validate(started.spec), now) if each.rule.verdict != "in place"]
+            found = [each for each in find(RunSpec.of_record(started.spec), now) if each.rule.verdict != "in place"]
     if not found:
         text = f"{run} is the run of another spec ({started.spec_id}, now {spec_id})"
         return RunFolderError(text, hint="give another --run folder, or --fresh")

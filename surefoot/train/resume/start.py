@@ -247,8 +247,7 @@ def _follow(assembly: Assembly) -> None:
     """An average of the weights begins with the weights."""
     average = assembly.engine.average
     if average is not None:
-        for mean, parameter in zip(average.averages, average.parameters, strict=True):
-            mean.copy_(parameter)
+        average.begin_again()
 
 
 def _told(num_loaded: int, num_stored: int, others: Mapping[str, Sequence[str]]) -> str:

@@ -185,7 +185,9 @@ class LiveState:
                 continue  # tied: stored once
             seen.add(key)
             if not isinstance(tensor, nn.Parameter):
-                copied.setdefault(trained, {})[name] = tensor.detach().clone().cpu().contiguous()
+                copied.setdefault(trained, {})[name] = _copied(averages.get(id(tensor), tensor))
+                if id(tensor) in averages:
+                    copied.setdefault(LIVE, {})[name] = _copied(tensor)
             elif id(master_of(tensor)) in averages:
                 moving.setdefault(trained, {})[name] = averages[id(master_of(tensor))]
                 moving.setdefault(LIVE, {})[name] = master_of(tensor)
@@ -196,8 +198,9 @@ class LiveState:
         return copied, moving
 
     def _averages(self) -> dict[int, Tensor]:
+        """The average of each parameter and buffer that has one, by its id."""
         average = self._assembly.engine.average
-        return {} if average is None else dict(zip(map(id, average.parameters), average.averages, strict=True))
+        return {} if average is None else average.by_id()
 
     def _file_names(self) -> tuple[str, str]:
         """Of trained weights and of frozen ones, as Hugging Face names the parts of a model."""
@@ -281,7 +284,9 @@ class LiveState:
             of_all |= {f"weights/{name}": each for name, each in self._model.named_parameters()}
         of_copies = {f"masters/{name}": master_of(each) for name, each in self._model.named_parameters()} | kept
         average = self._assembly.engine.average
-        of_copies |= {f"averages/{number}": each for number, each in enumerate([] if average is None else average.averages)}
+        of_copies |= {
+            f"averages/{number}": each for number, each in enumerate([] if average is None else average.by_id().values())
+        }
         words = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
         return [(group, "", of_all), (group if self._sharded is None else self._sharded.replicas, words, of_copies)]
 
@@ -400,6 +405,10 @@ class LiveState:
             if name not in state:
                 raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
             restore_entry(name, state[name], value)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().cpu().contiguous()
 
 
 def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:

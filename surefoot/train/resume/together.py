@@ -159,7 +159,7 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         return
     parameters = list(assembly.model.parameters())
     masters = [master_of(each) for each in parameters if master_of(each) is not each]
-    averages = [] if assembly.engine.average is None else assembly.engine.average.averages
+    averages = [] if assembly.engine.average is None else assembly.engine.average.by_id().values()
     group.copy_from_first([*parameters, *masters, *averages, *assembly.model.buffers()])
 
 

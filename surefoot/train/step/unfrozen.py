@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -120,7 +119,7 @@ def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch
     table, own = assembly.spec.optim, assembly.task.optimizer
 
     def matches(pattern: str) -> bool:
-        return any(fnmatchcase(each.name, pattern) for each in trained)
+        return any(each.matches(pattern) for each in trained)
 
     rates = {pattern: rate for pattern, rate in table.rates.items() if matches(pattern)}
     table = table.model_copy(update={"no_decay": tuple(filter(matches, table.no_decay)), "rates": rates})

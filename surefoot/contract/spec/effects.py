@@ -1,0 +1,129 @@
+"""Which keys of a spec have an effect only beside certain values of other keys: one table, for every table of the spec.
+
+A key that has its default value is never refused. The keys of [schedule] that only some curves use are in `core/schedule/settings`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Read = Callable[[str], Any]  # the value of a key, as optim.name, given or default
+
+
+@dataclass(frozen=True)
+class When:
+    """The key `key` has one of `values`, or, with `is_not`, none of them."""
+
+    key: str
+    values: tuple[Any, ...]
+    is_not: bool = False
+
+    def holds(self, read: Read) -> bool:
+        return (read(self.key) in self.values) is not self.is_not
+
+    @property
+    def way(self) -> str:
+        """What to set, in words."""
+        if not self.is_not:
+            *first, last = map(json.dumps, self.values)
+            return f"set {self.key} to {', '.join(first)}{' or ' * bool(first)}{last}"
+        return (
+            f"set {self.key}" if self.values == (None,) else f"set {self.key} to another value than {json.dumps(self.values[0])}"
+        )
+
+
+@dataclass(frozen=True)
+class Need:
+    """Each of `keys` has an effect only where one of `any_of` holds."""
+
+    keys: tuple[str, ...]
+    any_of: tuple[When, ...]
+    why: str = ""
+
+
+def _one_of(key: str, *values: Any) -> tuple[When, ...]:
+    return (When(key, values),)
+
+
+def _not(key: str, value: Any) -> tuple[When, ...]:
+    return (When(key, (value,), is_not=True),)
+
+
+NEEDS: tuple[Need, ...] = (
+    Need(("data.max_bad",), _one_of("data.on_bad", "skip")),
+    Need(("data.window",), _one_of("data.shuffle", True)),
+    Need(("loader.kind", "loader.prefetch", "loader.start", "loader.timeout", "loader.memory"), _not("loader.workers", 0)),
+    Need(("loader.start",), _not("loader.kind", "thread")),
+    Need(("optim.betas", "optim.eps"), _one_of("optim.name", "adam", "adamw", "muon", "lamb")),
+    Need(("optim.momentum",), _one_of("optim.name", "sgd", "muon", "lars")),
+    Need(
+        ("optim.momentum",), _not("schedule.name", "one_cycle") + _one_of("schedule.cycle_momentum", False),
+        "one_cycle moves the momentum from momentum_high to momentum_low and back",
+    ),
+    Need(("optim.nesterov",), _one_of("optim.name", "sgd", "muon")),
+    Need(("optim.trust",), _one_of("optim.name", "lars")),
+    Need(("optim.fused",), _not("optim.name", "task")),
+    Need(("optim.ema_ramp", "optim.ema_buffers"), _not("optim.ema", None)),
+    Need(("optim.scaling",), _not("optim.reference_batch", None)),
+    Need(("schedule.warmup_shape",), _not("schedule.warmup", "0 steps") + _one_of("schedule.name", "warmup")),
+    Need(("schedule.warmup_start",), _one_of("schedule.warmup_shape", "exponential")),
+    Need(("schedule.momentum_low", "schedule.momentum_high"), _not("schedule.cycle_momentum", False)),
+    Need(
+        ("precision.init_scale", "precision.growth_interval", "precision.min_scale"),
+        _one_of("precision.compute", "fp16", "auto"),
+        "the range of the other formats is that of fp32, so that there is nothing to scale",
+    ),
+    Need(("precision.master",), _one_of("precision.weights", "bf16"), "fp32 weights have no masters"),
+    Need(("precision.emulate",), _one_of("precision.compute", "float8")),
+    Need(("precision.keep",), _one_of("precision.compute", "bf16", "fp16", "float8", "auto"), "autocast narrows nothing there"),
+    Need(("memory.blocks",), _not("memory.recompute", "none") + _not("layout.shard", 1)),
+    Need(("compile.blocks",), _one_of("compile.what", "blocks")),
+    Need(
+        ("compile.mode", "compile.dynamic", "compile.on_failure", "compile.budget", "compile.over_budget"),
+        _not("compile.what", "none"),
+    ),
+    Need(("layout.stage",), _not("layout.shard", 1)),
+    Need(
+        ("layout.bucket", "layout.first_bucket"), _one_of("layout.shard", 1) + _one_of("layout.stage", 1),
+        "stages 2 and 3 send the gradients of a block at a time",
+    ),
+    Need(("layout.compress_rank",), _one_of("layout.compress", "powersgd")),
+    Need(("nccl.adapter", "nccl.infiniband_timeout", "nccl.infiniband_retries"), _not("nccl.infiniband", False)),
+    Need(("stability.max_skips",), _one_of("stability.nonfinite", "skip")),
+)  # fmt: skip
+
+
+def find_idle(read: Read, default: Read, decided: Collection[str] = ()) -> dict[str, Need]:
+    """The keys that have another value than their default and no effect, with what they need; `decided` are keys that a command sets."""
+    found: dict[str, Need] = {}
+    for need in NEEDS:
+        if any(each.key in decided or each.holds(read) for each in need.any_of):
+            continue
+        found |= {key: need for key in need.keys if key not in found and read(key) != default(key)}
+    return found
+
+
+def describe(key: str, need: Need, read: Read, default: Read) -> tuple[str, str]:
+    """The refusal of a key without effect, and what to do, in words."""
+    because = " and ".join(dict.fromkeys(_state(each.key, read, default) for each in need.any_of))
+    why = f" ({need.why})" if need.why else ""
+    ways = ", or ".join(each.way for each in need.any_of)
+    return f"{key} = {_written(read(key))} has no effect {because}{why}", f"leave {key} out, or {ways}"
+
+
+def _state(key: str, read: Read, default: Read) -> str:
+    value = read(key)
+    shown = f"without {key}" if value is None else f"with {key} = {_written(value)}"
+    return f"{shown}, its default" if value == default(key) and value is not None else shown
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def keys_of(needs: Iterable[Need] = NEEDS) -> set[str]:
+    """Every key that needs another."""
+    return {key for need in needs for key in need.keys}

@@ -1,0 +1,91 @@
+"""What a run computes with the keys of its spec, as statements of Python, so that a plain loop can be checked against it.
+
+Names are keys of the spec, and: `w` a weight, `g` its gradient, `gradients` those of all weights, `t` the number of this update from 1,
+`n` the updates before it, `step` the updates since the end of the warm-up (0 during it), `length` the steps that the curve spans. `m`,
+`s` and `v` begin as 0, `average` as the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from surefoot.contract.spec.run_spec import RunSpec
+
+_MOMENTS = "m = betas[0] * m + (1 - betas[0]) * g; s = betas[1] * s + (1 - betas[1]) * g * g; "
+_STEP = "m / (1 - betas[0] ** t) / (sqrt(s / (1 - betas[1] ** t)) + eps)"
+_ADAMW = f"w = w - lr * decay * w; {_MOMENTS}w = w - lr * {_STEP}"
+UPDATES: Mapping[str, str] = {
+    "sgd": "g = g + decay * w; v = momentum * v + g; w = w - lr * v",
+    "sgd, nesterov": "g = g + decay * w; v = momentum * v + g; w = w - lr * (g + momentum * v)",
+    "adam": f"g = g + decay * w; {_MOMENTS}w = w - lr * {_STEP}",
+    "adamw": _ADAMW,
+    "muon": f"of embeddings, the head, norms and biases, of others as torch.optim.Muon does: {_ADAMW}",
+    "lars": "r = trust * norm(w) / (norm(g) + decay * norm(w)); v = momentum * v + lr * r * (g + decay * w); w = w - v",
+    "lamb": f"{_MOMENTS}u = {_STEP} + decay * w; w = w - lr * norm(w) / norm(u) * u",
+}
+CURVES: Mapping[str, str] = {
+    "constant": "lr = lr * factor",
+    "linear": "lr = lr * (start_factor + (floor - start_factor) * step / length)",
+    "cosine": "lr = lr * (floor + (1 - floor) / 2 * (1 + cos(pi * step / length)))",
+    "step": "lr = lr * factor ** (step // every)",
+    "exponential": "lr = lr * factor ** (step / every)",
+    "polynomial": "lr = lr * (floor + (1 - floor) * (1 - step / length) ** power)",
+    "inverse_square_root": "lr = lr * sqrt(timescale / (timescale + step))",
+}
+WARMUP = "lr = lr * min(1, t / warmup)"
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What is computed, as statements, and the key that chooses it."""
+
+    key: str
+    applies: str  # with which value of the key
+    text: str
+    holds: Callable[[RunSpec], bool]
+
+
+def _of_update(name: str) -> Callable[[RunSpec], bool]:
+    return lambda spec: (
+        name == (f"{spec.optim.name}, nesterov" if spec.optim.name == "sgd" and spec.optim.nesterov else spec.optim.name)
+    )
+
+
+def _of_curve(name: str) -> Callable[[RunSpec], bool]:
+    return lambda spec: spec.schedule.name == name and not spec.schedule.sequence
+
+
+def _warms(spec: RunSpec) -> bool:
+    schedule = spec.schedule
+    return not schedule.sequence and not schedule.warmup.startswith("0 ") and schedule.warmup_shape == "linear"
+
+
+def _of_scaling(rule: str) -> Callable[[RunSpec], bool]:
+    return lambda spec: spec.optim.reference_batch is not None and spec.optim.scaling == rule
+
+
+def _of_average(ramp: bool) -> Callable[[RunSpec], bool]:
+    return lambda spec: spec.optim.ema is not None and spec.optim.ema_ramp is ramp
+
+
+FORMULAS: tuple[Formula, ...] = (
+    *(Formula("schedule.name", name, text, _of_curve(name)) for name, text in CURVES.items()),
+    Formula("schedule.warmup", "linear", WARMUP, _warms),
+    Formula("optim.reference_batch", "linear", "lr = lr * batch / reference_batch", _of_scaling("linear")),
+    Formula("optim.reference_batch", "sqrt", "lr = lr * sqrt(batch / reference_batch)", _of_scaling("sqrt")),
+    Formula("optim.clip", "above 0", "g = g * min(1, clip / (norm(gradients) + 1e-6))", lambda spec: spec.optim.clip > 0),
+    Formula(
+        "optim.clip_value", "a number", "g = max(-clip_value, min(clip_value, g))", lambda spec: spec.optim.clip_value is not None
+    ),
+    *(Formula("optim.name", name, text, _of_update(name)) for name, text in UPDATES.items()),
+    Formula(
+        "optim.ema", "a number", "d = min(ema, (1 + n) / (10 + n)); average = d * average + (1 - d) * w", _of_average(ramp=True)
+    ),
+    Formula("optim.ema", "a number, ema_ramp = false", "d = ema; average = d * average + (1 - d) * w", _of_average(ramp=False)),
+)  # fmt: skip
+
+
+def find(spec: RunSpec) -> list[Formula]:
+    """The formulas of a run, in the order of a step. A task's own optimizer and schedule take the place of those of the spec."""
+    return [each for each in FORMULAS if each.holds(spec)]
