@@ -76,8 +76,13 @@ def spec_of(kind: ModuleType, **train: Any) -> RunSpec:
     return RunSpec(**{**tables, "evaluate": {"every": "9 epochs"}, "observe": {"tensorboard": False}})
 
 
-def train(name: str, folder: Path, *, until: int | None = None, killed: bool = False, **given: Any) -> plain.Trained:
-    """The losses and what was trained; `until` leaves the run after that step, or has the process killed there."""
+def train(
+    name: str, folder: Path, *, until: int | None = None, killed: bool = False, evaluates: bool = False, **given: Any
+) -> plain.Trained:
+    """The losses and what was trained; `until` leaves the run after that step, or has the process killed there.
+
+    With `evaluates` the score is the last of the losses.
+    """
     kind = load(name)
     task = getattr(kind, TASKS[name])()
     losses = []
@@ -92,6 +97,8 @@ def train(name: str, folder: Path, *, until: int | None = None, killed: bool = F
                 os.kill(os.getpid(), signal.SIGKILL)
             if run.step == until and not killed:
                 break
+        if evaluates:
+            losses.append(float(run.evaluate().value or 0.0))
         found = dict(run.model.named_parameters())
         if hasattr(task, "average"):
             found |= {f"average.{key}": each for key, each in task.average.named_parameters()}
@@ -159,9 +166,10 @@ def on_two_ranks(name: str, folder: Path, **given: Any) -> list[plain.Trained]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(TASKS) - {"swa"}))
-def test_a_kind_trains_on_two_ranks_as_on_one(name: str, whole: Any, tmp_path: Path) -> None:
-    for found in on_two_ranks(name, tmp_path):
-        assert_close(found, whole(name))
+def test_a_kind_trains_and_scores_on_two_ranks_as_on_one(name: str, tmp_path: Path) -> None:
+    expected = train(name, tmp_path / "one", evaluates=True)
+    for found in on_two_ranks(name, tmp_path, evaluates=True):
+        assert_close(found, expected)
 
 
 @pytest.mark.slow

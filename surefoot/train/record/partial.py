@@ -42,10 +42,13 @@ class Merged:
             self.metrics[name] = self.metrics[name].merge(metric) if name in self.metrics else metric
 
 
-def gather(mine: Sequence[Part], group: Group) -> list[Part] | None:
-    """The parts of all ranks, of which each computed every so manieth batch; None where a metric is one that only its own code merges."""
+def gather(mine: Sequence[Part], group: Group, *, can_share: bool = True) -> list[Part] | None:
+    """The parts of all ranks, of which each computed every n-th batch of n ranks.
+
+    None where a metric is one that only its own code merges, or a rank says that the batches may not be shared.
+    """
     is_plain = all(type(metric) in PLAIN.values() for part in mine for metric in part.metrics.values())
-    if group.most([float(not is_plain)])[0]:
+    if group.most([float(not (is_plain and can_share))])[0]:
         return None
     rows = [json.loads(text) for text in group.exchange(json.dumps([_as_row(part) for part in mine]))]
     return [_from_row(rows[number % group.size][number // group.size]) for number in range(sum(map(len, rows)))]
