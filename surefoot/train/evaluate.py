@@ -28,6 +28,7 @@ from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.record import partial
+from surefoot.train.record.carried import CarriedState
 from surefoot.train.record.partial import Merged, Part
 from surefoot.train.step import check_count
 
@@ -80,8 +81,8 @@ def evaluate(
 
     `read` gives the batches with their samples, another way than one after another here. The ranks of `group` share the batches, whose
     results are merged in the order of the batches: the same bits for any number of ranks. A metric that holds more than tensors, numbers
-    and text, and data that are read forwards are evaluated by every rank in whole. With `is_even` no rank passes more often than another:
-    weights are gathered in each pass.
+    and text, a model that keeps state from one batch to the next, and data that are read forwards are evaluated by every rank in whole.
+    With `is_even` no rank passes more often than another: weights are gathered in each pass.
 
     What a pass draws from the global random streams depends on `seed`, the split and the batch alone: the same weights have the same
     score at any step of the training, on any number of ranks and read by any workers. Another `batch` draws other numbers.
@@ -98,6 +99,7 @@ def evaluate(
     merged, mine = Merged(), list[Part]()
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with untouched(model, task.state), _generators_kept(source):
+        carried = CarriedState(model, task.state) if shares else None
         for inputs, known in seeded((read or _counted)(source, size, device, share, key), key, share):
             with compute():
                 output, loss = _outcome(model, task, inputs)
@@ -110,14 +112,17 @@ def evaluate(
             part = Part(count, terms, _metrics(task, output, inputs))
             mine.append(part) if shares else merged.add(part)
             num_samples += count
+            if carried is not None:
+                carried.after_batch()
             if tell is not None:
                 tell(num_samples if total_samples is None else min(num_samples * share.size, total_samples), total_samples)
+        has_changed = carried is not None and carried.has_changed()
         num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
         for _ in range(num_idle):
             with compute():
                 _outcome(model, task, next(batches(source, size, device)))
     if shares:
-        gathered = partial.gather(mine, group)
+        gathered = partial.gather(mine, group, can_share=not has_changed)
         if gathered is None:
             return evaluate(
                 model, task, source, split=split, batch=batch, device=device, score=score, precision=precision, tell=tell, read=read,

@@ -129,6 +129,16 @@ def test_augmentation_draws_depend_on_the_sample_and_not_on_its_neighbours() -> 
     assert not torch.equal(whole, Keys(1, 2, ids).uniform(5, stream=1))
 
 
+def test_normal_draws_of_a_sample_are_its_own_and_follow_the_standard_normal_distribution() -> None:
+    ids = np.arange(20_000)
+    draws = Keys(1, 0, ids).normal(2)
+    assert torch.equal(draws[7:9], Keys(1, 0, ids[7:9]).normal(2))
+    assert draws.isfinite().all()
+    shares = torch.special.ndtr(draws.double())  # uniform, if the distribution is right
+    assert abs(chi_square(torch.histc(shares, bins=50, min=0, max=1).numpy()) - 49) < 6 * np.sqrt(98)
+    assert abs(np.corrcoef(draws.T.numpy())[0, 1]) < 5 / np.sqrt(20_000)
+
+
 def test_augmentation_draws_are_uniform_and_uncorrelated() -> None:
     draws = Keys(1, 0, np.arange(20_000)).uniform(2).double()
     counts = torch.histc(draws[:, 0], bins=50, min=0, max=1).numpy()

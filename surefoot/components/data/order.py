@@ -120,3 +120,9 @@ class Keys:
         """Whole numbers in [low, high), int64, shape (batch, draws); the bias is under (high - low) / 2**32."""
         wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
         return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low)
+
+    def normal(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
+        """Numbers of the standard normal distribution, float32, shape (batch, draws): the noise of a diffusion model, of a generator."""
+        uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        found: torch.Tensor = torch.special.ndtri(torch.from_numpy(uniform)).float()
+        return found

@@ -44,12 +44,14 @@ class Merged:
             self.metrics[name] = self.metrics[name].merge(metric) if name in self.metrics else metric
 
 
-def gather(mine: Sequence[Part], group: Group) -> list[Part] | None:
-    """The parts of all ranks, of which each computed every so manieth batch; None where a metric holds what cannot be sent as text.
+def gather(mine: Sequence[Part], group: Group, *, can_share: bool = True) -> list[Part] | None:
+    """The parts of all ranks, of which each computed every n-th batch of n ranks.
 
-    A rank rebuilds the metrics of others by the classes of its own: one without a batch knows those of surefoot alone.
+    None where a metric holds what cannot be sent as text, or a rank says that the batches may not be shared. A rank rebuilds the metrics
+    of others by the classes of its own: one without a batch knows those of surefoot alone.
     """
-    if group.most([float(not all(is_sendable(metric) for part in mine for metric in part.metrics.values()))])[0]:
+    is_plain = all(is_sendable(metric) for part in mine for metric in part.metrics.values())
+    if group.most([float(not (is_plain and can_share))])[0]:
         return None
     known = PLAIN | {_name_of(metric): type(metric) for part in mine for metric in part.metrics.values()}
     rows = [json.loads(text) for text in group.exchange(json.dumps([_as_row(part) for part in mine]))]

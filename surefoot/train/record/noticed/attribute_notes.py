@@ -10,7 +10,10 @@ OF_RANKS = (
     "{names} of the model changes while it trains, and each of {size} ranks has a copy of its own: rank 0's is saved, "
     "and all ranks resume with it"
 )
-KEEP_ONE = "keep in it what is the same on all ranks"
+KEEP_ONE = (
+    "keep in it what is the same on all ranks; or change a tensor in place, and give it in state() of the task, with 'per_rank' in "
+    "state_on_ranks: each rank's is then saved and restored"
+)
 MOST_NAMED = 8
 
 

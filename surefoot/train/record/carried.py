@@ -1,0 +1,44 @@
+"""Whether the forward passes of an evaluation leave state that later ones may read, as a recurrent network that keeps its hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from surefoot.runtime.attributes.values import Aliases, named_attributes, sign
+from surefoot.train.quiet import read_entry
+
+NONE = Aliases({}, {}, {})
+
+
+class CarriedState:
+    """Compares buffers, attributes of modules and the task's `state()` between the batches that this rank evaluates.
+
+    What only the first of several batches changes is not carried: a table that is built when it is first needed.
+    """
+
+    def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None) -> None:
+        self._model, self._state = model, state
+        self._num_batches, self._before = 0, self._sign()
+        self._after_first: dict[str, Any] = {}
+
+    def after_batch(self) -> None:
+        """Read the state after the first batch."""
+        self._num_batches += 1
+        if self._num_batches == 2:
+            self._before = self._after_first
+        if self._num_batches == 1:
+            self._after_first = self._sign()
+
+    def has_changed(self) -> bool:
+        """Whether a batch has changed it: any of one batch, one that follows the first of several."""
+        return self._sign() != self._before
+
+    def _sign(self) -> dict[str, Any]:
+        state = {} if self._state is None else self._state()
+        aliases = Aliases.of(self._model, state)
+        found = {f"attributes/{name}": sign(value, aliases) for name, value in named_attributes(self._model).items()}
+        found |= {f"buffers/{name}": sign(value, NONE) for name, value in self._model.named_buffers()}
+        return found | {f"state/{name}": sign(read_entry(name, value), NONE) for name, value in state.items()}
