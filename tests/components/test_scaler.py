@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import runpy
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -205,6 +206,44 @@ def test_softmax_norms_sums_and_losses_stay_fp32_on_a_cpu_and_products_do_not(co
     assert x.grad is not None
     assert bool(torch.isfinite(x.grad).all())
     assert F.softmax(half.detach(), -1).dtype == half.dtype  # outside of autocast all is as it was
+
+
+SWITCHED: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "set_float32_matmul_precision high": lambda: torch.set_float32_matmul_precision("high"),
+    "set_float32_matmul_precision medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "cudnn without tf32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "products in tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+}
+
+
+def older_switches() -> list[Any]:
+    return [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()]
+
+
+@pytest.fixture
+def switches_kept() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    cast(Any, torch.backends.cuda.matmul).fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("switches_kept")
+@pytest.mark.parametrize("compute", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", SWITCHED)
+def test_the_older_switches_of_products_agree_with_the_newer_ones(name: str, compute: str) -> None:
+    """A loss that enters torch.backends.cudnn.flags(), as CTC of transformers does, reads them."""
+    SWITCHED[name]()
+    before = older_switches()
+    put_back = set_products(compute)
+    inside = older_switches()
+    assert inside[:2] == [compute == "tf32"] * 2
+    with torch.backends.cudnn.flags(enabled=False):
+        assert not torch.backends.cudnn.enabled
+    assert older_switches() == inside
+    put_back()
+    assert older_switches() == before
 
 
 def test_products_are_put_back_as_they_were() -> None:

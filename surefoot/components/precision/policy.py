@@ -124,16 +124,39 @@ def compute_context(compute: Compute, device: torch.device) -> Callable[[], Abst
 
 
 def set_products(compute: str) -> Callable[[], None]:
-    """Let 32-bit products on a GPU be rounded to tf32, or not: fp32 means fp32, convolutions included. Gives what puts it back."""
+    """Let 32-bit products on a GPU be rounded to tf32, or not: fp32 means fp32, convolutions included. Gives what puts it back.
+
+    torch's older switches (`cudnn.allow_tf32`, `set_float32_matmul_precision`) are set too: where they disagree with the newer ones,
+    reading them raises, and `torch.backends.cudnn.flags()`, as around the CTC loss of transformers, reads them.
+    """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
-    switches = (cuda.matmul, cudnn.conv, cudnn.rnn)
+    switches, is_tf32 = (cuda.matmul, cudnn.conv, cudnn.rnn), compute == "tf32"
     before = [each.fp32_precision for each in switches]
+    of_cudnn, of_products = _read(lambda: cudnn.allow_tf32), None
+    if (cuda.matmul.fp32_precision == "tf32") != is_tf32:
+        of_products = _read(torch.get_float32_matmul_precision)
+        torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
+    cudnn.allow_tf32 = is_tf32
 
     def put_back() -> None:
+        if of_products is not None:
+            torch.set_float32_matmul_precision(of_products)
+        if of_cudnn is not None:
+            cudnn.allow_tf32 = of_cudnn
         for each, value in zip(switches, before, strict=True):
-            each.fp32_precision = value
+            if each.fp32_precision != value:
+                each.fp32_precision = value
 
     for each in switches:
-        each.fp32_precision = "tf32" if compute == "tf32" else "ieee"
+        if (each.fp32_precision == "tf32") != is_tf32:
+            each.fp32_precision = "tf32" if is_tf32 else "ieee"
     return put_back
+
+
+def _read(switch: Callable[[], Any]) -> Any:
+    """The value of one of torch's older switches; None where the newer ones disagree with it."""
+    try:
+        return switch()
+    except RuntimeError:
+        return None
