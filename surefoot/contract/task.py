@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_chec
 
 from surefoot.contract import signature
 from surefoot.core.errors import SurefootError, TaskError
+from surefoot.core.process import frames
 
 if TYPE_CHECKING:
     import numpy as np
@@ -279,10 +279,7 @@ def _unguarded(where: str) -> TaskError:
 
 def _where(error: BaseException) -> str:
     """The user's own line that led to `error`, as ` (my_task.py:3, in <module>)`."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in (__file__, importlib.__file__)
-    ]
-    own = next((frame for frame in frames if not frame.filename.startswith("<")), None)
+    own = frames.find_user_frame(error)
     return "" if own is None else f" ({own.filename}:{own.lineno}, in {own.name})"
 
 

@@ -6,7 +6,7 @@ What is damaged is set aside as `.bad-step-...`, never deleted, and the next old
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
 
 MODEL = "model.safetensors"  # the file, whole or in parts, of the weights that are evaluated and served
+COMPILED = "_orig_mod."  # in the names of a model that torch.compile wraps
 PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")  # as Hugging Face names the parts of a file
 
 
@@ -122,9 +123,19 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
     }  # fmt: skip
     if any(wrong.values()):
         told = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
-        raise RunFolderError(
-            f"the weights of {place} do not fit the model: {told}", hint="build the model with the parameters that the run had"
-        )
+        raise RunFolderError(f"the weights of {place} do not fit the model: {told}", hint=_find_way(stored, live))
+
+
+def _find_way(stored: Collection[str], live: Collection[str]) -> str:
+    """What makes the weights fit: where `torch.compile` alone makes the difference, with it or without it."""
+    was_compiled, is_compiled = (any(COMPILED in name for name in names) for names in (stored, live))
+    if was_compiled != is_compiled and {name.replace(COMPILED, "") for name in stored} <= {
+        name.replace(COMPILED, "") for name in live
+    }:
+        if was_compiled:
+            return "they are of a model that torch.compile had wrapped: wrap the same part of it first, as model = torch.compile(model)"
+        return "they are of a model that torch.compile had not wrapped: give the model itself, which is model._orig_mod"
+    return "build the model with the parameters that the run had"
 
 
 def _some(names: list[str]) -> str:

@@ -352,6 +352,11 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
     if isinstance(value, Optimizer):
         held_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (saved["param_groups"], value.param_groups))
         if held_sizes != sizes:
+            if held_sizes[: len(sizes)] == sizes:
+                hint = (
+                    f"add the groups that were added in training before this: {name}.add_param_group(...); in a new loop give the "
+                    "optimizer all groups at once, also of layers that are frozen at first, which it does not move without a gradient"
+                )
             raise RunFolderError(
                 f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, and it has {sizes}", hint=hint
             )

@@ -7,6 +7,7 @@ import os
 import site
 import sys
 import sysconfig
+import traceback
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def is_of_library(file: str) -> bool:
     (True, False)
     """
     return file.startswith("<") or any(_is_in(_resolve(file), folder) for folder in _library_folders())
+
+
+def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost frame of the traceback that is neither ours nor a library's; None where there is none."""
+    chosen = None
+    for frame, summary in zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True):
+        file = summary.filename
+        is_typed = file.startswith("<") and frame[0].f_globals.get("__name__") == "__main__"  # a session, a cell, `python -c`
+        if is_typed or not (is_of_surefoot(file) or is_of_library(file)):
+            chosen = summary
+    return chosen
 
 
 def is_of_torch(file: str, below: str = "") -> bool:

@@ -15,9 +15,10 @@ from surefoot.core.errors import (
     SurefootError,
     UserCodeError,
 )
-from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_torch
+from surefoot.core.process.frames import find_user_frame, is_of_surefoot, is_of_torch
 from surefoot.core.process.refused import is_refused
 
+__all__ = ["as_run_error", "describe", "find_exit_code", "find_place", "find_user_frame", "is_ours", "is_out_of_memory"]
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
 
 
@@ -25,15 +26,6 @@ def is_ours(error: BaseException) -> bool:
     """Whether our own code raised it, wherever it was called from: a signal's handler runs in the middle of anything."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and is_of_surefoot(frames[-1].filename)
-
-
-def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that is neither ours nor a library's."""
-    chosen = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not is_of_surefoot(frame.filename) and not is_of_library(frame.filename):
-            chosen = frame
-    return chosen
 
 
 def describe(error: BaseException) -> str:
@@ -46,7 +38,9 @@ def describe(error: BaseException) -> str:
 def find_place(error: BaseException) -> str | None:
     """`my_task.py:31, in loss: return ...`: the user's own line."""
     frame = find_user_frame(error)
-    return None if frame is None else f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    if frame is None:
+        return None
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}{f': {frame.line}' if frame.line else ''}"
 
 
 def find_exit_code(leave: SystemExit) -> int:

@@ -1,0 +1,116 @@
+"""An error of the user's code, also one that torch raises below it, is told with the innermost line of the user's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from surefoot.contract.task import load
+from surefoot.core.errors import SurefootError, TaskError
+from surefoot.train.run import Run
+from tests.train.small import spec
+
+ROOT = Path(__file__).resolve().parents[2]
+HELP = "import torch\n\ndef grow(x):\n    return torch.cat([x, torch.ones(7, 7, 7)])  # BROKEN\n"
+TASK = """
+import torch
+from torch import nn
+from helping import grow
+from tests.train.small import Small
+
+class Model(nn.Linear):
+    {decorator}
+    def __init__(self):
+        super().__init__(4, 3)
+        {in_constructor}
+
+    def forward(self, x):
+        {in_forward}
+        return super().forward(x)
+
+class Items(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        {in_dataset}
+        return torch.ones(4), number % 3
+
+class Mine(Small):
+    {decorator_of_task}
+    def __init__(self):
+        super().__init__()
+        {in_task}
+
+    def model(self):
+        return Model()
+
+    def data(self, split):
+        {in_data}
+        return Items()
+
+    def augment(self, batch, keys):
+        {in_augment}
+        return batch
+
+    def loss(self, output, batch):
+        {in_loss}
+        return super().loss(output, batch)
+
+    def metrics(self, output, batch):
+        {in_metrics}
+        return super().metrics(output, batch)
+"""
+PLACES = ("constructor", "forward", "dataset", "task", "data", "augment", "loss", "metrics")
+
+
+def write(folder: Path, place: str, *, decorated: bool) -> str:
+    """A task that calls `grow`, of a file beside it, in one place; where it is decorated, torch calls its constructors."""
+    parts = {f"in_{each}": "grow(torch.ones(2))" if each == place else "pass" for each in PLACES}
+    decorator = "@torch.no_grad()" if decorated else ""
+    (folder / "mine.py").write_text(TASK.format(**parts, decorator=decorator, decorator_of_task=decorator))
+    (folder / "helping.py").write_text(HELP)
+    return f"{folder / 'mine.py'}:Mine"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_innermost_line_of_the_users_own_is_named_wherever_torch_raises(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "helping", raising=False)
+    monkeypatch.setitem(sys.modules, "surefoot_task_mine", sys)
+    use = write(tmp_path, place, decorated=True)
+    how = spec(4, task={"use": use}, evaluate={"every": "2 steps"})
+    with pytest.raises(SurefootError) as raised, Run(how, load(use, {}).task, folder=tmp_path / "run", quiet=True) as run:
+        list(run.steps())
+    monkeypatch.delitem(sys.modules, "helping", raising=False)
+    assert f"{tmp_path / 'helping.py'}:4, in grow" in raised.value.message
+    assert "site-packages" not in raised.value.message
+
+
+@pytest.mark.parametrize("kind", ["import", "constructor"])
+def test_a_task_that_cannot_be_built_names_its_own_line_not_that_of_a_decorator_of_torch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "surefoot_task_odd", sys)
+    lines = "import torch\n\nclass Odd:\n    @torch.no_grad()\n    def __init__(self):\n        torch.ones(2) @ torch.ones(3)\n"
+    path = tmp_path / "odd.py"
+    path.write_text(lines + ("Odd()\n" if kind == "import" else ""))
+    with pytest.raises(TaskError, match=r"odd\.py:6, in __init__\)\nhint") as raised:
+        load(f"{path}:Odd", {})
+    assert "site-packages" not in raised.value.message
+
+
+def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None:
+    script = (
+        "import torch\nfrom surefoot.train.run import Run\nfrom tests.train.small import Small, spec\n"
+        "class Odd(Small):\n    def loss(self, output, batch):\n        return output @ torch.ones(99)\n"
+        f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n    list(run.steps())\n"
+    )
+    done = subprocess.run([sys.executable, "-"], input=script, text=True, cwd=ROOT, capture_output=True, check=False, timeout=300)
+    assert "(<stdin>:6, in loss)" in done.stderr.splitlines()[-2], done.stderr
