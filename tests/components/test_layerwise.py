@@ -246,7 +246,7 @@ def test_gradients_times_nothing_are_refused() -> None:
 
 def test_a_gradient_that_is_sparse_is_named() -> None:
     table = nn.Embedding(4, 2, sparse=True)
-    update = optim.GuardedUpdate([torch.optim.SGD(table.parameters(), lr=0.1)])
+    update = optim.GuardedUpdate([torch.optim.SGD(table.parameters(), lr=0.1, fused=True)])
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TaskError, match="a gradient is sparse"):
         update.step_if_finite()

@@ -4,7 +4,7 @@ from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.optim.build import OWN_KEYS, Built, build, check_effects, make_average
-from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_trained, freeze
+from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_sparse, find_trained, freeze
 from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
@@ -34,6 +34,7 @@ __all__ = [
     "find_norms",
     "check_shaped",
     "describe_scaling",
+    "find_sparse",
     "find_trained",
     "freeze",
     "leaf_of",

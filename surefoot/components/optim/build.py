@@ -17,7 +17,7 @@ from surefoot.components.optim.kinds.layerwise import FUSED_DEVICES, Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.contract.spec import OptimTable
 from surefoot.contract.state import master_of
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, TaskError
 
 ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
 PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
@@ -40,8 +40,16 @@ class Built:
 def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, Any]] | None = None) -> Built:
     """Build the optimiser that `table` names over `trained`, in the user's own `groups` where given.
 
-    Fused where torch has it, else foreach; with `fused = false` as torch does it by itself.
+    Fused where torch has it, else foreach; with `fused = false` as torch does it by itself. Raises TaskError for a gradient that would be
+    sparse.
     """
+    sparse = next((each.name for each in trained if each.is_sparse), None)
+    if sparse is not None:
+        raise TaskError(
+            f"the gradient of {sparse} is sparse, and the optimizers of [optim] take dense ones",
+            hint="build the embedding with sparse=False, or give the task an optimizer(groups) that takes sparse gradients: "
+            "torch.optim.SGD, Adagrad or SparseAdam",
+        )
     if groups is None:
         groups = build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
     for group in groups:

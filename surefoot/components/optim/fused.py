@@ -222,6 +222,11 @@ class FusedGroup:
             torch._foreach_sub_(counters, [found_inf] * len(counters))
 
 
+def numbers_of(grad: Tensor) -> Tensor:
+    """The tensor that holds a gradient's numbers: of a sparse one, which must be coalesced, those that are not left out."""
+    return grad if grad.layout is torch.strided else grad._values()
+
+
 def norm_of(grads: Sequence[Tensor]) -> Tensor:
     """The global 2-norm of the gradients as a scalar tensor. Raises TaskError where one is sparse."""
     try:

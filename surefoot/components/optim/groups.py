@@ -19,13 +19,14 @@ from surefoot.core.errors import SpecError, TaskError
 class Named:
     """One trained parameter, or its master, with what decides its group. `kind`: matrix, embedding, head, norm or vector.
 
-    `others` are the further names of a tied parameter: a pattern may mean it by any of them.
+    `others` are the further names of a tied parameter: a pattern may mean it by any of them. The gradient of one that `is_sparse` is.
     """
 
     name: str
     parameter: Tensor
     kind: str
     others: tuple[str, ...] = ()
+    is_sparse: bool = False
 
     def matches(self, *patterns: str) -> bool:
         return any(fnmatchcase(name, pattern) for name in (self.name, *self.others) for pattern in patterns)
@@ -64,7 +65,7 @@ def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_trained(model: nn.Module) -> list[Named]:
-    """Every parameter that takes a gradient, tied ones once, with its kind. Raises TaskError for a gradient that would be sparse."""
+    """Every parameter that takes a gradient, tied ones once, with its kind. Raises TaskError for one that is expanded."""
     kinds: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and any(
@@ -78,11 +79,6 @@ def find_trained(model: nn.Module) -> list[Named]:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             head = module
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and any(p.requires_grad for p in _own(module)):
-            raise TaskError(
-                f"the gradient of an {type(module).__name__} of {module.num_embeddings:,} rows is sparse, and optimizers take dense ones",
-                hint="build it with sparse=False",
-            )
         for parameter in _own(module):
             kind = _kind(module, parameter)
             if kinds.get(id(parameter)) not in ("embedding", "norm"):  # a tied head counts as the embedding
@@ -90,8 +86,18 @@ def find_trained(model: nn.Module) -> list[Named]:
     for parameter in _own(head) if head is not None else ():
         if kinds[id(parameter)] == "matrix":
             kinds[id(parameter)] = "head"
-    others = _names_of(model)
-    return [Named(name, master_of(p), kinds[id(p)], others[name]) for name, p in model.named_parameters() if p.requires_grad]
+    others, sparse = _names_of(model), {id(each) for each in find_sparse(model)}
+    return [
+        Named(name, master_of(p), kinds[id(p)], others[name], id(p) in sparse)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+
+
+def find_sparse(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights of embeddings that are built with sparse=True."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse]
+    return [weight for each in tables for weight in _own(each) if weight.requires_grad]
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:

@@ -31,12 +31,22 @@ def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, s
     called = names_of(held, names)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {name: dict(optimizer.state[p]) for name, p in zip(called, params, strict=True) if p in optimizer.state}
+    sparse = {name: keys for name, row in state.items() if (keys := _sparse_keys(row))}
+    for name, keys in sparse.items():
+        state[name] |= {key: state[name][key].to_dense() for key in keys}
     made: dict[str, Any] = {"type": kind, "state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
+    if sparse:
+        made["sparse"] = sparse
     if shared := _shared(optimizer, params):
         made["shared"] = shared
     if any(id(parameter) not in names for parameter in held):
         made["shapes"] = [list(parameter.shape) for parameter in held]
     return made
+
+
+def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
+    """What is kept of a parameter as a sparse tensor, as SGD keeps the momentum of sparse gradients."""
+    return [key for key, value in row.items() if isinstance(value, Tensor) and value.layout is torch.sparse_coo]
 
 
 def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
@@ -90,6 +100,8 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tenso
     for name, parameter in zip(called, params, strict=True):
         if name in saved["state"]:
             _fill(optimizer.state[parameter], saved["state"][name], parameter)
+            for key in saved.get("sparse", {}).get(name, ()):
+                optimizer.state[parameter][key] = optimizer.state[parameter][key].to_sparse(1)
         else:
             optimizer.state.pop(parameter, None)
     optimizer.state.update(saved.get("shared", {}))

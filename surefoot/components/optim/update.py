@@ -22,7 +22,7 @@ from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.learning_rates import LearningRates
 from surefoot.components.optim.masters import publish
 from surefoot.contract.state import leaf_of
-from surefoot.core.errors import NumbersError, RunFolderError, SpecError
+from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
@@ -169,7 +169,32 @@ class GuardedUpdate:
 
     def norm(self) -> Tensor:
         """The global norm of the gradients as they are; there must be some."""
-        return self.join_norm(fused.norm_of([parameter.grad for parameter in self.parameters if parameter.grad is not None]))
+        self._follow_optimizers()
+        return self.join_norm(fused.norm_of(self._gradients()))
+
+    def _gradients(self) -> list[Tensor]:
+        """The numbers of all gradients there are. Each row of a sparse one is added up first, as torch's optimizers do.
+
+        Raises TaskError for a sparse one where the update is fused.
+        """
+        found = []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                self._check_takes_sparse(parameter)
+                parameter.grad = grad = grad.coalesce()
+            found.append(fused.numbers_of(grad))
+        return found
+
+    def _check_takes_sparse(self, parameter: Tensor) -> None:
+        for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
+            if groups is not None and any(each is parameter for each in held):
+                raise TaskError(
+                    f"a gradient is sparse, and the fused update of {type(optimizer).__name__} takes dense ones",
+                    hint="leave fused=True out of the optimizer, or build the embedding with sparse=False",
+                )
 
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
         """Update with the gradients times `factor`, clipped, unless their norm is not finite.
@@ -178,7 +203,7 @@ class GuardedUpdate:
         a factor that is not above 0, where it can be looked at without waiting for a device.
         """
         self._follow_optimizers()  # once for all that follows
-        grads = [grad for grad in (parameter.grad for parameter in self._parameters) if grad is not None]
+        grads = self._gradients()
         if not grads:
             return 0.0, False
         raw = self.join_norm(fused.norm_of(grads))
@@ -303,7 +328,7 @@ class GuardedUpdate:
 
     def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
         """An optimiser that cannot divide by itself: scale its gradients, then step."""
-        grads = [parameter.grad for parameter in held if parameter.grad is not None]
+        grads = [fused.numbers_of(parameter.grad) for parameter in held if parameter.grad is not None]
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
         optimizer.step()

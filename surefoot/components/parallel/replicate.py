@@ -7,7 +7,7 @@ to the other ranks is its wire's matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,12 +49,13 @@ class Replicas:
     on each. A parameter that some ranks have no gradient for counts as 0 there; one that no rank has a gradient for keeps none. What is
     stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed. With `compress`
     the sums are those of what was sent; with powersgd `keep()` follows, once it is known whether the step was applied. `in_order` gives
-    the same bits whoever computed which of them (`exact`).
+    the same bits whoever computed which of them (`exact`). The gradients of `sparse` are summed like any other, and are given back as
+    sparse ones, with the rows that any rank has.
     """
 
     def __init__(
         self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
-        compress: Compression = NONE, in_order: bool = False,
+        compress: Compression = NONE, in_order: bool = False, sparse: Collection[Tensor] = (),
     ) -> None:  # fmt: skip
         self._in_order = in_order
         self._group, self._link = group, Link(group)
@@ -65,6 +66,8 @@ class Replicas:
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
         self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
+        self._sparse = [each for each in self._parameters if any(each is other for other in sparse)]
+        self._rows: dict[int, Tensor] = {}  # of each of those, the rows that this rank has
         self._next = 0  # the bucket that is sent next: all ranks send them in one order
         self._is_armed = False
         self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
@@ -113,6 +116,20 @@ class Replicas:
                 if bucket.wait is None:
                     self._give_out(bucket)
             left = [bucket for bucket in left if bucket.wait is not None]
+        self._make_sparse()
+
+    @torch.no_grad()
+    def _make_sparse(self) -> None:
+        """Give sparse gradients back as such: an optimizer may leave the rows alone that are in none of them (SparseAdam)."""
+        for parameter in self._sparse:
+            has_row = torch.zeros(len(parameter), device=parameter.device)
+            if id(parameter) in self._rows:
+                has_row[self._rows.pop(id(parameter))] = 1.0
+            self._group.add(has_row)
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided:
+                rows = torch.nonzero((has_row > 0) | grad.ne(0).flatten(1).any(1)).T
+                parameter.grad = torch.sparse_coo_tensor(rows, grad[rows[0]], grad.shape, is_coalesced=True)
 
     def keep(self, applied: bool | Tensor = True) -> None:
         """The step is decided: what was summed was `applied`, or not. Only powersgd must know."""
@@ -204,6 +221,8 @@ class Replicas:
             bucket.has[index] = 0.0
             view.zero_()
             return
+        if grad.layout is torch.sparse_coo:
+            self._rows[id(bucket.parameters[index])] = grad._indices()[0]
         view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
         if grad.dtype == view.dtype:
             bucket.parameters[index].grad = view  # the gradient's own memory is free from here on

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.optim import Lamb, Lars, leaf_of, master_of
+from surefoot.components.optim import Lamb, Lars, find_sparse, leaf_of, master_of
 from surefoot.components.parallel import Compression, JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.exact import Ordered, VirtualRanks
@@ -71,9 +71,19 @@ class Ranks:
             self.replicas = [self.sharded.synced(each) for each in leaves]
             return
         is_exact = self._virtual is not None
+        sparse: list[Tensor] = [*find_sparse(self._model)]
+        for optimizer in (each for update in self._updates for each in update.guarded.optimizers):
+            if isinstance(optimizer, torch.optim.SparseAdam):  # takes no others, whatever module they come from
+                sparse += [each for group in optimizer.param_groups for each in group["params"]]
         self.replicas = [
             Replicas(
-                each, self.group, bucket_bytes=bucket_bytes, first_bytes=first_bytes, compress=self._compress, in_order=is_exact
+                each,
+                self.group,
+                bucket_bytes=bucket_bytes,
+                first_bytes=first_bytes,
+                compress=self._compress,
+                in_order=is_exact,
+                sparse=sparse,
             )
             for each in leaves
         ]

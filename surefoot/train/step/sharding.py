@@ -11,7 +11,7 @@ from torch import nn
 
 from surefoot.components.data import Feed
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.optim import Lamb, Lars, find_norms
+from surefoot.components.optim import Lamb, Lars, find_norms, find_sparse
 from surefoot.components.parallel import Compression, FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.components.parallel.renormed import find_renormed
@@ -120,6 +120,13 @@ def make_ranks(
     spec: RunSpec, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], sharded: Sharded | None, course: Paced
 ) -> Ranks:  # fmt: skip
     """What a step does together with the other ranks, as `[layout]` says. Raises SpecError for what split weights do not go with."""
+    if (sharded is not None or spec.layout.virtual_ranks is not None) and find_sparse(model):
+        key = "virtual_ranks" if sharded is None else "shard"
+        raise SpecError(
+            f"layout.{key} is given, and the gradient of an embedding with sparse=True is sparse: "
+            + ("its rows are added in no order" if sharded is None else "the ranks divide dense gradients among them"),
+            hint=f"build the embedding with sparse=False, or leave layout.{key} out",
+        )
     if sharded is not None:
         _check_sharded(sharded, updates, course.feed, group.size)
     table = spec.layout
