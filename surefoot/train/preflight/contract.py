@@ -23,8 +23,8 @@ from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
+from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
-from surefoot.train.preflight import samples
 from surefoot.train.quiet import read_streams, untouched
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
@@ -92,6 +92,8 @@ def check(assembly: Assembly) -> list[str]:
             assembly.warnings.extend(
                 _check_sums(assembly, update.name, partial(attempt, update), read, batch, ids, splits=splits)
             )
+        if splits:
+            assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with computing(assembly):

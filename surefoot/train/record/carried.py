@@ -34,7 +34,12 @@ class CarriedState:
 
     def has_changed(self) -> bool:
         """Whether a batch has changed it: any of one batch, one that follows the first of several."""
-        return self._sign() != self._before
+        return bool(self.find_changed())
+
+    def find_changed(self) -> list[str]:
+        """The names of what such a batch has changed."""
+        now, before = self._sign(), self._before
+        return [name for name in {**before, **now} if now.get(name) != before.get(name)]
 
     def _sign(self) -> dict[str, Any]:
         state = {} if self._state is None else self._state()

@@ -1,0 +1,71 @@
+"""Whether the loss of a microbatch depends on the microbatch before it, through state that a forward pass leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from surefoot.components import checkpoint
+from surefoot.components.data.sources.iterated import copy_of
+from surefoot.contract.task import Batch, Loss
+from surefoot.train import environment
+from surefoot.train.assemble import Assembly
+from surefoot.train.preflight.halves import cut_batch
+from surefoot.train.quiet import untouched
+from surefoot.train.record.carried import CarriedState
+from surefoot.train.step import LiveUpdate
+
+SAME = 1e-5  # relative, of a term
+WORDS = (
+    "the loss of update {update} depends on the microbatch before it, by {names}, which a forward pass changes: with train.microbatch it "
+    "trains to other weights than on whole batches; leave train.microbatch out, or keep a row of the state for each row of the batch "
+    "and pick it by a number that the batch holds"
+)
+
+
+def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
+    """Compute the loss of the second half of a batch of `size` samples, alone and after the loss of the first; return what to report.
+
+    Where a hidden state holds a row for each sample of a microbatch, it is continued with the rows of other samples.
+    """
+    ranks, feed = assembly.engine.stepper.ranks, assembly.feed
+    num_ranks = 1 if ranks is None else ranks.group.size
+    halves = cut_batch(batch, size) if len(feed.microbatches(feed.window(0))) > num_ranks else None
+    if halves is None:
+        return []
+    found = []
+    for update in assembly.updates:
+        try:
+            names = _find_carried(assembly, update, *halves)
+        except Exception:  # noqa: BLE001 - state of a batch of another size; what fails in a step is reported there
+            continue
+        if names:
+            found.append(WORDS.format(update=update.name, names=", ".join(names)))
+    return found
+
+
+def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: Batch) -> list[str]:
+    """The names of the state that the first batch changes, if the loss of the second depends on it."""
+    state = assembly.task.state
+    with untouched(assembly.model, state), torch.enable_grad():
+        carried = CarriedState(assembly.model, lambda: {} if state is None else _without_generators(state()))
+        _compute(assembly, update, first)
+        if not (names := carried.find_changed()):
+            return []
+        after = _compute(assembly, update, second)
+    with untouched(assembly.model, state), torch.enable_grad():
+        alone = _compute(assembly, update, second)
+    pairs = zip(after.terms, alone.terms, strict=True)
+    is_same = all(torch.allclose(one.total, other.total, rtol=SAME, atol=0.0, equal_nan=True) for one, other in pairs)
+    return [] if is_same else names
+
+
+def _compute(assembly: Assembly, update: LiveUpdate, batch: Batch) -> Loss:
+    environment.set_seeds(0)
+    return update.loss(assembly.model, copy_of(batch))
+
+
+def _without_generators(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not checkpoint.is_generator(value)}
