@@ -8,6 +8,7 @@ before the backward pass each term is scaled by its own first; otherwise a singl
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -429,10 +430,12 @@ class Stepper:
         return self._constants[key]
 
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
-        """Dropout and other draws inside the model start from (seed, step, global microbatch)."""
+        """Dropout and other draws inside the model, by NumPy and Python too, start from (seed, step, global microbatch)."""
         key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1
         for generator in self._generators:
             generator.manual_seed(key)
+        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the masks of wav2vec 2.0 are drawn so
+        random.seed(key)
 
 
 def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
