@@ -7,7 +7,6 @@ import copy
 import io
 import multiprocessing
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -330,10 +329,11 @@ def check_picklable(reader: Reader) -> None:
 def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
     """The innermost attribute that does not pickle, and why."""
     try:
-        _Pickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(given)
+        _Pickler(io.BytesIO()).dump(given)
     except Exception as error:  # noqa: BLE001 - whatever an object raises when it is asked
         inside = (_find_unpicklable(part, f"{path}{name}") for name, part in _parts_of(given))
-        return next((found for found in inside if found is not None), (path, str(error) or type(error).__name__))
+        why = error.message if isinstance(error, DataError) else str(error)
+        return next((found for found in inside if found is not None), (path, why or type(error).__name__))
     return None
 
 
@@ -342,9 +342,10 @@ class _Pickler(reduction.ForkingPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
-            raise pickle.PicklingError(
+            raise DataError(
                 f"{obj.__qualname__} is defined in an interactive session, a notebook or a script on standard input, which no other "
-                "process can import"
+                "process can import",
+                hint="define it in a file, and import it",
             )
         return NotImplemented
 

@@ -115,7 +115,9 @@ def read_header(path: Path) -> Mapping[str, Entry]:
     if not text.startswith(b"{"):
         raise _fault(path, "its header does not begin with {")
     try:
-        header = json.loads(text.decode(), object_pairs_hook=partial(_without_doubles, path), parse_constant=_refuse_constant)
+        header = json.loads(
+            text.decode(), object_pairs_hook=partial(_without_doubles, path), parse_constant=partial(_refuse_constant, path)
+        )
     except (ValueError, RecursionError) as error:
         raise _fault(path, f"its header is no JSON: {error}") from None
     metadata = header.pop(METADATA, {})
@@ -140,8 +142,8 @@ def _check_tiling(path: Path, held: Mapping[str, Entry], begin: int, num_bytes: 
         raise _fault(path, f"{num_bytes - end:,} bytes at its end belong to no tensor")
 
 
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is none of its numbers")
+def _refuse_constant(path: Path, text: str) -> None:
+    raise _fault(path, f"its header is no JSON: {text} is none of its numbers")
 
 
 def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Entry:
