@@ -43,6 +43,7 @@ HEAD = struct.Struct("<3BxIqqq")  # what, axis, kind, number of the collective o
 ANSWER_S = 0.05
 HINT = "the rank that failed first says why"
 SILENT = "it hangs or is stopped: the stack of its process says where, as py-spy dump --pid shows it"
+DIFFERENT = "the ranks do different things"
 GONE, FULL = (errno.EPIPE, errno.ECONNRESET), (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 
@@ -228,7 +229,7 @@ class Shared:
         word = self.links.take(rank, (self.axis, number, False))
         if word[:2] != (what, kind) or word[4] != num_bytes:
             raise LostRank(
-                f"the ranks do different things: rank {rank} is in {word[1].words} of {word[4]:,} bytes, this rank in another",
+                f"{DIFFERENT}: rank {rank} is in {word[1].words} of {word[4]:,} bytes, this rank in another",
                 hint="every rank calls the same things of a run, in the same order",
             )
         return word

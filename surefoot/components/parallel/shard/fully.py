@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from surefoot.components.parallel.shard.parts import check_has_rows, serve_part
+from surefoot.components.parallel.shard.units import Units
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group, Mesh
@@ -63,9 +64,10 @@ class FullySharded:
             fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=own if module in apart else policy)
         self._moved = list(model.parameters()) if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        gathering, scattering = _Gathering(mesh.shard), _Scattering(mesh.shard)
+        self._units = Units(model, self._modules)
         self._gathered = _Gathered(model, hooks)
-        for module in self._modules:
+        for module, unit in zip(self._modules, self._units.names, strict=True):
+            gathering, scattering = _Gathering(mesh.shard, self._units, unit), _Scattering(mesh.shard, self._units, unit)
             self._gathered.watch(module)
             if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13; else all ranks must use the same parameters
                 module.set_reduce_scatter_unused_params(True)
@@ -87,11 +89,12 @@ class FullySharded:
     def synced(self, leaves: Iterable[Tensor]) -> _HandedOver:
         """What gives the rows of an update their gradients."""
         trained = [each for each in leaves if each.requires_grad]
-        return _HandedOver(trained, self._keep_weights if self._stage == 2 else None, self._gathered)
+        return _HandedOver(trained, self._keep_weights if self._stage == 2 else None, self._gathered, self._units)
 
     def begin(self) -> None:
         """A step's passes begin: weights stay as long as the stage says. Outside of a step they are let go after each module."""
         self._gathered.used.clear()
+        self._units.begin()
         for module in self._modules:
             module.set_reshard_after_forward(self._stage == 3 and module is not self._modules[0], recurse=False)
         if self._stage == 2:
@@ -159,16 +162,21 @@ def _hooks_of(model: nn.Module) -> dict[str, Hooks]:
 class _HandedOver:
     """Between FSDP, which leaves a part of each gradient at the parameter, and the optimiser, which moves the rows."""
 
-    def __init__(self, leaves: Sequence[Tensor], keep_weights: Any, gathered: _Gathered) -> None:
-        self._leaves, self._keep_weights, self._gathered = leaves, keep_weights, gathered
+    def __init__(self, leaves: Sequence[Tensor], keep_weights: Any, gathered: _Gathered, units: Units) -> None:
+        self._leaves, self._keep_weights, self._gathered, self._units = leaves, keep_weights, gathered, units
 
     def used(self) -> list[float]:
-        """1 for each parameter that this rank has had a gradient of in this step, else 0."""
-        return [float(id(leaf) in self._gathered.used) for leaf in self._leaves]
+        """1 for each parameter that this rank has had a gradient of in this step, else 0; and how often it has gathered each unit."""
+        return [float(id(leaf) in self._gathered.used) for leaf in self._leaves] + self._units.counts()
 
     def keep_used(self, counts: Sequence[float]) -> None:
-        """A parameter that no rank has used has no gradient, as in one process: else it would decay."""
-        for leaf, count in zip(self._leaves, counts, strict=True):
+        """A parameter that no rank has used has no gradient, as in one process: else it would decay. `counts` are the sums of all ranks.
+
+        Raises UserCodeError where the ranks have not gathered the same units.
+        """
+        num_leaves = len(self._leaves)
+        self._units.check(counts[num_leaves:])
+        for leaf, count in zip(self._leaves, counts[:num_leaves], strict=True):
             if not count:
                 master_of(leaf).grad = None
 
@@ -199,10 +207,10 @@ class _HandedOver:
 
 
 class _Own:
-    """Memory for what FSDP sends, and by whom it is sent."""
+    """Memory for what FSDP sends of a unit, and by whom it is sent."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, units: Units, unit: str) -> None:
+        self._group, self._units, self._unit = group, units, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._group.allocate(size, dtype, device)
@@ -212,7 +220,8 @@ class _Gathering(_Own):
     """What FSDP gathers by: our own group, so that it is counted, and told to whoever looks for a hang."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return self._group.gather_into(output_tensor, input_tensor, is_async=async_op)
+        with self._units.gathering(self._unit):
+            return self._group.gather_into(output_tensor, input_tensor, is_async=async_op)
 
 
 class _Scattering(_Own):
@@ -220,7 +229,8 @@ class _Scattering(_Own):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         assert op == dist.ReduceOp.SUM
-        self._group.begin_to_scatter(output_tensor, input_tensor)()
+        with self._units.scattering(self._unit):
+            self._group.begin_to_scatter(output_tensor, input_tensor)()
 
 
 def _check_gathered(model: nn.Module) -> None:

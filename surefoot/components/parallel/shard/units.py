@@ -1,0 +1,94 @@
+"""The units whose weights the ranks gather together: how often a rank has gathered each, and the error where others have not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from surefoot.core.errors import LostRank, UserCodeError
+from surefoot.runtime.comm.host_memory import DIFFERENT
+
+HINT = (
+    "weights are gathered by all ranks together: call the same blocks on every rank in every pass, branch inside of a block "
+    "(memory.blocks names larger ones), or set layout.stage = 1"
+)
+MOST_NAMED = 6
+ROOT = "the model outside of its blocks"
+
+
+class Units:
+    """The units of a model in the order of `modules`, the model itself first."""
+
+    def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        found = {id(module): name for name, module in model.named_modules()}
+        self.names = tuple(found[id(module)] for module in modules)
+        own = {name: _own_parameters(model, name, self.names) for name in self.names}
+        self._titles = {name: _title(name, parameters) for name, parameters in own.items()}
+        self._empty = {name for name, parameters in own.items() if not parameters}
+        self._gathered = dict.fromkeys(self.names, 0)
+        self._order: list[str] = []  # in which this rank gathered them first, in this step
+        self._order_before: list[str] = []  # and in the step before, or in what was tried before the first
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._order_before, self._order = self._order, []
+        self._gathered = dict.fromkeys(self.names, 0)
+
+    def counts(self) -> list[float]:
+        """How often this rank has gathered each unit in this step, and 1 for the rank itself."""
+        return [*map(float, self._gathered.values()), 1.0]
+
+    def check(self, sums: Sequence[float]) -> None:
+        """Raise UserCodeError unless all ranks have gathered each unit as often; `sums` are the counts of all of them."""
+        *counts, num_ranks = sums
+        for (name, mine), count in zip(self._gathered.items(), counts, strict=True):
+            if count != mine * num_ranks:
+                raise UserCodeError(
+                    f"the ranks do not call the same blocks: this one has gathered {self._titles[name]} {mine} times in this step, and "
+                    f"all {num_ranks:g} ranks {count:g} times",
+                    hint=HINT,
+                )
+
+    @contextmanager
+    def gathering(self, name: str) -> Iterator[None]:
+        """This rank gathers a unit inside. Raises UserCodeError where another rank does something else."""
+        self._gathered[name] += 1
+        if name not in self._order:
+            self._order.append(name)
+        later = self._order_before[self._order_before.index(name) :] if name in self._order_before else []
+        with self._explaining("gathers", name, later):
+            yield
+
+    @contextmanager
+    def scattering(self, name: str) -> Iterator[None]:
+        """The same of its gradients, which are summed and split."""
+        with self._explaining("sums the gradients of", name, []):
+            yield
+
+    @contextmanager
+    def _explaining(self, does: str, name: str, later: Sequence[str]) -> Iterator[None]:
+        try:
+            yield
+        except LostRank as error:
+            if not error.message.startswith(DIFFERENT):
+                raise
+            done = {*later, *self._empty, *(each for each, count in self._gathered.items() if count)}
+            skipped = [title for each, title in self._titles.items() if each not in done]
+            listed = ", ".join(skipped[:MOST_NAMED]) + (f" and {len(skipped) - MOST_NAMED} more" * (len(skipped) > MOST_NAMED))
+            more = f", and has not called in this step: {listed}" if skipped else ""
+            raise UserCodeError(f"{error.message}: this rank {does} {self._titles[name]}{more}", hint=HINT) from error
+
+
+def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[str]:
+    """The parameters that are gathered with a unit, and with none inside of it."""
+    prefix = f"{name}." if name else ""
+    inner = tuple(f"{each}." for each in names if each != name and each.startswith(prefix))
+    return [each for each, _ in model.named_parameters() if each.startswith(prefix) and not each.startswith(inner)]
+
+
+def _title(name: str, own: Sequence[str]) -> str:
+    """`block 'head' (head.weight, head.bias)`."""
+    listed = f" ({', '.join(own[:3])}{', ...' if len(own) > 3 else ''})" if own else ""
+    return f"block {name!r}{listed}" if name else f"{ROOT}{listed}"
