@@ -86,7 +86,7 @@ class Reader:
             if "not run" in block.asks:
                 if len(block.asks["not run"]) < 10:
                     self._fail(block, "is not run, and the comment above it gives no reason")
-            elif self.data is None and "shared/data" in block.text:
+            elif self._lacks_data(block):
                 self.left_out.append(f"{self.name}:{block.line}")
             elif block.language in SHELL:
                 self._type(block)
@@ -95,6 +95,14 @@ class Reader:
             elif block.language == "toml":
                 self._toml(block)
         return self.failures
+
+    def _lacks_data(self, block: Block) -> bool:
+        """Whether a block reads a data set that is not there, or what a block made that was left out for that."""
+        sets = re.findall(r"shared/data(?:/([\w-]+))?", block.text)
+        if any(self.data is None or not (self.data / name).exists() for name in sets):
+            return True
+        needed = block.asks.get("needs", "").split()
+        return bool(self.left_out) and any(not (self.place / name).exists() for name in needed)
 
     def _type(self, block: Block) -> None:
         plain = all(map(_is_plain, block.commands))

@@ -3,6 +3,7 @@
 <!-- not run: reason -->     leave this block alone; the reason is for the reader
 <!-- file: my_task.py -->    the block is this file: write it, then run it (Python) or check it as a spec (TOML)
 <!-- exits: 2 -->            the last command ends with this code, not 0
+<!-- needs: tars -->         what an earlier block made; where that was left out, without the data sets, this one is, too
 <!-- output: checked -->     each line shown below a command is in its output; ... stands for anything
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-DIRECTIVES = ("not run", "file", "exits", "output")
+DIRECTIVES = ("not run", "file", "exits", "output", "needs")
 SHELL = ("console", "bash", "sh", "shell")
 PYTHON = ("python", "py", "pycon")
 

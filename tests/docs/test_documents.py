@@ -142,3 +142,31 @@ def test_without_the_data_sets_only_what_needs_them_is_left_out(forge: Forge, tm
     reader = Reader(forge, tmp_path / "reader", None, "a.md")
     assert reader.read("```console\n$ ls ../shared/data\n```\n\n```console\n$ true\n```\n") == []
     assert reader.left_out == ["a.md:1"]
+
+
+MAKES = "```console\n$ cp -r ../shared/data/small made\n```\n"
+USES = "<!-- needs: made -->\n```console\n$ ls made\n```\n"
+SETS = {  # what a document shows -> the lines that are left out where the set `small` is there, where another is, where none is
+    "a block that uses what another made": (f"{MAKES}{USES}", ([], [1, 5], [1, 5])),
+    "one that uses what is there": (f"```console\n$ mkdir made\n```\n{MAKES}{USES}", ([], [4], [4])),
+    "a set among others": ("```console\n$ ls ../shared/data/small ../shared/data\n```\n", ([], [1], [1])),
+    "the folder itself": ("```console\n$ ls ../shared/data\n```\n", ([], [], [1])),
+}
+
+
+@pytest.mark.parametrize("what", SETS)
+def test_what_needs_a_set_that_is_not_there_is_left_out_with_all_that_follows_from_it(
+    what: str, forge: Forge, tmp_path: Path
+) -> None:
+    text, wanted = SETS[what]
+    for name, lines in zip(("small", "other", None), wanted, strict=True):
+        data = None if name is None else tmp_path / f"data-{name}"
+        if data is not None:
+            (data / str(name)).mkdir(parents=True)
+        reader = Reader(forge, tmp_path / f"reader-{name}", data, "a.md")
+        assert reader.read(text) == []
+        assert reader.left_out == [f"a.md:{line}" for line in lines]
+
+
+def test_a_block_whose_need_is_not_met_though_nothing_was_left_out_fails(forge: Forge, tmp_path: Path) -> None:
+    assert len(Reader(forge, tmp_path / "reader", None).read(USES)) == 1
