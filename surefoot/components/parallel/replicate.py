@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class Replicas:
         self._rows: dict[int, Tensor] = {}  # of each of those, the rows that this rank has
         self._next = 0  # the bucket that is sent next: all ranks send them in one order
         self._is_armed = False
+        self._leaves = leaves
         self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -85,6 +87,10 @@ class Replicas:
                 "arm() was called twice without finish(), and gradients of the first backward pass are on their way to other ranks",
                 hint=ONE_PASS,
             )
+        for leaf, handle in zip(self._leaves, self._hooks, strict=True):
+            hooks: Any = leaf._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:  # hooks of the loop come first
+                hooks[handle.id] = hooks.pop(handle.id)
         if not self._buckets:
             self._lay_out()
         for bucket in self._buckets:

@@ -33,6 +33,7 @@ from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
 from surefoot.runtime.comm import ALONE
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train.step.counts import Count, check_count, check_gathered, check_splittable
+from surefoot.train.step.hooks import GradientHooks
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
@@ -66,6 +67,7 @@ class Stepper:
         self._buffers = LiveBuffers(model)
         self.attributes = AttributeTracker(model, task.state)
         self.policy, self._scaler = policy, policy.scaler
+        self._hooks = GradientHooks(model)
         self.record: DtypeRecord | None = None  # of the first step that was done here
         self._is_first = False
         self.has_moved = False  # weights or the optimiser's state, in the step that goes on
@@ -245,6 +247,7 @@ class Stepper:
         num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
         if self.ranks is not None:
             self.ranks.open(index, self._first, self._num_cut)
+        self._hooks.begin(is_split=is_split)
         look = _NO_LOOK if self._look is None else self._looked_at(self._look)
         with look, Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
             for position, batch in enumerate(batches):
@@ -264,6 +267,8 @@ class Stepper:
                     _add(totals, terms)
                     return *self._update_in_backward(update.in_backward, terms, factors), False
                 switch(BACKWARD)
+                if is_split:
+                    self._prepare_hooks(guarded, terms, counts, scale)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
                 _backward_of(terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even)
@@ -309,12 +314,14 @@ class Stepper:
         """Passes that add nothing, while other ranks have microbatches left and gather weights for them from all."""
         batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
         held, attributes = [(buffer, buffer.clone()) for buffer in self._model.buffers()], AttributeSnapshot(self._model)
+        self._hooks.is_on = False
         for left in reversed(range(count)):
             with self.policy.context():
                 terms = update.loss(self._model, batch).terms
             if not left:
                 ranks.replicas[index].arm()
             backward([term.total for term in terms], [torch.zeros_like(term.total) for term in terms])
+        self._hooks.is_on = True
         with torch.no_grad():
             for buffer, kept in held:
                 buffer.copy_(kept)
@@ -399,6 +406,20 @@ class Stepper:
             return 1.0 / (scale * float(count))
         exact = count if count.device.type == "mps" else count.double()  # a model in float64 would show 32 bits
         return 1.0 / (scale * exact)
+
+    def _prepare_hooks(
+        self, guarded: GuardedUpdate, terms: tuple[Term, ...], counts: Mapping[str, float] | float | None, scale: float | None
+    ) -> None:
+        adds = self.ranks is None or not self.ranks.is_even  # stages 2 and 3 take each pass apart
+        leaves = [leaf_of(each) for each in guarded.parameters]
+        self._hooks.begin_pass(leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds)
+
+    @staticmethod
+    def _divisor(term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Count:
+        """What a term's total is divided by in its backward pass, as `_factor` says."""
+        if scale is not None:
+            return 1.0 / scale
+        return term.count if counts is None or term.fixed else counts[term.name] if isinstance(counts, Mapping) else counts
 
     def _factor(self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
         """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""

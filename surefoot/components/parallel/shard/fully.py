@@ -9,6 +9,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group, Mesh
 
-Hooks = tuple[tuple[Any, ...], tuple[Any, ...]]
+Hooks = tuple[Any, Any]
 
 
 class FullySharded:
@@ -125,8 +126,11 @@ class _Gathered:
     def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
         self.used: set[int] = set()  # the sharded parameters, by id, that have had a gradient
         self._sharded = dict(model.named_parameters())
-        self._hooks, self._names = hooks, {id(module): name for name, module in model.named_modules()}
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
+        for name, (before, after) in hooks.items():  # those of the whole parameter: handles of before remove them, too
+            held: Any = self._sharded[name]
+            held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 
     def watch(self, module: nn.Module) -> None:
         """Hook the parameters that stand in `module` once its first pass has gathered them."""
@@ -139,13 +143,21 @@ class _Gathered:
             if name in self._seen or hasattr(parameter, "device_mesh") or not parameter.requires_grad:
                 continue
             self._seen.add(name)
-            before, after = self._hooks.get(name, ((), ()))
-            for hook in before:
-                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-            for hook in after:
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            key = id(self._sharded[name])
-            parameter.register_post_accumulate_grad_hook(lambda _, key=key: self.used.add(key))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(_call_before, self._sharded[name]))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._call_after, self._sharded[name]))  # type: ignore[no-untyped-call]
+
+    def _call_after(self, sharded: Any, parameter: Tensor) -> None:
+        """The hooks that the sharded parameter has now, also those that the loop has put there."""
+        for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)
+        self.used.add(id(sharded))
+
+
+def _call_before(sharded: Any, gradient: Tensor) -> Tensor:
+    for hook in list((sharded._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def _hooks_of(model: nn.Module) -> dict[str, Hooks]:
@@ -153,9 +165,8 @@ def _hooks_of(model: nn.Module) -> dict[str, Hooks]:
     found = {}
     for name, parameter in model.named_parameters():
         held: Any = parameter
-        before, after = (tuple((hooks or {}).values()) for hooks in (held._backward_hooks, held._post_accumulate_grad_hooks))
-        if before or after:
-            found[name] = before, after
+        if held._backward_hooks or held._post_accumulate_grad_hooks:
+            found[name] = held._backward_hooks, held._post_accumulate_grad_hooks
     return found
 
 
