@@ -94,7 +94,7 @@ def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
 
 
 def _muon(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
-    matrices, rest = _split(trained, groups, lambda each: each.kind in ADAM_KINDS)
+    matrices, rest = _split(trained, groups, lambda each: each.kind in ADAM_KINDS or each.parameter.is_complex())
     made: list[Optimizer] = []
     if matrices:
         made.append(FlatMuon(matrices, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov))

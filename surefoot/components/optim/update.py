@@ -70,6 +70,11 @@ class GuardedUpdate:
         self._groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
         self._held = [_holders(each) for each in self.optimizers]
         self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
+        if self._clip_value is not None and any(parameter.is_complex() for parameter in self._parameters):
+            raise SpecError(
+                "clip_value limits each element of a gradient, and a trained parameter is complex",
+                hint="use optim.clip, which limits the norm, or leave clip_value out",
+            )
         self._masters = [parameter for parameter in self._parameters if leaf_of(parameter) is not parameter]
         for each in self.optimizers:
             each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that step() is never called
