@@ -164,11 +164,26 @@ def swa(kind: ModuleType, task: Any, steps: int) -> Trained:
     return losses, dict(model.named_parameters()) | {f"average.{name}": each for name, each in average.named_parameters()}
 
 
+def sparse_embeddings(kind: ModuleType, task: Any, steps: int) -> Trained:
+    torch.manual_seed(0)
+    model, losses = task.model(), []
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=2e-2)
+    for batch in batches(task, kind.SPEC.train.batch, steps):
+        words = model["words"](batch["word"])
+        near, others = (words[:, None] * model["contexts"](asked) for asked in (batch["near"][:, None], batch["others"]))
+        loss = -(F.logsigmoid(near.sum(2)).sum(1) + F.logsigmoid(-others.sum(2)).sum(1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
 MEANS: dict[str, Mean] = {
     "diffusion": diffusion, "graphs": graphs, "reinforcement": reinforcement, "contrastive": contrastive, "ctc": ctc,
     "detection": detection, "physics": physics, "truncated": truncated, "complex_weights": complex_weights,
 }  # fmt: skip
-LOOPS = {"wgan": wgan, "swa": swa}
+LOOPS = {"wgan": wgan, "swa": swa, "sparse_embeddings": sparse_embeddings}
 
 
 def train(name: str, kind: ModuleType, task: Any, steps: int) -> Trained:
