@@ -23,6 +23,7 @@ from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
 
 LEAST_BATCHES = 4  # for fewer no worker is begun
+INSTEAD_OF_A_LOADER = ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.components.data"
 
 
 def read_split(task: Resolved, split: str) -> Source:
@@ -59,9 +60,12 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     if isinstance(source, Iterated):
         batch = batch if "batch" in train.model_fields_set else 1
         if (train.microbatch or batch) != 1:
+            given = f"train.batch is {batch}" if train.microbatch is None else f"train.microbatch is {train.microbatch}"
             raise SpecError(
-                f"train.batch is {batch}, and the source gives whole batches: {source.describe()}",
-                hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1",
+                f"{given}, and the source gives whole batches: {source.describe()}",
+                hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1"
+                if train.microbatch is None
+                else f"leave train.microbatch out, or, to cut its batches, give samples with numbers{INSTEAD_OF_A_LOADER}",
             )
         if spec.optim.reference_batch is not None:
             raise SpecError(
@@ -89,7 +93,7 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
     if source.guarantee != "proven":
         raise SpecError(
             f"{num_ranks} ranks share the samples of each step, and the source is read in its own order: {source.describe()}",
-            hint="give a source whose samples have numbers, or train on one rank",
+            hint=f"give samples with numbers{INSTEAD_OF_A_LOADER}, or train on one rank",
         )
     check_pieces((spec.train.batch, *(batch for _, batch in spec.train.ramp)), spec.train.microbatch, num_ranks)
 
