@@ -28,6 +28,7 @@ class GradientHooks:
         self.of_pass: Factor = 1.0  # what makes the gradient of a pass a mean
         self.of_sum: Factor = 1.0  # what makes a mean of all that was added up in this step so far
         self.is_on = True  # not in passes that add nothing, while other ranks have microbatches left
+        self.is_split = False
         self._count: Factor = 0.0
 
     def begin(self, *, is_split: bool) -> None:
@@ -35,6 +36,7 @@ class GradientHooks:
 
         Gradients that are not split are means: hooks are left as they are.
         """
+        self.is_split = is_split
         self._count, self.of_pass, self.of_sum = 0.0, 1.0, 1.0
         if is_split:
             for hooks in filter(None, self._of_modules):

@@ -239,8 +239,7 @@ class Stepper:
                 return *done, False
         counts = self._known_counts(batches, update.name)
         is_split = len(batches) > 1 or self.ranks is not None
-        num_samples = sum(self._sizes) if self.ranks is None else len(self.consumed)  # the same on every rank
-        scale = 2.0 ** -round(math.log2(max(1, num_samples))) if is_split and counts is None else None
+        scale = self._power_of_two() if is_split and counts is None else None
         # a GAN's generator must not leave gradients in the critic
         inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
         mine: dict[str, tuple[Tensor, Count, float]] = {}
@@ -267,8 +266,7 @@ class Stepper:
                     _add(totals, terms)
                     return *self._update_in_backward(update.in_backward, terms, factors), False
                 switch(BACKWARD)
-                if is_split:
-                    self._prepare_hooks(guarded, terms, counts, scale)
+                self._prepare_hooks(guarded, terms, counts, scale)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
                 _backward_of(terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even)
@@ -303,9 +301,8 @@ class Stepper:
         norm, applied = guarded.step_if_finite(factor)
         if self.ranks is not None:
             self.ranks.replicas[index].keep(applied)
-        if self.noise is not None and (
-            isinstance(first[1], Tensor) or first[1]
-        ):  # a microbatch in which no item counts has no mean
+        # a microbatch in which no item counts has no mean
+        if self.noise is not None and (isinstance(first[1], Tensor) or first[1]):
             share = first[1] / mine[terms[0].name][1]
             self.noise.add((first[0] * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes))
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
@@ -410,9 +407,16 @@ class Stepper:
     def _prepare_hooks(
         self, guarded: GuardedUpdate, terms: tuple[Term, ...], counts: Mapping[str, float] | float | None, scale: float | None
     ) -> None:
+        if not self._hooks.is_split:
+            return
         adds = self.ranks is None or not self.ranks.is_even  # stages 2 and 3 take each pass apart
         leaves = [leaf_of(each) for each in guarded.parameters]
         self._hooks.begin_pass(leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds)
+
+    def _power_of_two(self) -> float:
+        """About one over the samples of the step, and exact to multiply with; the same on every rank."""
+        num_samples = sum(self._sizes) if self.ranks is None else len(self.consumed)
+        return 2.0 ** -round(math.log2(max(1, num_samples)))
 
     @staticmethod
     def _divisor(term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Count:
