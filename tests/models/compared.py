@@ -25,7 +25,7 @@ from tests.world.ranks import run_ranks
 
 STEPS, BATCH, MICROBATCH, KILLED_AFTER = 4, 8, 4, 3
 MEMORY = Path("/dev/shm")  # a file system without a disk: 20 commits a case are not what is tried here
-BOUND, WIDE = 1e-6, 1e-4  # of how far the weights have moved: in float64, and in float32
+BOUND, WIDE = 1e-6, 1e-3  # of how far the weights have moved: in float64, and in float32
 State = dict[str, Tensor]
 
 

@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
     "Qwen 2 MoE": causal(
         "Qwen2MoeForCausalLM", "Qwen2MoeConfig", **EXPERTS, num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=12
     ),
-    "T5, encoder and decoder": of("T5ForConditionalGeneration", "T5Config", s.translated_texts, s.count_labels, sizes=T5),
+    "T5, encoder and decoder": of("T5ForConditionalGeneration", "T5Config", s.translated_texts, s.count_labels, optimizer=sgd, sizes=T5),
     "BART, encoder and decoder": of("BartForConditionalGeneration", "BartConfig", s.translated_texts, s.count_labels, sizes=BART),
     "Mamba": of(
         "MambaForCausalLM", "MambaConfig", s.causal_texts, s.count_shifted, optimizer=sgd,
