@@ -109,7 +109,10 @@ def _allow_any_text() -> None:
     """Write as `\\xe9` what a screen that knows ASCII alone cannot show, and as `\\udcff` what a name of a file has that is no text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(
+                OSError
+            ):  # a rank's was a file when it began, and is a pipe now: it asks where it stands in it
+                stream.reconfigure(errors="backslashreplace")
 
 
 def _flush(code: int) -> int:

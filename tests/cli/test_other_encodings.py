@@ -112,3 +112,20 @@ def test_names_that_no_disk_takes_are_bad_input(surefoot: Command, tmp_path: Pat
 def test_a_table_of_batches_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("batch,microbatch,peak_bytes\n64,32,1000\n", encoding="utf-8-sig")
     assert [each.split for each in read_measured(tmp_path / "a.csv")] == [(64, 32)]
+
+
+def test_a_stream_that_was_a_file_and_is_a_pipe_now_is_written_to_all_the_same(tmp_path: Path) -> None:
+    """As the ranks of a launcher have it, which were forked from one process."""
+    program = (
+        "import os, sys\n"
+        "read, write = os.pipe()\nos.dup2(write, 1)\nsys.argv = ['surefoot', '--help']\n"
+        "from surefoot.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as left:\n    print(os.read(read, 99), left.code, file=sys.stderr)\n"
+    )
+    with (tmp_path / "out").open("w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=out, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT, timeout=300
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("b'")
+    assert done.stderr.endswith(" 0\n")
