@@ -328,7 +328,7 @@ def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.Mon
     monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_S", 0.05)
     monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_STEPS", 5)
     told = list[Told]()
-    reading = loader(Numbers(0.005))
+    reading = loader(Numbers(0.05))  # far longer than a busy machine makes what else a step does
     reading.tell = told.append
     for number in range(1, STEPS + 1):
         reading.take(number)

@@ -70,7 +70,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None
 def test_a_source_that_is_slow_each_time_is_not_taken_for_one_that_hangs() -> None:
     """Once it is known how long it takes, nobody is ended for it."""
     told: list[Told] = []
-    reading = loader(Numbers(0.5), Settings(workers=1, kind="process", timeout_s=0.3), last=5, told=told)
+    reading = loader(Numbers(1.5), Settings(workers=1, kind="process", timeout_s=1.0), last=5, told=told)
     for number in range(1, 6):
         reading.take(number)
     reading.close()
