@@ -311,7 +311,7 @@ class Wide(Sentences):
 
 
 def given(kind: str, **tables: Any) -> RunSpec:
-    layout = {"compress": kind, "compress_rank": 2, "check_every": "1 step"}
+    layout = {"compress": kind, "check_every": "1 step", **({"compress_rank": 2} if kind == "powersgd" else {})}
     more = {"train": {"length": "9 steps"}, "checkpoint": {"every": "3 steps", "keep": 9}, "evaluate": {"every": "4 steps"}}
     return spec(layout=layout, **{**more, **tables})
 
