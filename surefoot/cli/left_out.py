@@ -67,6 +67,7 @@ DECIDED: Mapping[str, tuple[str, ...]] = {
     "whatif --recompute": ("memory.recompute",),
     "whatif --fit": ("memory.recompute",),
     "verify --compile": ("compile.what",),
+    "verify --precision": ("precision.compute",),
     "verify --layouts": ("layout.shard", "layout.stage"),
 }
 OF_RANKS = ("layout", "communication")

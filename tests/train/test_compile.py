@@ -131,7 +131,7 @@ def test_texts_of_20_lengths_are_compiled_at_most_twice_unless_sizes_are_held(
 def test_blocks_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"compile.blocks: 'layer\*' matches no module"):
         losses(tmp_path, what="blocks", blocks=("layer*",))
-    with pytest.raises(InputError, match='set what = "blocks"'):
+    with pytest.raises(InputError, match=r'set compile\.what to "blocks"'):
         losses(tmp_path, blocks=("2",))
 
 

@@ -142,7 +142,7 @@ def test_auto_says_what_it_took_and_why(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("table", "says"), [
-    ({"compute": "bf16", "init_scale": 65536.0}, "whose range is that of fp32"),
+    ({"compute": "bf16", "init_scale": 1024.0}, "the range of the other formats is that of fp32"),
     ({"growth_interval": 5}, "nothing to scale"),
     ({"compute": "fp16", "init_scale": 1000.0}, "no power of two"),
     ({"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0}, "is above init_scale = 2\nhint: use a smaller min_scale"),

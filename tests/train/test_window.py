@@ -90,7 +90,7 @@ def test_a_window_needs_shards_and_shuffling(tmp_path: Path) -> None:
         spec(data={"window": 2}), Small(), folder=tmp_path / "a"
     ):  # fmt: skip
         pass
-    with pytest.raises(SpecError, match=r"data\.window is 2, and data\.shuffle is false"), Run(
+    with pytest.raises(SpecError, match=r"data\.window = 2 has no effect with data\.shuffle = false"), Run(
         spec(data={"window": 2, "shuffle": False}), make(tmp_path), folder=tmp_path / "b"
     ):  # fmt: skip
         pass
