@@ -109,9 +109,8 @@ def _allow_any_text() -> None:
     """Write as `\\xe9` what a screen that knows ASCII alone cannot show, and as `\\udcff` what a name of a file has that is no text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(
-                OSError
-            ):  # a rank's was a file when it began, and is a pipe now: it asks where it stands in it
+            # a rank's was a file when it began and is a pipe now: once the change is made, it asks where it stands in the file
+            with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
 
@@ -166,7 +165,7 @@ def _left(leave: SystemExit) -> int:
         raise leave  # no code of a task has run, as where a shell asks what fits: it is not kept waiting for torch
     from surefoot.train.failure import blame
 
-    if blame.is_ours(leave) or blame.find_user_frame(leave) is None:
+    if blame.is_ours(leave) or blame.find_place(leave) is None:
         raise leave
     error = UserCodeError(f"the task ended the process: {blame.describe(leave)}", hint="raise an error instead")
     _tell(error)

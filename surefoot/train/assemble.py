@@ -440,7 +440,7 @@ def _optimizers(
     trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
     if not trained:
         raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
-    table = _table_of(spec.optim, trained) if many else spec.optim
+    table = optim.table_of(spec.optim, trained) if many else spec.optim
     own = task.optimizer if "name" not in table.model_fields_set or table.name == "task" else None
     if table.name == "task" and own is None:
         raise SpecError(
@@ -472,16 +472,6 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             hint="use another optimiser, or keep your own loop and surefoot.attach",
         )
     return optimizer
-
-
-def _table_of(table: OptimTable, trained: Sequence[optim.Named]) -> OptimTable:
-    """What [optim] says of `trained`: with several updates a pattern may mean parameters of another."""
-
-    def speaks(pattern: str) -> bool:
-        return any(each.matches(pattern) for each in trained)
-
-    rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
-    return table.model_copy(update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates})
 
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ class Run:
         except SurefootError:
             raise
         except (Exception, SystemExit) as error:
-            if blame.find_user_frame(error) is None:
+            if blame.find_place(error) is None:
                 raise
             raise TaskError(
                 f"the task failed before the run: {blame.describe(error)}", hint="run with --traceback to see all of it"

@@ -17,7 +17,6 @@ import surefoot
 from surefoot.control.diagnose.hang import find_frame
 from surefoot.control.launch.looking import parse_stacks
 from surefoot.core.process import frames
-from surefoot.train.failure.blame import find_user_frame
 
 PACKAGE = Path(surefoot.__file__).parent
 TORCH = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
@@ -73,7 +72,7 @@ def test_an_error_in_a_checkout_named_surefoot_is_placed_in_the_users_line(tmp_p
     loss = runpy.run_path(str(task))["loss"]
     with pytest.raises(RuntimeError) as raised:
         loss()
-    place = find_user_frame(raised.value)
+    place = frames.find_user_frame(raised.value)
     assert isinstance(place, traceback.FrameSummary)
     assert (place.filename, place.lineno) == (str(task), 4)
 

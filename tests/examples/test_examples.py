@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,8 @@ from surefoot.components.data import Arrays
 from surefoot.contract import events, spec_file
 from surefoot.contract.events import Ended, Evaluated, Event, Started
 from surefoot.core.errors import TaskError
+from tests.examples.loaded import FOLDER, load
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples"
 LINES = 150  # short enough to copy
 TASKS = {
     "image_classifier": "ImageClassifier", "language_model": "LanguageModel", "hf_causal_lm": "HfCausalLM", "gan": "Gan",
@@ -41,18 +39,6 @@ def has_its_extras(request: pytest.FixtureRequest) -> None:
     pytest.importorskip("sklearn", reason="needs scikit-learn: the extra demo")
     if "hf_causal_lm" in request.node.name or "transformers" in request.node.name:
         pytest.importorskip("transformers", reason="needs transformers: the extra hf")
-
-
-def load(name: str) -> ModuleType:
-    """The example as a module, by its file."""
-    key = f"example_{name}"
-    if key not in sys.modules:
-        spec = importlib.util.spec_from_file_location(key, FOLDER / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[key] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[key])
-    return sys.modules[key]
 
 
 def run_script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[Event]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import runpy
 import signal
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +17,10 @@ from surefoot import Run, RunSpec
 from surefoot.contract import events
 from surefoot.contract.events import Evaluated
 from surefoot.core.errors import TaskError
-from tests.examples import plain
+from tests.examples import loaded, plain
 from tests.world.ranks import run_ranks
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kinds"
+FOLDER = loaded.FOLDER / "kinds"
 CODE_LINES = 60  # of each, without blank lines, docstrings and imports
 STEPS, LEFT = 6, 3  # of the comparisons
 TASKS = {
@@ -59,14 +57,7 @@ def has_its_extras() -> None:
 
 
 def load(name: str) -> ModuleType:
-    key = f"kinds_{name}"
-    if key not in sys.modules:
-        spec = importlib.util.spec_from_file_location(key, FOLDER / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[key] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[key])
-    return sys.modules[key]
+    return loaded.load(f"kinds/{name}")
 
 
 def spec_of(kind: ModuleType, **train: Any) -> RunSpec:

@@ -386,7 +386,7 @@ def test_a_task_whose_folder_begins_like_ours_is_the_users(folder: str, monkeypa
     space = runpy.run_path(str(path))
     with pytest.raises(ValueError, match="odd") as caught:
         space["loss"]()
-    frame = blame.find_user_frame(caught.value)
+    frame = frames.find_user_frame(caught.value)
     assert frame is not None
     assert (frame.filename, frame.name) == (str(path), "loss")
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.left_out import DECIDED, name_left_out
+from surefoot.cli.left_out import name_left_out
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TaskOption, TracebackOption
 from surefoot.core.errors import InputError, OutOfMemory, StorageError, UserCodeError
 
 if TYPE_CHECKING:
     from surefoot.components.compiler.kernels import Graph
     from surefoot.contract.spec import RunSpec
-    from surefoot.contract.spec_file import Origin
     from surefoot.prove.whatif.batch import Split, Splits
     from surefoot.prove.whatif.compiled import Way, Ways
     from surefoot.prove.whatif.fit import Fitted
@@ -86,8 +85,7 @@ def whatif(
     if save_kernels is not None:
         options.check_new_folder(save_kernels, "--save-kernels")
     stated = options.overrides(set_, seed=seed, data=data)
-    origin = _read(f"whatif {question}", given, run, stated, task)
-    spec = origin.spec
+    spec = _read(f"whatif {question}", given, run, stated, task)
     tell = options.teller("whatif", quiet=quiet or json)
     if noise:
         from surefoot.prove.whatif.noise import measure_noise
@@ -110,15 +108,14 @@ def whatif(
         _compare_batches(given, spec, sizes, 10 if updates is None else updates, 3 if rounds is None else rounds, csv, tell, json)
 
 
-def _read(command: str, given: str, run: Path | None, stated: list[tuple[str, Any, str]], task: str | None) -> Origin:
+def _read(command: str, given: str, run: Path | None, stated: list[tuple[str, Any, str]], task: str | None) -> RunSpec:
     from surefoot.contract import spec_file
 
     if run is None:
-        origin = spec_file.read(given, stated, decided=DECIDED.get(command, ()))
-    else:
-        origin = spec_file.read_of_run(run, stated, task=task)
+        return options.read_spec(command, given, stated).spec
+    origin = spec_file.read_of_run(run, stated, task=task)
     name_left_out(command, origin)
-    return origin
+    return origin.spec
 
 
 def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, ...], Any]) -> str:

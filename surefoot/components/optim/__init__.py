@@ -3,7 +3,7 @@
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
-from surefoot.components.optim.build import OWN_KEYS, Built, build, check_effects, make_average
+from surefoot.components.optim.build import OWN_KEYS, Built, build, check_effects, make_average, table_of
 from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_sparse, find_trained, freeze
 from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
@@ -44,6 +44,7 @@ __all__ = [
     "master_of",
     "publish",
     "scaled",
+    "table_of",
     "store_narrow",
     "warn_of_large_batch",
     "warn_of_no_rate",

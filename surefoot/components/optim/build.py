@@ -76,6 +76,16 @@ def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers
             raise SpecError(f"optim.{idle[0]} has no effect: {why}", hint=f"leave it out, and set it {where}")
 
 
+def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
+    """What [optim] says of `trained`, which may be a part of what is trained: a pattern may mean other parameters."""
+
+    def speaks(pattern: str) -> bool:
+        return any(each.matches(pattern) for each in trained)
+
+    rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
+    return table.model_copy(update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates})
+
+
 def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
     """The average of the trained weights that `optim.ema` names, with `ema_buffers` of the buffers in the state dict too; None without."""
     if table.ema is None:

@@ -101,7 +101,6 @@ class FusedGroup:
         self.group = group
         self._params: list[Tensor] = list(group["params"])
         states = [optimizer.state[parameter] for parameter in self._params]
-        self._optimizer = optimizer
         self._is_sgd = isinstance(optimizer, SGD)
         self._states = states
         self._steps: list[Tensor] = [] if self._is_sgd else [state["step"] for state in states]

@@ -190,7 +190,8 @@ class GuardedUpdate:
             if grad.layout is not torch.strided:
                 self._check_takes_sparse(parameter)
                 parameter.grad = grad = grad.coalesce()
-            found.append(fused.numbers_of(grad))
+                grad = fused.numbers_of(grad)
+            found.append(grad)
         return found
 
     def _check_takes_sparse(self, parameter: Tensor) -> None:

@@ -156,7 +156,7 @@ class RunSpec(Table):
 
 
 def _read_from(tables: Mapping[str, Any]) -> Read:
-    """What reads a key in plain tables, where it is given, else its default."""
+    """What reads a key in tables, plain ones or those of a spec: as it is given, else its default."""
 
     def read(key: str) -> Any:
         table, name = key.split(".")
@@ -191,11 +191,7 @@ def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[di
 
 def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
     """Raise SpecError for a key that is given and has no effect."""
-
-    def read(key: str) -> Any:
-        table, name = key.split(".")
-        return getattr(getattr(spec, table), name)
-
+    read = _read_from(vars(spec))
     for key, need in find_idle(read, _default_of).items():
         if key not in allowed:
             message, hint = describe(key, need, read, _default_of)

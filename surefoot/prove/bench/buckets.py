@@ -120,7 +120,7 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> T
         except SurefootError:
             raise
         except (Exception, SystemExit) as error:
-            if blame.find_user_frame(error) is None:
+            if blame.find_place(error) is None:
                 raise
             raise blame.as_run_error(error, f"{group.place}in bench comm:") from error
 

@@ -18,7 +18,6 @@ from surefoot.core.errors import (
 from surefoot.core.process.frames import find_user_frame, is_of_surefoot, is_of_torch
 from surefoot.core.process.refused import is_refused
 
-__all__ = ["as_run_error", "describe", "find_exit_code", "find_place", "find_user_frame", "is_ours", "is_out_of_memory"]
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
 
 
@@ -85,12 +84,12 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     if isinstance(error, InputError):
         made = kind(f"{place} {error.message}", hint=error.hint)
     else:
-        made = kind(f"{place} {describe(error)}", hint=find_hint(error))
+        made = kind(f"{place} {describe(error)}", hint=_find_hint(error))
     made.__cause__ = error
     return made
 
 
-def find_hint(error: BaseException) -> str:
+def _find_hint(error: BaseException) -> str:
     """What to do about an error of the user's own code."""
     if is_of_repeated_pass(error):
         return HINT

@@ -317,7 +317,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
 
 def saves_its_place(data: Any) -> bool:
     """Whether it really does: some loaders have the methods and raise unless they were built for it (Accelerate's)."""
-    if not all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")):
+    if not checkpoint.has_state(data):
         return False
     try:
         data.state_dict()

@@ -24,7 +24,7 @@ class GradientHooks:
     """The hooks of a model's parameters and modules, found anew before each backward pass: they may come and go in the loop."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._of_modules = [hooks for module in model.modules() for hooks in (module._backward_hooks, module._backward_pre_hooks)]
+        self._of_modules = hooks_of_modules(model)
         self.of_pass: Factor = 1.0  # what makes the gradient of a pass a mean
         self.of_sum: Factor = 1.0  # what makes a mean of all that was added up in this step so far
         self.is_on = True  # not in passes that add nothing, while other ranks have microbatches left
@@ -54,6 +54,11 @@ class GradientHooks:
             _wrap(hooks, lambda hook: _OnGradient(hook, self))
         for hooks in filter(None, map(_OF_PARAMETER, leaves)):
             _wrap(hooks, lambda hook: _OnParameter(hook, self))
+
+
+def hooks_of_modules(model: nn.Module) -> list[MutableMapping[int, Any]]:
+    """Where the modules of a model keep their hooks on gradients, to be looked at in each step."""
+    return [hooks for module in model.modules() for hooks in (module._backward_hooks, module._backward_pre_hooks)]
 
 
 def _ratio(divisor: Factor, count: Factor) -> Factor:

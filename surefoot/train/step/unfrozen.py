@@ -116,13 +116,7 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
 
 
 def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch.optim.Optimizer]:
-    table, own = assembly.spec.optim, assembly.task.optimizer
-
-    def matches(pattern: str) -> bool:
-        return any(each.matches(pattern) for each in trained)
-
-    rates = {pattern: rate for pattern, rate in table.rates.items() if matches(pattern)}
-    table = table.model_copy(update={"no_decay": tuple(filter(matches, table.no_decay)), "rates": rates})
+    table, own = optim.table_of(assembly.spec.optim, trained), assembly.task.optimizer
     if own is None or ("name" in table.model_fields_set and table.name != "task"):
         return optim.build(table, trained).optimizers
     groups = optim.build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)

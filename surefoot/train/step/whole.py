@@ -21,6 +21,7 @@ from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import Rule, move
+from surefoot.train.step.hooks import hooks_of_modules
 from surefoot.train.step.stepper import LiveUpdate
 
 KEY = 'compile.what = "step"'
@@ -106,7 +107,7 @@ class _Hooks:
     """Whether a model has hooks on gradients by now, which its graph passes over: asked in each step, so it looks where they are kept."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [kept for module in model.modules() for kept in (module._backward_hooks, module._backward_pre_hooks)]
+        self._kept = hooks_of_modules(model)
         self._parameters = list(model.parameters())
 
     def __bool__(self) -> bool:

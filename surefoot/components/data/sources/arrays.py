@@ -34,9 +34,10 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     if isinstance(array, Tensor):
         if array.is_nested:
             raise DataError(f"{what} is a nested tensor", hint="pad it: torch.nested.to_padded_tensor(x, 0.0)")
-        if array.layout is not torch.strided or array.is_meta:
-            kind, instead = ("the meta device", "make it on the CPU") if array.is_meta else (array.layout, "give x.to_dense()")
-            raise DataError(f"{what} is a tensor on {kind}" if array.is_meta else f"{what} is a tensor of {kind}", hint=instead)
+        if array.is_meta:
+            raise DataError(f"{what} is a tensor on the meta device", hint="make it on the CPU")
+        if array.layout is not torch.strided:
+            raise DataError(f"{what} is a tensor of {array.layout}", hint="give x.to_dense()")
         return array
     kinds = sorted(set(map(str, getattr(array, "dtypes", ())))) if hasattr(array, "iloc") and hasattr(array, "columns") else []
     if len(kinds) > 1:

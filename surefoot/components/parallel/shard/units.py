@@ -57,23 +57,24 @@ class Units:
         self._gathered[name] += 1
         if name not in self._order:
             self._order.append(name)
-        later = self._order_before[self._order_before.index(name) :] if name in self._order_before else []
-        with self._explaining("gathers", name, later):
+        with self._explaining("gathers", name):
             yield
 
     @contextmanager
     def scattering(self, name: str) -> Iterator[None]:
         """The same of its gradients, which are summed and split."""
-        with self._explaining("sums the gradients of", name, []):
+        with self._explaining("sums the gradients of", name, looks_ahead=False):
             yield
 
     @contextmanager
-    def _explaining(self, does: str, name: str, later: Sequence[str]) -> Iterator[None]:
+    def _explaining(self, does: str, name: str, *, looks_ahead: bool = True) -> Iterator[None]:
         try:
             yield
         except LostRank as error:
             if not error.message.startswith(DIFFERENT):
                 raise
+            comes = looks_ahead and name in self._order_before  # what came after it in the step before may come yet
+            later = self._order_before[self._order_before.index(name) :] if comes else []
             done = {*later, *self._empty, *(each for each, count in self._gathered.items() if count)}
             skipped = [title for each, title in self._titles.items() if each not in done]
             listed = ", ".join(skipped[:MOST_NAMED]) + (f" and {len(skipped) - MOST_NAMED} more" * (len(skipped) > MOST_NAMED))
