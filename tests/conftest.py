@@ -30,7 +30,9 @@ for _number, _how in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 os.register_at_fork(after_in_child=faulthandler.disable)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest itself leaves out what is marked slow
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow_members(items, is_whole=not any("::" in str(each) for each in config.args))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:
         import torch
@@ -38,6 +40,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def mark_slow_members(items: list[pytest.Item], is_whole: bool) -> None:
+    """Mark slow the members that `quick` does not name; where whole files were collected, an id that is no member's is an error."""
+    named, members = dict[str, set[str]](), dict[str, set[str]]()
+    for item in items:
+        quick = item.get_closest_marker("quick")
+        if quick is None or not isinstance(item, pytest.Function):
+            continue
+        test, member = item.nodeid.partition("[")[0], item.callspec.id
+        named[test] = set(quick.args)
+        members.setdefault(test, set()).add(member)
+        if member not in quick.args:
+            item.add_marker(pytest.mark.slow)
+    unknown = {test: ids - members[test] for test, ids in named.items() if ids - members[test]}
+    if unknown and is_whole:
+        raise pytest.UsageError(f"marked as quick, but no member has the id: {unknown}")
 
 
 def pytest_collection_finish() -> None:

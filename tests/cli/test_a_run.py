@@ -116,6 +116,7 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(surefoot: Command, t
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+@pytest.mark.quick(">&- 2>&-")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
     words = "train digits --steps 60 --quiet --set train.batch=8 --set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"

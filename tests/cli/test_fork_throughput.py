@@ -10,6 +10,7 @@ from tests.cli.test_resume import SPEC, train
 from tests.train.small import write_task
 
 
+@pytest.mark.slow
 def test_the_throughput_that_a_fork_ends_with_is_the_one_that_show_prints(
     tmp_path_factory: pytest.TempPathFactory, surefoot: Command
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_verb_that_needs_no_task_works_without_it(verb: str, moved: str, suref
         assert manifest.steps(Path("run"))[-2:] == [6, 8]
 
 
+@pytest.mark.quick("resume", "evaluate", "predict", "resume --fork other --steps 12")
 @pytest.mark.parametrize(
     "verb",
     [

@@ -87,6 +87,7 @@ def make_run(folder: Path, umask: int) -> Path:
     return run
 
 
+@pytest.mark.quick("18")
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_the_modes_of_all_that_a_run_writes_follow_the_umask(umask: int, tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", umask)
@@ -108,6 +109,7 @@ def test_the_modes_of_all_that_a_run_writes_follow_the_umask(umask: int, tmp_pat
     assert not wrong
 
 
+@pytest.mark.quick("ledger", "evaluate")
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")
 @pytest.mark.parametrize(
     "verb", ["show", "why", "ledger", "evaluate", "compare", "report", "checkpoint check", "checkpoint list"]
@@ -124,6 +126,7 @@ def test_another_user_reads_a_run(verb: str, run: Path, shared: Path) -> None:
 CLOSED = ["events.jsonl", "checkpoints", ".", "spec.toml", "ledger.bin", "checkpoints/step-000000000008/manifest.json"]
 
 
+@pytest.mark.quick("evaluate-spec.toml", "ledger-ledger.bin")
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("verb", ["show", "report", "evaluate", "ledger", "checkpoint check"])
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")

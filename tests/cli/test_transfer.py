@@ -104,11 +104,11 @@ def test_a_disk_that_takes_no_file_is_told_with_its_exit_code(to: str, run: Path
 
 
 def test_a_disk_that_is_full_leaves_no_draft_and_is_told(run: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(model: object, path: str, metadata: object) -> None:
+    def full(state: object, path: str, metadata: object) -> None:
         Path(path).write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("surefoot.components.checkpoint.export.save_model", full)
+    monkeypatch.setattr("surefoot.components.checkpoint.export.save_file", full)
     before = sorted(Path().iterdir())
     answer = surefoot("checkpoint", "export", run, "--to", "mine.safetensors")
     assert (answer.code, answer.out) == (5, "")

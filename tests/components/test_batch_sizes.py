@@ -114,6 +114,7 @@ def test_steps_evaluations_and_loops_count_the_samples_of_any_collate(name: str,
         assert run.evaluate().num_samples == 20
 
 
+@pytest.mark.quick("tuples")
 @pytest.mark.parametrize("name", COLLATES)
 def test_attach_counts_what_a_loader_drew(name: str, tmp_path: Path) -> None:
     task = Sums(COLLATES[name])

@@ -166,6 +166,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("accumulation")
 @pytest.mark.parametrize("name", HOW)
 def test_a_run_that_was_left_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
     tables = {**HOW[name], "optim": {**HOW[name].get("optim", {}), **STATE}}
@@ -187,6 +188,7 @@ def test_what_was_observed_is_recorded_and_a_contract_for_fp32_state_is_broken(t
     assert states["0.bias"] == "fp32"
 
 
+@pytest.mark.slow
 def test_digits_are_learned_as_well_as_with_moments_in_fp32(tmp_path: Path) -> None:
     scores: dict[str, list[float]] = {"8": [], "32": []}
     for seed in range(3):

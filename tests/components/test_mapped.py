@@ -177,6 +177,7 @@ def hole(path: Path, head: bytes) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_maps_larger_than_the_memory_allowed_train_with_small_resident_growth(tmp_path: Path) -> None:
     shape = (FILE_BYTES // 512, 256)
     header = json.dumps({"x": row("U16", shape, (0, FILE_BYTES))}).encode()

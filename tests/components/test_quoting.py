@@ -25,6 +25,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("spaced", [pytest.param(each, marks=[pytest.mark.slow] * bool(at)) for at, each in enumerate(PLACES)])
 def test_regions_are_compiled_at_a_path_with_a_space(spaced: str, tmp_path: Path) -> None:

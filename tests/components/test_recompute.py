@@ -163,6 +163,7 @@ def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_f
         assert counter.get_total_flops() == num_products[step] * (2 * 4 * 8 * 32)  # two forward, three gradients
 
 
+@pytest.mark.slow
 def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_products_of_a_step() -> None:
     tokens = torch.arange(8 * 64).view(8, 64) % 17
     rises: dict[str, list[int]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,11 @@ def test_what_a_source_holds_of_a_session_is_named_and_a_script_has_a_file(place
     reader = Reader(Holding(held), None, 0)
     check_picklable(reader)
     monkeypatch.setattr(double, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
-    check_picklable(reader)  # pytest is a module that another process imports
+    module = types.ModuleType("__main__")
+    module.__spec__ = ModuleSpec("mine.__main__", None)  # python -m mine, which another process imports
+    module.double = double  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    check_picklable(reader)
     session = types.ModuleType("__main__")
     session.double = double  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", session)

@@ -138,6 +138,7 @@ class Large(Digits):
 """
 
 
+@pytest.mark.quick("loss", "init")
 @pytest.mark.parametrize("where", ["init", "model", "data", "loss"])
 def test_a_task_that_is_refused_memory_ends_with_7_wherever_it_asks(where: str, tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text(TASK)
@@ -183,6 +184,7 @@ def run(folder: Path, words: tuple[str, ...], num_bytes: int) -> subprocess.Comp
     )  # fmt: skip
 
 
+@pytest.mark.quick("two ranks")
 @pytest.mark.parametrize("numbers", [(2,), (1, 2)], ids=["two ranks", "one or two"])
 def test_a_rank_that_the_kernel_killed_for_memory_is_named_with_the_limit(numbers: tuple[int, ...], tmp_path: Path) -> None:
     root = write(tmp_path / "root", {SELF: "0::/job", f"{V2}/job/memory.max": 600 * MIB, f"{V2}/job/memory.events": "oom_kill 4"})

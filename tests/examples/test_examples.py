@@ -97,6 +97,7 @@ MUST: dict[str, dict[str, Callable[[], float]]] = {
 LOWER_IS_BETTER = ("bits per byte", "perplexity", "moment distance", "pixels off")
 
 
+@pytest.mark.quick("image_classifier", "gan")
 @pytest.mark.parametrize("name", MUST)
 def test_an_example_runs_as_a_script_and_learns(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (made,) = run_script(name, tmp_path, monkeypatch)

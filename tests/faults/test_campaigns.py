@@ -22,7 +22,7 @@ LARGE_SEED = 10_000  # the large counts have trials of their own
 BY_CASE = {campaign.case: campaign for module in (kills, cut, preemption, clock, rivals) for campaign in module.CAMPAIGNS}
 # campaign, what is broken, the seed of the first trial, and how many of them must be enough
 PLANTS = [
-    ("F01", "one_more_draw_on_resume", 1, 2),
+    ("F01", "a_last_bit_off_on_resume", 1, 2),
     ("F01", "begun_anew_on_resume", 1, 2),
     ("F01", "a_pointer_taken_as_truth", 1, 8),
     ("F02", "old_ones_deleted_first", 0, 12),

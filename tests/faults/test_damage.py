@@ -33,6 +33,7 @@ def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) ->
     return carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
 
 
+@pytest.mark.quick("F06")
 @pytest.mark.parametrize("campaign", damage.CAMPAIGNS, ids=lambda campaign: campaign.case)
 def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(campaign: Campaign, workshop: Workshop) -> None:
     outcome = found(campaign, workshop, campaign.few)
@@ -142,6 +143,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("the wrong commit is named", "what is damaged is not told")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     campaign, place, name, broken = PLANTED[bug]

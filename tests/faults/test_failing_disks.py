@@ -27,6 +27,7 @@ def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) ->
     return outcome
 
 
+@pytest.mark.quick("F07")
 @pytest.mark.parametrize("campaign", failing.CAMPAIGNS, ids=lambda campaign: campaign.case)
 def test_a_failing_disk_costs_the_saves_that_it_refuses(campaign: Campaign, workshop: Workshop) -> None:
     outcome = found(campaign, workshop, campaign.few)

@@ -53,6 +53,7 @@ def campaign(golden: Golden, kills: int, seed: int) -> tuple[int, int]:
     return runs, workers
 
 
+@pytest.mark.quick("7 process", "2 thread")
 @pytest.mark.parametrize("loader", SETTINGS[1:], ids=lambda each: f"{each['workers']} {each['kind']}")
 def test_a_run_that_is_left_alone_reads_the_same_with_any_workers(loader: dict[str, Any], golden: Golden) -> None:
     folder, seen, _ = golden

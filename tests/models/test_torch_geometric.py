@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
 CHEAP = {"GIN, classes of graphs", "GCN, classes of nodes"}
 
 
+@pytest.mark.quick("GCN, classes of nodes")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in CASES])
 def test_a_model_of_torch_geometric_trains_as_in_a_plain_loop(name: str) -> None:
     check(CASES[name])

@@ -70,6 +70,7 @@ CASES: dict[str, Case] = {
 CHEAP = {"BERT, classification", "GPT-2, tied embeddings"}
 
 
+@pytest.mark.quick("BERT, classification")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in CASES])
 def test_a_model_of_transformers_trains_as_in_a_plain_loop(name: str) -> None:
     check(CASES[name])

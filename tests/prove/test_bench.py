@@ -56,6 +56,7 @@ def test_a_start_that_is_slow_is_in_the_mean_without_warm_up_and_not_in_the_one_
     assert row["p50_s"] <= row["p95_s"] <= row["p99_s"]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_every_mode_of_every_combination_has_its_row_in_the_table_the_file_and_the_object(spec: Path, surefoot: Command) -> None:
     words = ("--vary", "task.width=4,8", "--vary", "precision.compute=bf16", "--mode", "forward,step", "--csv", "times.csv")
     rows = bench(surefoot, *words)

@@ -15,6 +15,7 @@ PLANTED = Path(__file__).with_name("planted_compiled.py")
 HOW = ("--compile", "--set", "train.batch=32", "--json", "--quiet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("short", [0.03, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_a_gradient_that_only_the_compiled_code_has_wrong_is_found_though_the_loss_is_right(
     short: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

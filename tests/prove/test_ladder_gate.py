@@ -66,6 +66,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("the fused update")
 @pytest.mark.parametrize("what", EQUAL)
 def test_what_changes_no_number_passes_as_nothing_and_as_rounding(what: str, tensors: Tensors) -> None:
     change = EQUAL[what]
@@ -118,7 +119,7 @@ def test_one_zeroed_slice_of_128_fails_even_under_the_noise_of_bf16(number: int,
 
 
 def test_updates_that_are_left_out_show_in_the_drift_of_the_weights(tensors: Tensors) -> None:
-    start, rung = spec("Diligent"), spec("SkipsUpdates")
+    start, rung = (spec(name, optim={"fused": None}) for name in ("Diligent", "SkipsUpdates"))  # the optimizer is the task's own
     assert np.array_equal(tensors(start)["weight/1/0.weight"], tensors(rung)["weight/1/0.weight"])
     verdict = judge(tensors, start, rung, "nothing")
     assert verdict.verdict == "fails"
@@ -185,6 +186,7 @@ def test_a_floor_that_was_not_measured_allows_nothing(floor: str, tensors: Tenso
         assert gate.judge(kind, start, blurred, start).verdict == "passes"  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_probabilities_is_blurred_within_their_range(tensors: Tensors) -> None:
     start = spec("Bounded")
     assert judge(tensors, start, spec("Bounded", task={"spare": 1}), "nothing").verdict == "passes"

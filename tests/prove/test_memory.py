@@ -70,6 +70,7 @@ def test_a_model_that_this_memory_could_not_train_is_predicted_without_it(tmp_pa
     assert found.peak_bytes > 16 * parameters
 
 
+@pytest.mark.slow
 def test_recomputation_and_a_smaller_microbatch_lower_the_prediction_and_what_fits_is_found() -> None:
     spec = Named("gpt", "fp32", "none", "adamw").spec()
     plain = predict(spec).peak_bytes

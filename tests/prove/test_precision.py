@@ -13,6 +13,7 @@ from tests.train.small import call, write_task
 HOW = ("--precision", "--steps", "12", "--set", "train.batch=4", "--json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bits_that_change_no_score_pass_and_bits_that_do_fail(
     is_broken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

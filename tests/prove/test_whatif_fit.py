@@ -45,6 +45,7 @@ def test_a_size_that_only_the_longer_run_shows_to_be_too_large_gives_way_to_the_
     assert find_largest(SIZES, 4, lambda size, steps: steps < STEPS_OF_THE_ANSWER) is None
 
 
+@pytest.mark.slow
 def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_memory(spec: Path, surefoot: Command) -> None:
     answer = surefoot("whatif", str(spec), "--fit", "4 GiB", "--json")
     assert answer.code == 0, answer.err

@@ -31,6 +31,7 @@ def count_faults(word: str, **variables: str) -> tuple[str, int]:
     return kept, int(faults)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone is asked")
 def test_freed_blocks_are_used_again_without_page_faults() -> None:
     kept, faults = count_faults("keep")
@@ -40,5 +41,6 @@ def test_freed_blocks_are_used_again_without_page_faults() -> None:
     assert count_faults("leave", MALLOC_TOP_PAD_="0", MALLOC_MMAP_THRESHOLD_="131072")[1] > PAGES / 2  # what it saves from
 
 
+@pytest.mark.slow
 def test_an_environment_that_chooses_its_allocator_is_left_alone() -> None:
     assert count_faults("keep", MALLOC_ARENA_MAX="2")[0] == "False"

@@ -112,6 +112,13 @@ def train(folder: Path, data: Any, *, leave_at: int | None = None, save: str = "
     return {**model.state_dict(), "rate": first.param_groups[0]["lr"], "draw": torch.rand(3)}
 
 
+@pytest.mark.quick(
+    "9-shuffled by its own",
+    "10-that saves its own place",
+    "14-by number",
+    "9-shuffled by a batch sampler's own",
+    "5-shuffled by the global generator",
+)
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("leave_at", [4, 5, 9, 10, 14])
 def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(kind: str, leave_at: int, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def held(folder: Path, step: int = STEPS) -> dict[str, Any]:
     return dict(tree.get("attributes", {}).get("values", {}))
 
 
+@pytest.mark.quick("OfALstm", "NoneAtFirst", "Queue", "Flagged")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(kind: str, tmp_path: Path) -> None:
     how = spec(STEPS, **HOW, evaluate={"every": "4 steps"})
@@ -42,6 +43,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(kind: str, tmp
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
+@pytest.mark.quick("OfALstm", "Queue")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_changes_nothing_of_what_is_trained_afterwards(kind: str, tmp_path: Path) -> None:
     train(tmp_path / "plain", spec(STEPS, **HOW, evaluate={"every": "1000 steps"}), Recurrent(KINDS[kind]))

@@ -193,6 +193,7 @@ def test_a_mean_for_a_sum_is_found_whatever_the_batch(
     assert "is a mean, not a sum" in refused(monkeypatch, capsys, tmp_path, task, *FEW, "--set", f"train.batch={batch}")
 
 
+@pytest.mark.slow
 def test_samples_that_need_a_batch_of_one_leave_the_sum_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:

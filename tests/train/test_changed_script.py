@@ -113,6 +113,7 @@ CHANGES: dict[str, tuple[Build, int, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("the learning rate", "the batch size")
 @pytest.mark.parametrize("what", CHANGES)
 def test_attach_names_what_the_script_changed_and_keeps_what_was_saved(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -129,6 +130,7 @@ def test_attach_names_what_the_script_changed_and_keeps_what_was_saved(
     assert not [note for note in notes if "the script gives" in note]
 
 
+@pytest.mark.quick("scheduled")
 @pytest.mark.parametrize("moved", ["scheduled", "by_hand"])
 def test_a_rate_that_the_loop_itself_moves_is_no_change_of_the_script(moved: str, tmp_path: Path) -> None:
     loop(tmp_path / "a", FIRST, **{moved: True})

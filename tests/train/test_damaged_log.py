@@ -76,6 +76,7 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
     assert capfd.readouterr().err.count("the line is left out") == 1
 
 
+@pytest.mark.quick("a step", "the head of a line")
 @pytest.mark.parametrize("what", SPOILED)
 def test_a_run_goes_on_in_spite_of_a_damaged_line_and_names_it(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

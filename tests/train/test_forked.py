@@ -103,6 +103,7 @@ OF_A_LOOP: dict[str, tuple[Callable[[Attached], object], bool]] = {  # and wheth
 }
 
 
+@pytest.mark.quick("ends", "reads on", "goes on with the loop")
 @pytest.mark.parametrize("what", OF_A_LOOP)
 def test_a_child_of_an_attached_loop_leaves_it_to_its_parent(
     what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -103,6 +103,7 @@ MEMBERS = (
 )  # fmt: skip
 
 
+@pytest.mark.quick("attach-break-persistent")
 @pytest.mark.parametrize(("way", "left", "workers"), MEMBERS)
 def test_nothing_but_a_script_s_own_output_comes_of_its_workers(way: str, left: str, workers: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

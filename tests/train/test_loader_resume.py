@@ -151,6 +151,7 @@ def resumed(folder: Path, make: Callable[[], Any], steps: int, *stops: int) -> l
     return seen
 
 
+@pytest.mark.quick("workers that stay and a generator", "shuffled", "augmented by workers", "of a subset")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_path: Path) -> None:
     make = LOADERS[kind]
@@ -277,6 +278,7 @@ class OneShot:
         return 3
 
 
+@pytest.mark.quick("7", "12")
 @pytest.mark.parametrize("stop", [5, 10, 15, 7, 12])
 def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(stop: int, tmp_path: Path) -> None:
     def make() -> Any:

@@ -104,6 +104,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("masters and microbatches")
 @pytest.mark.parametrize("name", HOW)
 def test_a_run_that_was_left_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
     how = spec(STEPS, checkpoint={"every": "5 steps"}, **HOW[name])

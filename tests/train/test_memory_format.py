@@ -75,6 +75,7 @@ def joined(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "train": {**tables.get("train", {}), "memory_format": "channels_last"}}
 
 
+@pytest.mark.quick("adamw", "lamb")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_filters_channels_last_train_to_the_same_weights_and_go_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
     plain, _ = train(tmp_path / "plain", 8, **OPTIMIZERS[name])
@@ -89,6 +90,7 @@ def test_filters_channels_last_train_to_the_same_weights_and_go_on_to_the_same_b
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, last, strict=True))
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_task_whose_own_model_is_channels_last_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "whole", 8, Images(own=True), **OPTIMIZERS[name])

@@ -129,6 +129,7 @@ def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None)
     return loss.item()
 
 
+@pytest.mark.quick("lone_parameter", "loss_with_weight")
 @pytest.mark.parametrize("make", LOOPS)
 def test_a_loop_that_was_left_resumes_all_that_its_optimizer_trains(make: str, tmp_path: Path) -> None:
     whole = loop(LOOPS[make], tmp_path / "whole")

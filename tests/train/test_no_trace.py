@@ -101,6 +101,7 @@ def trained(folder: Path, data: Callable[[], Any], action: Callable[[Run], Any])
     return found
 
 
+@pytest.mark.quick("a loader")
 @pytest.mark.parametrize("kind", DATA)
 def test_what_is_done_in_the_middle_of_a_run_leaves_no_trace(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()

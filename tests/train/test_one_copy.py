@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 STATE_BYTES = 3 * 4 * 4 * 2048 * 2048  # four layers' weights with two moments: 201 MB
@@ -36,6 +38,7 @@ with Run(spec, Wide(), folder="run", quiet=True) as run:
 """
 
 
+@pytest.mark.slow
 def test_weights_and_moments_are_in_memory_once_when_a_run_begins_and_when_it_goes_on(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for step in (0, 1):

@@ -59,6 +59,7 @@ def combine(folder: Path, layout: dict[str, Any], most: tuple[int, ...] = (1, 1,
     return found
 
 
+@pytest.mark.slow
 def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Path) -> None:
     """Of four things, each of which leaves the numbers alone, all sixteen combinations; clipping and the average move them alike."""
     found = combine(tmp_path, {})
@@ -67,6 +68,7 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)  # what is compared is no constant
 
 
+@pytest.mark.quick("stage 3")
 @pytest.mark.parametrize(
     ("layout", "most"),
     [

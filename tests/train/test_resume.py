@@ -101,6 +101,9 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(
+    "accumulation", "optim muon", "optim adamw", "fp16 with its loss scale", "blocking saves", "a plateau schedule"
+)
 @pytest.mark.parametrize("name", HOW)
 def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_ledger(name: str, tmp_path: Path) -> None:
     tables = {key: dict(table) for key, table in HOW[name].items()}
@@ -129,6 +132,7 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("adam", "adagrad")
 @pytest.mark.parametrize("name", OWN)
 def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
     class Own(Rich):
@@ -197,6 +201,7 @@ def test_what_no_state_dict_names_goes_on_with_the_same_bits(tmp_path: Path) -> 
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
+@pytest.mark.quick("optimizer", "task")
 @pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard", "scaler"])
 def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes one part away while going on: the end must then differ, or the part would not be worth its place."""

@@ -140,6 +140,7 @@ def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(tm
 # ---- a save that takes longer than its rhythm
 
 
+@pytest.mark.quick("1 step")
 @pytest.mark.parametrize("save", ["1 step", "0.01 s"])
 def test_saves_of_an_attached_loop_that_take_longer_than_the_time_between_them_are_told_once(
     save: str, slow_disk: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -156,6 +157,7 @@ def test_saves_of_an_attached_loop_that_take_longer_than_the_time_between_them_a
     assert capsys.readouterr().err.count("a larger save= costs less") == 1
 
 
+@pytest.mark.quick("True-1 step")
 @pytest.mark.parametrize(("background", "every"), [(False, "1 step"), (True, "1 step"), (True, "0.05 s")])
 def test_saves_that_take_longer_than_the_time_between_them_are_told_once(
     background: bool, every: str, slow_disk: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

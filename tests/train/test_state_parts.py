@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,12 +39,14 @@ def without_stream(name: str) -> Callable[[Mapping[str, Any]], None]:
 
 
 class Drawing(Rich):
-    """Draws from torch's global stream where data are read, outside what a step seeds by itself."""
+    """Draws from every global stream where data are read, outside what a step seeds by itself."""
 
     def augment(self, batch: Any, keys: Any) -> Any:
-        return batch[0] + 0.1 * torch.randn(4), batch[1]
+        drawn = torch.randn(4) + np.random.random() + random.random()  # noqa: NPY002 - global streams are what is tested
+        return batch[0] + 0.1 * drawn, batch[1]
 
 
+@pytest.mark.quick("python")
 @pytest.mark.parametrize("stream", ["torch", "numpy", "python"])
 def test_each_random_stream_is_needed_for_the_same_bits(stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     how = spec(STEPS, **SAVED)
@@ -53,6 +57,7 @@ def test_each_random_stream_is_needed_for_the_same_bits(stream: str, tmp_path: P
     assert bits(tmp_path / "left") != bits(tmp_path / "whole")
 
 
+@pytest.mark.quick("Curve-tables0")
 @pytest.mark.parametrize(
     ("owner", "tables"),
     [
@@ -95,6 +100,7 @@ class Declining(Small):
     """Learns so fast that it soon gets worse: the best evaluation is an early one."""
 
 
+@pytest.mark.quick("9")
 @pytest.mark.parametrize("leave_at", [None, 9, 15])
 def test_the_best_is_the_true_best_stays_through_a_kill_and_is_never_rotated_away(leave_at: int | None, tmp_path: Path) -> None:
     how = spec(20, optim={"name": "sgd", "lr": 30.0, "clip": 0.0, "momentum": 0.9}, evaluate={"every": "2 steps", "score": "loss"},

@@ -32,6 +32,7 @@ print("compiler", "torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "later", "said"),
     [

@@ -64,6 +64,7 @@ def graphs(folder: Path) -> list[Compiled]:
     return [event for event in records(folder) if isinstance(event, Compiled)]
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize("name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in TRACEABLE])
 def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(name: str, tmp_path: Path) -> None:
     """Dropout, BatchNorm, clipping that bites, an average of the weights and a last batch that is smaller."""
@@ -94,6 +95,7 @@ class Spare(Small):
         return output
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "lamb"])
 def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
     told, expected, _ = train(stated("none", optim=OPTIMIZERS[name]), Spare(), tmp_path / "told")
@@ -116,6 +118,7 @@ def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> No
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "saved"), [(7, 4), pytest.param(10, 8, marks=pytest.mark.slow)]
 )  # before and after the steps that are taken in order
@@ -249,6 +252,7 @@ class Scaled(nn.Module):
         return self.layer(x.to(self.layer.weight)) * self.scale
 
 
+@pytest.mark.quick("dtypes0")
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float32)]
 )
@@ -318,6 +322,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("momentum-in the groups")
 @pytest.mark.parametrize("how", ["in the groups", pytest.param("by a state", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow) if "decay" in what else what for what in CHANGES])
 def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: str) -> None:
@@ -355,6 +360,7 @@ class Partly(nn.Module):
         return output
 
 
+@pytest.mark.quick("each its own")
 @pytest.mark.parametrize("grouped", ["all in one", "each its own"])
 def test_counters_of_what_has_no_gradient_stand_still(grouped: str) -> None:
     pairs = []

@@ -38,6 +38,7 @@ def make(folder: Path) -> Many:
     return Many(str(folder / "tars"), str(folder / "cache"))
 
 
+@pytest.mark.slow
 def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(tmp_path: Path) -> None:
     stated, task = (
         spec(train={"length": "2 epochs", "batch": BATCH}, data={"window": 2}, checkpoint={"every": "1 step"}),

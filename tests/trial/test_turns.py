@@ -89,6 +89,7 @@ def test_an_arm_that_knows_of_no_turns_runs_alone_and_one_of_several_ranks_is_re
         run_in_turns([code_arm("both", "pass", ranks=2)], tmp_path / "work")
 
 
+@pytest.mark.slow
 def test_a_spec_trains_the_same_in_turns_as_alone(tmp_path: Path) -> None:
     spec = small_spec(2000, task={"use": write_task(tmp_path)})
     arm = spec_arm("a", spec, steps=30, warmup=2, folder=tmp_path)

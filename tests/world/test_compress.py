@@ -337,6 +337,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, found
 
 
+@pytest.mark.slow
 def test_runs_that_compress_are_near_the_one_that_does_not_and_their_replicas_are_alike(
     kinds: tuple[Path, dict[str, Any]],
 ) -> None:

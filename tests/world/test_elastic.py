@@ -101,6 +101,7 @@ PLAN: Plan = {  # what each attempt shows
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbers_of_one_process(tmp_path: Path) -> None:
     golden = train_alone(tmp_path / "alone")
     run = tmp_path / "run"

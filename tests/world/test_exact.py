@@ -75,6 +75,7 @@ def bits(folder: Path, task: Any, given: RunSpec, most: int | None = None) -> li
     return told
 
 
+@pytest.mark.quick("NarrowCounted-tables1")
 @pytest.mark.parametrize(
     ("task", "tables"),
     [

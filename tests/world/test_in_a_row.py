@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, spec, train
 
 
+@pytest.mark.slow
 def test_one_run_follows_the_other_in_the_same_processes(tmp_path: Path) -> None:
     """As in a script that trains several seeds: the first one's objects still stand while the second joins."""
 

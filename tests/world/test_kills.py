@@ -111,6 +111,7 @@ def campaigns(victims: tuple[str, ...], trials: int, seed: int, folder: Path) ->
     return sum(campaign(victim, trials, seed, folder) for victim in victims)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victims", "trials", "seed"),
     [(VICTIMS, FEW, 0), *(pytest.param((victim,), 100, LARGE_SEED, marks=pytest.mark.faults) for victim in VICTIMS)],
@@ -187,6 +188,7 @@ def changes(seeds: range, folder: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(LARGE_SEED, LARGE_SEED + 50), marks=pytest.mark.faults)], ids=len)
 def test_a_run_goes_on_with_other_numbers_of_ranks_after_kills_to_the_numbers_of_one_process(
     seeds: range, tmp_path: Path

@@ -126,6 +126,7 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     assert narrow["off"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line_is_named(tmp_path: Path) -> None:
     done = verify("Logits", "1", "replicate=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -79,7 +79,7 @@ def test_names_of_nccl_of_older_ones_and_of_plug_ins_pass(plain: pytest.MonkeyPa
         ({"protocol": ["LL"]}, "ll"),
         ({"debug": "loud"}, "info"),
         ({"infiniband_retries": 8}, "7"),
-        ({"infiniband": False, "adapter": "mlx5_0"}, "leave one of them out"),
+        ({"infiniband": False, "adapter": "mlx5_0"}, "leave nccl.adapter out"),
     ],
 )
 def test_what_nccl_does_not_know_is_refused_with_what_it_does(table: dict[str, Any], words: str) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 LAYERS, WIDTH = 32, 1024
@@ -45,6 +47,7 @@ with Run(spec, Deep(WIDTH), folder=sys.argv[2], quiet=True) as run:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_begins_and_goes_on_with_its_own_rows_in_memory_and_no_more(tmp_path: Path) -> None:
     script = SCRIPT.replace("LAYERS", str(LAYERS)).replace("WIDTH", str(WIDTH))
     for step in (0, 1):

@@ -120,6 +120,7 @@ def job(folder: Path, member: str, word: str | None = "per_rank", **more: Any) -
     return lambda rank: play(folder, Plays(make, draw, word), **more)
 
 
+@pytest.mark.quick("numpy generator", "environment")
 @pytest.mark.parametrize("member", MEMBERS)
 def test_each_rank_goes_on_with_its_own_state(member: str, tmp_path: Path) -> None:
     """A generator of numpy and of torch, a counter, an array, an environment: a resumed rank draws what the unbroken one did."""

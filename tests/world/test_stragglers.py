@@ -104,6 +104,7 @@ def communicating_s(home: Path) -> float:
     return median(each.phases["communication"] / each.num_steps for each in slowed)
 
 
+@pytest.mark.quick("data", "compute")
 @pytest.mark.parametrize(
     ("made", "after_step_s", "words"),
     [

@@ -39,6 +39,7 @@ def check_the_end(folder: Path) -> None:
     assert consumed.check(folder / "run").holds  # every sample once, whatever came between
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_torchrun_that_is_killed_and_the_same_command_goes_on(tmp_path: Path) -> None:
     words = command(tmp_path)
     with subprocess.Popen(words, env=environment(), stderr=subprocess.DEVNULL) as agent:

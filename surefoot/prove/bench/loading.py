@@ -137,7 +137,7 @@ def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: 
     if not seconds > 0 or (most is not None and most < 0):
         raise InputError(f"{seconds} seconds a setting, up to {most} workers, measure nothing", hint="use --seconds 2 --most 4")
     most = find_most(count_cores()) if most is None else most
-    plain = spec.replace(loader={"workers": 0, "prefetch": None})
+    plain = spec.replace_all({**spec.as_tables(), "loader": {"workers": 0}})
     with Rehearsal(plain, steps=MANY_STEPS) as rehearsal:
         trials = Trials(rehearsal, seconds)
         tell("the steps alone")
