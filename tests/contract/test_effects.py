@@ -177,6 +177,21 @@ def test_what_is_given_beside_the_value_that_makes_it_idle_is_refused_with_its_p
         spec_file.read(given).spec.replace(optim={"name": "adamw", "momentum": 0.7})
 
 
+@pytest.mark.parametrize(
+    "idle", [{"warmup_shape": "exponential"}, {"warmup_start": 0.1, "warmup": "5 %"}], ids=["shape", "start"]
+)
+def test_a_curve_of_a_sequence_has_no_key_without_effect_and_a_run_of_before_is_still_read(idle: dict[str, Any]) -> None:
+    tables = {"schedule": {"sequence": [{"name": "constant", "length": "50 %"}, {"name": "linear", **idle}]}}
+    with pytest.raises(SpecError, match=r"table 2 of schedule\.sequence: schedule\.warmup_s\w+ = .* has no effect"):
+        RunSpec.model_validate(tables)
+    recorded = RunSpec.of_record(tables)
+    assert recorded.replace(train={"batch": 8}).schedule.sequence[1].warmup_shape == idle.get("warmup_shape", "linear")
+    used = {"warmup": "5 %", "warmup_shape": "exponential", "warmup_start": 0.1}
+    assert (
+        RunSpec.model_validate({"schedule": {"sequence": [{"name": "linear", **used}]}}).schedule.sequence[0].warmup_start == 0.1
+    )
+
+
 def test_a_command_that_sets_a_key_itself_takes_what_has_an_effect_beside_its_values(tmp_path: Path) -> None:
     given = write(tmp_path / "mine.toml", '[task]\nuse = "digits"\n[loader]\nkind = "process"\n')
     with pytest.raises(SpecError, match=r"loader\.kind"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import typer
 
 from surefoot.cli.main import app
+from surefoot.contract.spec import RunSpec, key_names
+from surefoot.core.errors import SpecError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "surefoot"
 COMMAND = re.compile(r"(?<![\w./-])surefoot ([a-z][a-z-]*)((?: (?!surefoot )[^\s;`)]+)*)")
@@ -25,6 +28,11 @@ OF_OTHERS = {
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--ntasks", "--ntasks-per-node", "--pid", "--capture-range",
     "--capture-range-end", "--cuda-memory-usage", "--export", "--force-overwrite", "--profile-from-start", "--trace",
 }  # fmt: skip
+
+KEY = re.compile(rf"(?<![\w./-])({'|'.join(RunSpec.model_fields)})\.([a-z_]+)\b(?!\()")
+SETTING = re.compile(rf'{KEY.pattern} = ("[^"]*"|-?\d+(?:\.\d+)?|true|false)')
+# behind the name of a table, and no key of it: files, attributes of a DataLoader, what a task of one's own takes
+NO_KEYS = {"train.py", "checkpoint.py", "memory.json", "memory.svg", "loader.dataset", "loader.collate_fn", "data.batch_size"}
 
 
 class Text(NamedTuple):
@@ -89,6 +97,39 @@ def test_every_option_that_surefoot_names_is_one() -> None:
     known = set().union(*every_verb().values()) | OF_OTHERS
     told = [text for text in every_text() if " " in text.text]  # others are words of a command for a process of ours
     assert [f"{text.where}: {each}" for text in told for each in OPTION.findall(text.text) if each not in known] == []
+
+
+def find_unknown_keys(text: Text) -> Iterator[str]:
+    """The keys that a text names and no table of a spec has. A [task] takes what its class takes."""
+    for table, key in KEY.findall(text.text) if " " in text.text else ():
+        if table != "task" and key not in key_names(table) and f"{table}.{key}" not in NO_KEYS:
+            yield f"{text.where}: [{table}] has no {key}"
+
+
+def find_wrong_values(text: Text) -> Iterator[str]:
+    """The settings that a text names and a spec refuses, other keys apart: a key may have no effect beside the defaults."""
+    for table, key, value in SETTING.findall(text.text):
+        if table == "task" or VALUE in value:
+            continue
+        try:
+            RunSpec.model_validate({table: {key: tomllib.loads(f"value = {value}")["value"]}})
+        except SpecError as error:
+            if "has no effect" not in error.message and "with compute = 'fp32'" not in error.message:
+                yield f"{text.where}: {table}.{key} = {value}: {error.message}"
+
+
+def test_every_key_of_a_spec_that_surefoot_names_is_one_and_takes_the_value_that_is_named() -> None:
+    texts = every_text()
+    assert [fault for text in texts for fault in find_unknown_keys(text)] == []
+    assert [fault for text in texts for fault in find_wrong_values(text)] == []
+    assert sum(len(SETTING.findall(text.text)) for text in texts) > 50  # they are found
+
+
+def test_a_key_or_a_value_that_is_not_there_is_found() -> None:
+    broken = ["set optim.rate = 0.1", "see train.batches, or loader.worker", 'set loader.kind = "fork"']
+    assert [len([*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))]) for text in broken] == [2, 2, 1]
+    sound = ["set train.batch to 8", 'set loader.kind = "thread"; or data.folder', "task.width = 3", "train.microbatch = VALUE"]
+    assert [[*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))] for text in sound] == [[]] * 4
 
 
 def test_a_command_that_is_not_there_is_found() -> None:

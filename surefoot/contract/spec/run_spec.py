@@ -49,6 +49,7 @@ from surefoot.core.schedule.plan import ScheduleSettings
 
 FORMAT = 1
 ALLOWED = "allowed"  # in the context of a validation: keys that may be without effect
+SEQUENCE = "schedule.sequence"
 
 
 def _read_schedule(given: Any) -> Any:
@@ -174,14 +175,19 @@ def _default_of(key: str) -> Any:
 
 
 def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
-    """The keys in plain tables that have no effect there; `decided` are those that a command sets itself."""
-    return set(find_idle(_read_from(tables), _default_of, decided))
+    """The keys in plain tables that have no effect there; `decided` are those that a command sets itself.
+
+    A sequence of curves is one of them where a curve has such a key.
+    """
+    pieces = tables.get("schedule", {}).get("sequence", ())
+    inside = {SEQUENCE for piece in pieces if find_idle(_read_from({"schedule": piece}), _default_of)}
+    return {*find_idle(_read_from(tables), _default_of, decided), *inside}
 
 
 def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """The tables without keys that have no effect, but for those in `kept`; and the keys that were left out."""
     made, gone = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}, []
-    while found := sorted(find_idle_keys(made) - set(kept)):
+    while found := sorted(find_idle_keys(made) - {*kept, SEQUENCE}):
         for key in found:
             table, name = key.split(".")
             del made[table][name]
@@ -196,6 +202,11 @@ def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
         if key not in allowed:
             message, hint = describe(key, need, read, _default_of)
             raise SpecError(message, hint=hint, key=tuple(key.split(".")))
+    for number, piece in enumerate(spec.schedule.sequence, 1):
+        read = _read_from({"schedule": piece})
+        for key, need in find_idle(read, _default_of).items() if SEQUENCE not in allowed else ():
+            message, hint = describe(key, need, read, _default_of)
+            raise SpecError(f"table {number} of {SEQUENCE}: {message}", hint=hint, key=tuple(SEQUENCE.split(".")))
 
 
 def _check_update_in_backward(spec: RunSpec) -> None:
