@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.metrics import Mean, accuracy
 
 Batch = tuple[Tensor, Tensor]
 Kind = Literal["tensors", "dataset", "loader", "own_loader", "own_source"]

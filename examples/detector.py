@@ -18,8 +18,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, accuracy, mean_of
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, accuracy, mean_of
 
 CANVAS, CELL, DIGIT = 32, 8, 8  # pixels
 NUM_CELLS = CANVAS // CELL  # a side

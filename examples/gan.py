@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term, Update
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 
 NOISE = 16
 Batch = dict[str, Tensor]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, perplexity
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, perplexity
 
 LONGEST = 64  # bytes; a byte is a token, 0 is padding
 Batch = dict[str, Tensor]

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Tokens
-from surefoot.components.metrics import Mean, bits_per_byte
+from surefoot.data import Tokens
+from surefoot.metrics import Mean, bits_per_byte
 
 FILES = {"train": (argparse, logging), "test": (textwrap, json)}  # standard modules, read as text
 Batch = dict[str, Tensor]

@@ -17,8 +17,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, accuracy
 
 Batch = tuple[Tensor, Tensor]
 

@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from surefoot import StepReport
-from surefoot.components import checkpoint
-from surefoot.components.data import Arrays, Feed, Keys, Order
-from surefoot.components.metrics import accuracy
-from surefoot.components.observe import Meter
-from surefoot.components.optim import GuardedUpdate, build_groups, find_trained
-from surefoot.components.precision import compute_context
-from surefoot.core.schedule.curves import cosine, warmup
+from surefoot import StepReport, checkpoint
+from surefoot.data import Arrays, Feed, Keys, Order
+from surefoot.metrics import accuracy
+from surefoot.observe import Meter
+from surefoot.optim import GuardedUpdate, build_groups, find_trained
+from surefoot.precision import compute_context
+from surefoot.schedules import cosine, warmup
 
 SEED, EPOCHS, BATCH, MICROBATCH = 0, 8, 64, 32
 WARMUP_STEPS, REPORT_EVERY, COMMIT_EVERY = 20, 40, 40

@@ -27,12 +27,19 @@ _PLACES = {
     "recompute": "surefoot.components.memory.recompute",
     "timed": "surefoot.components.profiler.phases.timed",
 }
-__all__ = sorted(_PLACES)
+# modules of public names, one a subject: `surefoot.data.Arrays`
+_MODULES = (
+    "checkpoint", "data", "events", "memory", "metrics", "observe", "optim", "parallel", "precision", "profiler", "schedules",
+    "stability",
+)  # fmt: skip
+__all__ = sorted([*_PLACES, *_MODULES])
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """The public names, each imported when first used, so that `import surefoot` stays light."""
+    if name in _MODULES:
+        return importlib.import_module(f"surefoot.{name}")
     if name not in _PLACES:
         raise AttributeError(f"module 'surefoot' has no attribute {name!r}")
     module = importlib.import_module(_PLACES[name])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, mean_of
 
 LENGTH = 32
 Batch = tuple[Tensor, Tensor]

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, all_gather
-from surefoot.components.data import Arrays, Keys
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays, Keys
+from surefoot.metrics import Mean, mean_of
 
 SPEC = RunSpec(
     optim={"name": "adam", "lr": 2e-3, "decay": 0.0}, train={"length": "15 epochs", "batch": 128}, data={"last_batch": "drop"},

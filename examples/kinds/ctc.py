@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, mean_of
 
 LETTERS, LONGEST = 5, 5  # letters 1 to 5, 0 is the blank
 TIMES = 4 * LONGEST

@@ -15,8 +15,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, mean_of
 
 QUERIES, MOST, SIDE = 4, 2, 16
 Batch = dict[str, Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays, Keys
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays, Keys
+from surefoot.metrics import Mean, mean_of
 
 STEPS = 50  # of the noise
 KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, STEPS), 0)  # the share of the signal's variance after each of them

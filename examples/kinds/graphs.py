@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.metrics import Mean, accuracy
 
 Batch = dict[str, Tensor]
 SPEC = RunSpec(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, mean_of
 
 Batch = dict[str, Tensor]
 SPEC = RunSpec(

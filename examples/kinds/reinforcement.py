@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays, Keys
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays, Keys
+from surefoot.metrics import Mean, mean_of
 
 HORIZON, GAMMA = 60, 0.97
 Batch = dict[str, Tensor]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays, Keys
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays, Keys
+from surefoot.metrics import Mean, mean_of
 
 WORDS, TOPICS, NEGATIVES = 200, 10, 4  # words of a topic stand near each other
 Batch = dict[str, Tensor]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, accuracy
 
 FROM = 0.6  # of the run, with a constant learning rate from there on
 Batch = tuple[Tensor, Tensor]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.data import Arrays
+from surefoot.metrics import Mean, accuracy
 
 ROWS, WINDOW, WINDOWS, DELAY = 16, 8, 20, 3  # without the state, the first three answers of a window are guesses: accuracy 0.81
 Batch = dict[str, Tensor]

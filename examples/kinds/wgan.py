@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term, Update
-from surefoot.components.data import Arrays, Keys
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.data import Arrays, Keys
+from surefoot.metrics import Mean, mean_of
 
 NOISE, PENALTY = 4, 0.1  # the weight that its authors use for points in a plane
 Batch = dict[str, Tensor]

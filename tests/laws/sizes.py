@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.laws.tree import FUNCTIONS, Violation, modules
@@ -13,6 +14,10 @@ CODE = ("surefoot", "tests", "examples", "benchmarks")
 PACKAGE_ROOT = {
     "core", "native", "contract", "runtime", "control", "components", "train", "tasks", "trial", "prove", "tune", "cli",
     "__init__.py", "__main__.py", "py.typed",
+}  # fmt: skip
+PUBLIC = {  # modules of public names, which only import them
+    "checkpoint", "data", "events", "memory", "metrics", "observe", "optim", "parallel", "precision", "profiler", "schedules",
+    "stability",
 }  # fmt: skip
 CATCH_ALL = {"util", "utils", "helper", "helpers", "common", "misc", "stuff", "tools", "shared", "lib"}
 
@@ -85,19 +90,23 @@ def folders(root: Path) -> list[Violation]:
             folder.relative_to(root).as_posix(), f"shows {count} entries, {FOLDER_ENTRIES} are allowed; make a room of some"
         )
         for folder in every
-        if (count := sum(_is_shown(path) and not (folder == root and path.name in hidden) for path in folder.iterdir()))
-        > FOLDER_ENTRIES
+        if (count := sum(_is_shown(path) and not _is_apart(root, path, hidden) for path in folder.iterdir())) > FOLDER_ENTRIES
     ]
 
 
+def _is_apart(root: Path, path: Path, hidden: Collection[str]) -> bool:
+    """Whether an entry counts for nothing: what git ignores beside the root, and the modules of public names."""
+    return path.name in hidden if path.parent == root else path.parent == root / "surefoot" and path.stem in PUBLIC
+
+
 def package_root(root: Path) -> list[Violation]:
-    """The package's root shows the architecture's eleven folders, `__init__.py`, `__main__.py`, `py.typed`, and nothing else."""
+    """The package's root shows the architecture's folders, the modules of public names, and nothing else."""
     return [
         Violation(
             f"surefoot/{path.name}", f"does not belong in the package's root, which shows {', '.join(sorted(PACKAGE_ROOT))}"
         )
         for path in sorted((root / "surefoot").iterdir())
-        if _is_shown(path) and path.name not in PACKAGE_ROOT
+        if _is_shown(path) and path.name not in PACKAGE_ROOT and path.stem not in PUBLIC
     ]
 
 

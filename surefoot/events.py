@@ -1,0 +1,31 @@
+"""The records of a run, as `events.jsonl` holds them."""
+
+from __future__ import annotations
+
+from surefoot.contract.events import (
+    Committed,
+    Compiled,
+    Dtypes,
+    Ended,
+    Evaluated,
+    Event,
+    Fault,
+    Memory,
+    Started,
+    Step,
+    read,
+)
+
+__all__ = [
+    "Committed",
+    "Compiled",
+    "Dtypes",
+    "Ended",
+    "Evaluated",
+    "Event",
+    "Fault",
+    "Memory",
+    "Started",
+    "Step",
+    "read",
+]

@@ -1,0 +1,15 @@
+"""Throughput of a loop, and what it logs."""
+
+from __future__ import annotations
+
+from surefoot.components.observe import (
+    Console,
+    Meter,
+    TensorBoard,
+)
+
+__all__ = [
+    "Console",
+    "Meter",
+    "TensorBoard",
+]

@@ -1,0 +1,51 @@
+"""docs/reference/api.md out of the docstrings: `python -m tests.docs.api_page` writes it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import surefoot
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
+HEAD = """# Public names
+
+Import from these modules and from `surefoot` itself; whatever else lies in the package may move without notice.
+`help(surefoot.data.Arrays)` shows all of a docstring.
+This page is made from the docstrings by `python -m tests.docs.api_page`.
+"""
+
+
+def describe(value: Any) -> str:
+    """The first paragraph of a docstring as one line; for a value that has none of its own, its type."""
+    if not callable(value) and not inspect.ismodule(value):
+        return f"a `{type(value).__name__}`"
+    text = inspect.getdoc(value) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+def make() -> str:
+    """The page: what `surefoot` has itself, then a table for each module of public names."""
+    names = {name: getattr(surefoot, name) for name in surefoot.__all__}
+    parts = [HEAD, "## surefoot\n", *table({name: value for name, value in names.items() if not inspect.ismodule(value)})]
+    for name, module in sorted(names.items()):
+        if inspect.ismodule(module):
+            found = importlib.import_module(f"surefoot.{name}")
+            parts += [
+                f"\n## surefoot.{name}\n",
+                f"{describe(found)}\n",
+                *table({key: getattr(found, key) for key in found.__all__}),
+            ]
+    return "\n".join(parts) + "\n"
+
+
+def table(names: dict[str, Any]) -> list[str]:
+    rows = [f"| `{name}` | {describe(value)} |" for name, value in sorted(names.items())]
+    return ["| name | what it is |", "| --- | --- |", *rows]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make())
+    print(PAGE)

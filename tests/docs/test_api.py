@@ -1,0 +1,37 @@
+"""The public names: each is documented, stands in docs/reference/api.md, and its module has nothing of its own."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from tests.docs import api_page
+from tests.laws.sizes import PUBLIC
+
+PACKAGE = Path(surefoot.__file__).parent
+
+
+def test_the_page_of_public_names_is_what_the_docstrings_say() -> None:
+    assert api_page.PAGE.read_text() == api_page.make(), "run python -m tests.docs.api_page"
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_module_of_public_names_only_imports_them_and_each_is_documented(name: str) -> None:
+    module = importlib.import_module(f"surefoot.{name}")
+    tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+    assert {type(node) for node in tree.body} <= {ast.Expr, ast.ImportFrom, ast.Assign}
+    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names} - {"annotations"}
+    assert sorted(imported) == module.__all__
+    assert [each for each in module.__all__ if not api_page.describe(getattr(module, each))] == []
+    assert getattr(surefoot, name) is module
+
+
+def test_examples_and_documents_import_public_names_alone() -> None:
+    root = PACKAGE.parent
+    files = [root / "README.md", *(root / "docs" / "guides").glob("*.md"), *(root / "examples").rglob("*.py")]
+    inside = ("surefoot.components", "surefoot.runtime", "surefoot.contract")
+    assert [f"{path.name}: {part}" for path in files for part in inside if part in path.read_text()] == []
