@@ -31,6 +31,7 @@ class Scaled(nn.Module):
         self.first, self.last = nn.Linear(6, 5).double(), nn.Linear(5, 3).double()
         self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
         self.shift = nn.Parameter(torch.full((3,), 0.2, dtype=torch.float64))
+        self.first.shift = self.last.shift = self.shift  # in two units
 
     def forward(self, inputs: Tensor) -> Tensor:
         made: Tensor = self.last(torch.tanh(self.first(inputs))) * self.scale + self.shift
@@ -172,7 +173,7 @@ def test_a_parameter_whose_state_is_not_split_is_not_summed() -> None:
 
 @pytest.mark.parametrize(("stage", "num_ranks"), [(2, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(stage: int, num_ranks: int, tmp_path: Path) -> None:
-    """A scalar, which cannot be split, and all of a unit; each rank has all of them, with the same bits."""
+    """A scalar, which cannot be split, what two units hold, and all of a unit; each rank has all of them, with the same bits."""
 
     def job(group: Group) -> Any:
         model, loss, calls = Scaled(), nn.CrossEntropyLoss(reduction="sum"), list[int]()
