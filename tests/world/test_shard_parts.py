@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from surefoot.components.optim import GuardedUpdate
 from surefoot.components.parallel import FullySharded, ShardedState, gather_rows
+from surefoot.components.parallel.shard.parts import serve_part
 from surefoot.contract.state import master_of, part_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.ranks.layout import Layout
@@ -60,7 +63,11 @@ def passes(model: nn.Module, loss: nn.Module, step: int, rank: int, size: int) -
     inputs, labels = samples(step)
     most = 8 // size // 2
     rows = [slice(first, first + most) for first in range(rank * 2 * most, (rank + 1) * 2 * most, most)]
-    return [lambda each=each: loss(model(inputs[each]), labels[each]).backward() for each in rows]
+
+    def one(each: slice) -> None:
+        loss(model(inputs[each]), labels[each]).backward()
+
+    return [partial(one, each) for each in rows]
 
 
 def alone(params: Any, model: nn.Module, loss: nn.Module, *, clips: bool = False) -> tuple[list[Tensor], list[Any], list[float]]:
@@ -177,7 +184,7 @@ def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(stage
 
     def job(group: Group) -> Any:
         model, loss, calls = Scaled(), nn.CrossEntropyLoss(reduction="sum"), list[int]()
-        model.shift.register_hook(lambda gradient: calls.append(1))
+        model.shift.register_hook(lambda gradient: calls.append(1))  # type: ignore[no-untyped-call]
         replicated = {model.scale, model.shift, *model.last.parameters()}
         units = {"first": model.first, "last": model.last}
         sharded = FullySharded(model, in_halves(group), units, stage=stage, replicated=replicated)
@@ -258,3 +265,14 @@ def test_torch_clips_the_gradients_that_stand_at_the_parameters(stage: int, begi
     found = together(2, job, tmp_path)
     assert max(max(each[:3]) for each in found) < 1e-12
     assert all(each[3] for each in found)  # they take no memory of their own
+
+
+def test_a_step_that_begins_lets_the_gradients_at_the_parameters_go_with_those_of_the_rows() -> None:
+    """They share memory: as long as one is held, the forward pass has none of it."""
+    parameter = nn.Parameter(torch.ones(4, 2))
+    master = serve_part(parameter, parameter[:2], 0, ShardedState([WEIGHT], SOLO))
+    update = GuardedUpdate([torch.optim.SGD([master], lr=0.1)])
+    parameter.grad, master.grad = torch.ones(4, 2), torch.ones(2, 2)
+    update.clear_gradients()
+    assert parameter.grad is None
+    assert master.grad is None
