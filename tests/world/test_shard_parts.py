@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # once, before ranks are forked
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -23,6 +24,12 @@ from surefoot.runtime.comm import SOLO, Group, Mesh, lay_out
 from tests.world.ranks import together
 
 STEPS, NORM = 3, 0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    """What torch loads with the first optimizer is loaded here, once, and not by each rank."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
 
 
 class Scaled(nn.Module):
