@@ -162,6 +162,8 @@ class GuardedUpdate:
     def clear_gradients(self) -> None:
         for parameter in self._parameters:  # what was added since the last update has no gradient yet
             parameter.grad = None
+        for parameter in self._masters:
+            leaf_of(parameter).grad = None
 
     @property
     def rates(self) -> list[float]:

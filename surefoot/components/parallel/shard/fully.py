@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from surefoot.components.parallel.shard.parts import check_has_rows, serve_part
+from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.shard.parts import Named, check_has_rows, serve_part
 from surefoot.components.parallel.shard.units import Units
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
@@ -29,9 +30,11 @@ class FullySharded:
     """Splits a model's weights over `mesh.shard`, in `units`; `stage` is 2 or 3.
 
     With `narrow` they are gathered in that dtype, those of the modules `wide` left out, while gradients are summed, and the rows moved, in
-    their own; with `on_host` they are moved in host memory, where the optimiser's state is then.
+    their own; with `on_host` they are moved in host memory, where the optimiser's state is then. The parameters `replicated` stay as
+    they are, whole and in their dtype, and each rank moves all of them: their gradients are summed over `mesh.whole`, as `Replicas` does.
 
-    From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split.
+    From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split, and for a parameter
+    of `replicated` that is not the model's.
     """
 
     is_even = True  # whether every rank must pass as often
@@ -40,14 +43,16 @@ class FullySharded:
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int, narrow: torch.dtype | None = None,
-        wide: Collection[nn.Module] = (), on_host: bool = False,
+        wide: Collection[nn.Module] = (), on_host: bool = False, replicated: Collection[Tensor] = (),
     ) -> None:  # fmt: skip
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        check_has_rows(model)
-        _check_gathered(model)
-        _check_apart(model, units)
+        whole = _find_whole(model, replicated)
+        split = [(name, each) for name, each in model.named_parameters() if id(each) not in whole]
+        check_has_rows(split)
+        _check_gathered(split)
+        _check_apart(model, units, whole)
         if isinstance(model, nn.ModuleDict | nn.ModuleList):
             kind = type(model).__name__
             raise SpecError(
@@ -55,18 +60,22 @@ class FullySharded:
                 hint="give a model with a forward of its own, or set layout.stage = 1",
             )
         self._stage, self.group, self.replicas, self.unit_names = stage, mesh.shard, mesh.replicate, tuple(units)
+        self._all, self._whole = mesh.whole, whole
         device_mesh = DeviceMesh.from_group(mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",))
         own = MixedPrecisionPolicy(cast_forward_inputs=False)
         policy = own if narrow is None else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
         apart = [] if narrow is None else [each for each in wide if any(True for _ in each.parameters())]
-        hooks = _hooks_of(model)
+        hooks = _hooks_of(split)
         for module in (*apart, *units.values(), model):
-            _check_one_dtype(module)
-            fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=own if module in apart else policy)
-        self._moved = list(model.parameters()) if on_host else []
+            _check_one_dtype(module, whole)
+            kept = {each for each in module.parameters() if id(each) in whole} or None
+            used = own if module in apart else policy
+            fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=used, ignored_params=kept)
+        held_here = [each for each in model.parameters() if id(each) not in whole]
+        self._moved = held_here if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._units = Units(model, self._modules)
-        self._gathered = _Gathered(model, hooks)
+        self._gathered = _Gathered(model, hooks, whole)
         for module, unit in zip(self._modules, self._units.names, strict=True):
             gathering, scattering = _Gathering(mesh.shard, self._units, unit), _Scattering(mesh.shard, self._units, unit)
             self._gathered.watch(module)
@@ -79,7 +88,7 @@ class FullySharded:
             if not mesh.replicate.is_alone:
                 module.set_all_reduce_hook(self._add_replicas)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in held_here:
                 held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
                 most = -(-len(parameter) // mesh.shard.size)  # as torch.chunk cuts
                 serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self, on_host=on_host)
@@ -90,11 +99,15 @@ class FullySharded:
     def synced(self, leaves: Iterable[Tensor]) -> _HandedOver:
         """What gives the rows of an update their gradients."""
         trained = [each for each in leaves if each.requires_grad]
-        return _HandedOver(trained, self._keep_weights if self._stage == 2 else None, self._gathered, self._units)
+        whole = [each for each in trained if id(each) in self._whole]
+        split = [each for each in trained if id(each) not in self._whole]
+        replicas = Replicas(whole, self._all) if whole else None
+        return _HandedOver(split, self._keep_weights if self._stage == 2 else None, self._gathered, self._units, replicas)
 
     def begin(self) -> None:
         """A step's passes begin: weights stay as long as the stage says. Outside of a step they are let go after each module."""
         self._gathered.used.clear()
+        self._gathered.let_go()
         self._units.begin()
         for module in self._modules:
             module.set_reshard_after_forward(self._stage == 3 and module is not self._modules[0], recurse=False)
@@ -123,8 +136,10 @@ class FullySharded:
 class _Gathered:
     """The whole parameters that FSDP puts in the place of the sharded ones for a pass: hooks of the user's go there, and one of ours."""
 
-    def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks]) -> None:
+    def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks], whole: Collection[int]) -> None:
         self.used: set[int] = set()  # the sharded parameters, by id, that have had a gradient
+        self.handed_over: list[Tensor] = []  # those whose gradient is that of an update, and not to be added to
+        self._whole = whole
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
@@ -136,11 +151,20 @@ class _Gathered:
         """Hook the parameters that stand in `module` once its first pass has gathered them."""
         module.register_forward_pre_hook(self._look)
 
+    def let_go(self) -> None:
+        """Forget the gradients of an update: what comes now is the next one's."""
+        for parameter in self.handed_over:
+            parameter.grad = None
+        self.handed_over.clear()
+
     def _look(self, module: nn.Module, _: Any) -> None:
+        if self.handed_over and torch.is_grad_enabled():
+            self.let_go()
         prefix = self._names[id(module)]
         for path, parameter in module.named_parameters():
             name = f"{prefix}.{path}" if prefix else path
-            if name in self._seen or hasattr(parameter, "device_mesh") or not parameter.requires_grad:
+            is_split = id(parameter) not in self._whole and not hasattr(parameter, "device_mesh")
+            if name in self._seen or not is_split or not parameter.requires_grad:
                 continue
             self._seen.add(name)
             parameter.register_hook(partial(_call_before, self._sharded[name]))  # type: ignore[no-untyped-call]
@@ -160,10 +184,10 @@ def _call_before(sharded: Any, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _hooks_of(model: nn.Module) -> dict[str, Hooks]:
+def _hooks_of(named: Named) -> dict[str, Hooks]:
     """The hooks on gradients that parameters have: those that may change one, and those that are called once it is there."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         held: Any = parameter
         if held._backward_hooks or held._post_accumulate_grad_hooks:
             found[name] = held._backward_hooks, held._post_accumulate_grad_hooks
@@ -171,10 +195,17 @@ def _hooks_of(model: nn.Module) -> dict[str, Hooks]:
 
 
 class _HandedOver:
-    """Between FSDP, which leaves a part of each gradient at the parameter, and the optimiser, which moves the rows."""
+    """Between FSDP, which leaves a part of each gradient at the parameter, and the optimiser, which moves the rows.
 
-    def __init__(self, leaves: Sequence[Tensor], keep_weights: Any, gathered: _Gathered, units: Units) -> None:
+    The gradient stays at the parameter, too, as the same memory, until a step begins or its module is called with gradients again.
+    `replicas` sum the gradients of what is not split.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Tensor], keep_weights: Any, gathered: _Gathered, units: Units, replicas: Replicas | None
+    ) -> None:  # fmt: skip
         self._leaves, self._keep_weights, self._gathered, self._units = leaves, keep_weights, gathered, units
+        self._replicas = replicas
 
     def used(self) -> list[float]:
         """1 for each parameter that this rank has had a gradient of in this step, else 0; and how often it has gathered each unit."""
@@ -189,7 +220,7 @@ class _HandedOver:
         self._units.check(counts[num_leaves:])
         for leaf, count in zip(self._leaves, counts[:num_leaves], strict=True):
             if not count:
-                master_of(leaf).grad = None
+                master_of(leaf).grad = leaf.grad = None
 
     def arm(self) -> None:
         """The last backward pass comes."""
@@ -198,12 +229,16 @@ class _HandedOver:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """It is over."""
+        """It is over. What is not split is summed here: during the pass it would come between the exchanges of FSDP, in no fixed order."""
         for leaf in self._leaves:
             found: Any = leaf.grad
             master = master_of(leaf)
             master.grad = None if found is None else found.to_local().to(master.device)
-            leaf.grad = None
+            if master.device != leaf.device:  # a copy
+                leaf.grad = None
+        self._gathered.handed_over += [each for each in self._leaves if each.grad is not None]
+        if self._replicas is not None:
+            self._replicas.finish()
 
     asks_factor = False  # gradients are not compressed
 
@@ -214,7 +249,9 @@ class _HandedOver:
         return []
 
     def close(self) -> None:
-        """Nothing: FSDP has no end."""
+        """FSDP has no end; what is not split is left as it was found."""
+        if self._replicas is not None:
+            self._replicas.close()
 
 
 class _Own:
@@ -244,9 +281,22 @@ class _Scattering(_Own):
             self._group.begin_to_scatter(output_tensor, input_tensor)()
 
 
-def _check_gathered(model: nn.Module) -> None:
+def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
+    """The parameters that are not split, by id. Raises SpecError for one that the model does not have."""
+    own = {id(each) for each in model.parameters()}
+    for each in replicated:
+        if id(each) not in own:
+            what = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"{each!r}, which is no tensor"
+            raise SpecError(
+                f"replicated has a parameter that {type(model).__name__} does not have: {what}",
+                hint="give parameters of the model, as {model.scale}; sum the gradients of others with Replicas",
+            )
+    return {id(each) for each in replicated}
+
+
+def _check_gathered(named: Named) -> None:
     """Raise SpecError for a parameter that `fully_shard` does not take."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
                 f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: {list(parameter.shape)}",
@@ -259,8 +309,8 @@ def _check_gathered(model: nn.Module) -> None:
             )
 
 
-def _check_one_dtype(module: nn.Module) -> None:
-    dtypes = {each.dtype for each in module.parameters() if not hasattr(each, "device_mesh")}
+def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
+    dtypes = {each.dtype for each in module.parameters() if id(each) not in whole and not hasattr(each, "device_mesh")}
     if len(dtypes) > 1:
         raise SpecError(
             f"stages 2 and 3 gather parameters of one dtype, and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
@@ -268,10 +318,12 @@ def _check_one_dtype(module: nn.Module) -> None:
         )
 
 
-def _check_apart(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+def _check_apart(model: nn.Module, units: Mapping[str, nn.Module], whole: Collection[int]) -> None:
     """Raise SpecError for a parameter that stands in two units, or in one and outside of it."""
     homes: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in whole:
+            continue
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "no unit")
         if homes.setdefault(id(parameter), unit) != unit:
             raise SpecError(

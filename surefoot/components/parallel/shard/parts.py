@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from surefoot.contract.state import Owner, Part
+from surefoot.contract.state import Owner, Part, master_of
 from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group
+
+Named = Sequence[tuple[str, Tensor]]
+Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]  # as torch's optimizers take them
+
+TAKES = "give a module, parameters, pairs of a name and a parameter, or groups: dicts with an entry 'params'"
 
 
 def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[range]]:
@@ -40,15 +47,83 @@ def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_
     return master
 
 
-def check_has_rows(model: nn.Module) -> None:
+def check_has_rows(named: Named) -> None:
     """Raise SpecError for a parameter that cannot be split by rows."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if parameter.ndim == 0:
             raise SpecError(
                 f"layout.shard splits parameters by rows, and {name} has no dimension", hint="give it the shape (1,) in the model"
             )
         if parameter.is_complex():
             raise SpecError(f"layout.shard takes real parameters, and {name} is complex", hint="use layout.replicate alone")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A group of parameters as it was given: its settings, and each parameter by its name; those without are called by their place."""
+
+    settings: Mapping[str, Any]
+    named: Named
+    has_names: bool
+
+    def with_masters(self) -> dict[str, Any]:
+        """The same for an optimizer: what is moved of each parameter that is trained."""
+        pairs = [(name, master_of(each)) for name, each in self.named if each.requires_grad]
+        return {**self.settings, "params": pairs if self.has_names else [master for _, master in pairs]}
+
+
+def read_groups(given: Given) -> list[Listed]:
+    """What torch's optimizers take, as groups; a module is one. A tied parameter stands once in a group.
+
+    Raises SpecError for anything else, for none at all, for a parameter in two groups, and for one that is no leaf.
+    """
+    if isinstance(given, nn.Module):
+        return [Listed({}, [*given.named_parameters()], False)]
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+        raise SpecError(f"there are parameters to split, and {_kind_of(given)} was given", hint=TAKES)
+    items: list[Any] = list(given)
+    are_groups = [isinstance(each, Mapping) for each in items]
+    if not items or len(set(are_groups)) > 1:
+        what = "groups and parameters side by side were given" if items else "none were given"
+        raise SpecError(f"there are parameters to split, and {what}", hint=TAKES)
+    if not are_groups[0]:
+        return [_read_group({"params": items}, "parameter ")]
+    groups = [_read_group(each, f"parameter {number}.") for number, each in enumerate(items)]
+    homes: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for name, parameter in group.named:
+            if homes.setdefault(id(parameter), number) != number:
+                raise SpecError(f"{name} is in group {homes[id(parameter)]}, too", hint="give each parameter in one group")
+    return groups
+
+
+def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
+    settings = dict(given)
+    held: Any = settings.pop("params", None)
+    if isinstance(held, set | frozenset) or not isinstance(held, Iterable):
+        what = "a set, which each rank may read in another order" if isinstance(held, set | frozenset) else _kind_of(held)
+        raise SpecError(f"the 'params' of a group with the entries {sorted(given)} are {what}", hint=TAKES)
+    items = [held] if isinstance(held, Tensor) else list(held)
+    if "param_names" in settings:  # as an optimizer keeps them
+        items = [*zip(settings.pop("param_names"), items, strict=True)]
+    are_pairs = [isinstance(each, tuple) and len(each) == 2 for each in items]
+    if len(set(are_pairs)) > 1:
+        raise SpecError("some parameters of a group have a name, and others have none", hint="give a name to all, or to none")
+    found: dict[int, tuple[str, Tensor]] = {}
+    for number, each in enumerate(items):
+        name, parameter = each if are_pairs[number] else (f"{prefix}{number}", each)
+        if not isinstance(parameter, Tensor):
+            raise SpecError(f"there are parameters to split, and {_kind_of(parameter)} is among them", hint=TAKES)
+        if not parameter.is_leaf:
+            raise SpecError(
+                f"{name} is no leaf: it was computed, and has no gradient of its own", hint="give what it was computed of"
+            )
+        found.setdefault(id(parameter), (name, parameter))
+    return Listed(settings, [*found.values()], any(are_pairs))
+
+
+def _kind_of(given: Any) -> str:
+    return f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else f"{type(given).__name__} {given!r:.60}"
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from surefoot.components.parallel.replicate import (
     BUCKET_BYTES,
@@ -24,9 +25,10 @@ from surefoot.components.parallel.replicate import (
     pack_up,
     wide_of,
 )
-from surefoot.components.parallel.shard.parts import check_has_rows, cut_rows, serve_part
+from surefoot.components.parallel.shard.parts import Given, check_has_rows, cut_rows, read_groups, serve_part
 from surefoot.components.parallel.wires import Wait
 from surefoot.contract.state import master_of
+from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Mesh
 
 Rows = list[range]  # of one tensor, by rank
@@ -54,10 +56,11 @@ class _InParts:
 
 
 class ShardedState:
-    """Splits the optimiser's state of a model's trained parameters over `mesh.shard`.
+    """Splits the optimiser's state of trained parameters over `mesh.shard`: those of a module, or what torch's optimizers take.
 
-    From here on `master_of(parameter)` are the rows that this rank moves, with `on_host` a copy in host memory.
-    Raises SpecError for a parameter without rows.
+    That is parameters, pairs of a name and a parameter, or groups of either: so a loss may have weights beside a model. All ranks give
+    the same in one order. From here on `master_of(parameter)` are the rows that this rank moves, with `on_host` a copy in host memory.
+    Raises SpecError for a parameter without rows, and for what no optimizer of torch takes.
     """
 
     is_even = False  # whether every rank must pass as often
@@ -65,14 +68,16 @@ class ShardedState:
     first_weights = ""  # a digest of those that a rank began with
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
+        self, model: Given, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
         on_host: bool = False,
     ) -> None:  # fmt: skip
-        check_has_rows(model)
+        self._listed = read_groups(model)
+        named = [pair for group in self._listed for pair in group.named]
+        check_has_rows(named)
         self._sizes, self._on_host = (bucket_bytes, first_bytes), on_host
         self._mesh, self.group, self.replicas = mesh, mesh.shard, mesh.replicate
         self._cuts: dict[int, Rows] = {}
-        self._packs = pack_up([each for each in model.parameters() if each.requires_grad], *self._sizes)
+        self._packs = pack_up([each for _, each in named if each.requires_grad], *self._sizes)
         for pack in self._packs:
             sizes = [(len(each), math.prod(each.shape[1:])) for each in pack]
             for parameter, rows in zip(pack, cut_rows(sizes, mesh.shard.size), strict=True):
@@ -80,8 +85,20 @@ class ShardedState:
                 mine = rows[mesh.shard.rank]
                 serve_part(parameter, parameter[mine.start : mine.stop], mine.start, self, on_host=on_host)
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """What an optimizer is given: the groups, of a module or of parameters one, with the rows that this rank moves of each."""
+        return [each.with_masters() for each in self._listed]
+
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
-        """What sums the gradients of an update, and gives each rank those of its rows."""
+        """What sums the gradients of an update, and gives each rank those of its rows. Raises TaskError for a leaf it was not given."""
+        leaves = list(leaves)
+        for each in leaves:
+            if each.requires_grad and id(each) not in self._cuts:
+                raise TaskError(
+                    f"a parameter of shape {list(each.shape)} is to be trained, and ShardedState was not given it",
+                    hint="give it to ShardedState too, with requires_grad as it is trained",
+                )
         return _Scattered(leaves, self._mesh, self._cuts, self._sizes)
 
     def begin(self) -> None:

@@ -86,7 +86,8 @@ def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[s
     """The parameters that are gathered with a unit, and with none inside of it."""
     prefix = f"{name}." if name else ""
     inner = tuple(f"{each}." for each in names if each != name and each.startswith(prefix))
-    return [each for each, _ in model.named_parameters() if each.startswith(prefix) and not each.startswith(inner)]
+    split = [each for each, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
+    return [each for each in split if each.startswith(prefix) and not each.startswith(inner)]
 
 
 def _title(name: str, own: Sequence[str]) -> str:
