@@ -9,7 +9,11 @@ from surefoot.components.parallel import (
     Replicas,
     ShardedState,
     SyncNorm,
+    gather_rows,
 )
+from surefoot.contract.state import part_of
+from surefoot.core.place import here as this_rank
+from surefoot.core.ranks.layout import Layout
 from surefoot.runtime.comm import (
     ALONE,
     Group,
@@ -24,10 +28,14 @@ __all__ = [
     "FullySharded",
     "Group",
     "JoinedBuffers",
+    "Layout",
     "Mesh",
     "Replicas",
     "ShardedState",
     "SyncNorm",
+    "gather_rows",
     "join",
     "lay_out",
+    "part_of",
+    "this_rank",
 ]
