@@ -11,6 +11,7 @@ _PLACES = {
     "Run": "surefoot.train.run",
     "RunSpec": "surefoot.contract.spec",
     "Source": "surefoot.contract.task",
+    "Start": "surefoot.train.resume.start",
     "StepReport": "surefoot.contract.state",
     "SurefootError": "surefoot.core.errors",
     "Task": "surefoot.contract.task",

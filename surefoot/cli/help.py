@@ -38,6 +38,13 @@ class Verb(TyperCommand):
 class Verbs(TyperGroup):
     """A group of verbs."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a verb; one that only a group inside has is named there: `export` is `checkpoint export`."""
+        inside = [f"{name} {args[0]}" for name, each in self.commands.items() if args[0] in getattr(each, "commands", ())]
+        if inside and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. It is {' or '.join(inside)}.")
+        return super().resolve_command(ctx, args)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return [_plain(each) for each in super().get_params(ctx)]
 

@@ -149,6 +149,7 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
 
 def find_step(run: Path, step: int | str) -> int:
     """The step that `step` names: a number or its digits, "last", or "best" by the scores in the manifests. Raises RunFolderError."""
+    run = Path(run)
     steps = manifest.steps(run)
     if not steps:
         raise RunFolderError(f"{run} holds no commit", hint="a run commits at evaluations, every checkpoint.every and at its end")

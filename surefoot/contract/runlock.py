@@ -80,8 +80,10 @@ class RunLock:
             owner = _read(self._descriptor).get("process", "unknown")
             if _is_alive(owner) or time.monotonic() >= until_s:
                 self.release()
+                is_own = str(owner) == str(os.getpid())
                 raise RunFolderError(
-                    f"{folder} is being written by process {owner}", hint="wait for it, or give another --run folder"
+                    f"{folder} is being written by {'this process itself' if is_own else f'process {owner}'}",
+                    hint="close() the run that is open first" if is_own else "wait for it, or give another --run folder",
                 )
             time.sleep(LOOK_S)
 

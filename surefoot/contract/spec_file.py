@@ -164,7 +164,9 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
     try:
         stated = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # besides its own, tomllib lets out a giant integer's and a deep nesting's
-        raise SpecError(f"{path} is not TOML: {error}", hint="see toml.io for the form") from None
+        classes = re.findall(r"^class (\w+)", text, re.MULTILINE) if path.suffix == ".py" else []
+        ways = f"name its class: {path.name}:{classes[0]}" if classes else "surefoot init NEW writes one that runs"
+        raise SpecError(f"{path} is not TOML, the form of a spec: {error}", hint=ways) from None
     lines = _lines(text)
     base = stated.pop("base", None)
     kept = {f"{table}.{key}" for table, keys in stated.items() if isinstance(keys, dict) for key in keys}

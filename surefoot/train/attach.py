@@ -32,7 +32,7 @@ from surefoot.contract import events
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
 from surefoot.core import place
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, DataError, InputError, StorageError, TaskError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError
 from surefoot.core.process.forked import Owner
 from surefoot.runtime.comm import Group
 from surefoot.train import environment, folder
@@ -42,6 +42,8 @@ from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume import loop_ranks
 from surefoot.train.resume.loop import (
     LoopKeeper,
+    as_loss,
+    check_given,
     describe_changes,
     find_guarantee,
     given_settings,
@@ -82,14 +84,7 @@ def attach(
     if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
         place.check_launcher()
     check_not_importing()
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    bad = [each for each in optimizers if not hasattr(each, "param_groups")]
-    if bad or not optimizers:
-        raise TaskError(
-            f"optimizer is {bad[0] if bad else optimizer!r}, which has no param_groups", hint="give a torch.optim.Optimizer"
-        )
-    if not isinstance(data, Iterable):
-        raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
+    optimizers = check_given(model, optimizer, data, state)
     optim.check_shaped(model)
     wanted = None if folder is None else Path(folder)
     group = loop_ranks.find_group(wanted)
@@ -247,7 +242,13 @@ class _Record:
         self._training_s = float(loop.get("training_s", 0.0))
         self._num_untimed = 0 if "training_s" in loop else self.num_samples  # an older version did not save the time
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
-        return (*set_aside, f"going on after step {self.step:,}, with rates and settings as they were saved", *changed, *notes)
+        return (
+            *set_aside,
+            f"going on after step {self.step:,}, with rates and settings as they were saved",
+            *changed,
+            *self._keeper.unfrozen,
+            *notes,
+        )
 
     def _started(
         self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
@@ -357,12 +358,8 @@ class _Record:
     def step_done(self, loss: Tensor | float, num_samples: int | None) -> None:
         if self._is_unrecorded():
             return
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise TaskError(
-                f"step_done was given a loss of shape {tuple(loss.shape)}", hint="give its mean over the batch: loss.mean()"
-            )
+        value = as_loss(loss)
         count = self._unreported if num_samples is None else num_samples
-        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
         weight = count or 1  # a loop that reads its data past batches() still has a mean
         self.step += 1
         self.clock.end_step(self.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, get_args
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from surefoot.components import checkpoint
 from surefoot.components.data import WHOLE, Iterated, Share, to_device
 from surefoot.components.data.loader import look
 from surefoot.components.data.order import derive
@@ -259,7 +260,13 @@ def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, L
 def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]:
     if task.metrics is None:
         return {}
-    found = dict(task.metrics(output, inputs))
+    given = task.metrics(output, inputs)
+    if not isinstance(given, Mapping):
+        raise TaskError(
+            f"metrics() of task {task.name} returned {'None' if given is None else checkpoint.name_kind(given)}, not metrics by name",
+            hint='return a dict: {"accuracy": accuracy(output, targets)}',
+        )
+    found = dict(given)
     bad = [name for name, metric in found.items() if not hasattr(metric, "merge")]
     if bad:
         raise TaskError(

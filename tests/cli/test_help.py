@@ -237,3 +237,11 @@ def test_of_an_option_with_several_values_the_last_one_counts_and_is_named(
 def test_a_value_that_is_given_again_is_not_named(words: tuple[str, ...], surefoot: Command) -> None:
     answer = surefoot("spec", "show", "digits", *words)
     assert (answer.code, answer.err) == (0, "")
+
+
+@pytest.mark.parametrize(("verb", "whole"), [("export", "checkpoint export"), ("prune", "checkpoint prune"), ("validate", "")])
+def test_a_verb_that_only_a_group_has_is_named_with_its_group(verb: str, whole: str, surefoot: Command) -> None:
+    answer = surefoot(verb, "a-run")
+    assert answer.code == 2
+    assert f"No such command '{verb}'" in answer.err
+    assert (f"It is {whole}." in answer.err) == bool(whole)

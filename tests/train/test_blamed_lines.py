@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 
 from surefoot.contract.task import load
 from surefoot.core.errors import SurefootError, TaskError
+from surefoot.train.failure import blame
 from surefoot.train.run import Run
 from tests.train.small import spec
 
@@ -114,3 +117,25 @@ def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-"], input=script, text=True, cwd=ROOT, capture_output=True, check=False, timeout=300)
     assert "(<stdin>:6, in loss)" in done.stderr.splitlines()[-2], done.stderr
+
+
+@pytest.mark.parametrize("kind", ["ValueError", "KeyError", "Broken"])
+def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "items.py").write_text(
+        "class Broken(Exception):\n    pass\n\nclass Items:\n    def __len__(self):\n        return 8\n\n"
+        f"    def __getitem__(self, number):\n        raise {kind}('record 3')  # BROKEN\n"
+    )
+    made = spec_from_file_location("items_of_a_worker", tmp_path / "items.py")
+    assert made is not None
+    assert made.loader is not None
+    items = module_from_spec(made)
+    made.loader.exec_module(items)
+    monkeypatch.setitem(sys.modules, "items_of_a_worker", items)  # a worker sends the class of its error by name, or nothing ever
+    with pytest.raises(Exception, match="DataLoader worker process") as caught:
+        next(iter(torch.utils.data.DataLoader(items.Items(), num_workers=1)))
+    told = blame.describe(caught.value)
+    assert "record 3" in told
+    assert f"{kind}: " in told
+    assert f"{tmp_path / 'items.py'}:9, in __getitem__: raise" in told

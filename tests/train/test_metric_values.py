@@ -67,3 +67,21 @@ def test_a_value_that_is_no_number_is_refused_before_the_first_step(kind: str, t
 def test_a_direction_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="its `better` is 'max'"):
         Run(spec(2), Measured(Given(1.0, "max")), folder=tmp_path / "a", quiet=True).__enter__()
+
+
+class Nameless(Small):
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def metrics(self, output: Any, batch: Any) -> Any:
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [(torch.tensor(0.5), "a Tensor"), ([0.5], "a list"), (None, "None"), (0.5, "a float")]
+)
+def test_metrics_without_names_are_refused_with_what_was_given(given: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=f"returned {words}, not metrics by name") as caught:
+        Run(spec(2), Nameless(given), folder=tmp_path / "a", quiet=True).__enter__()
+    assert "return a dict" in str(caught.value.hint)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import surefoot
+from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import UserCodeError
 from surefoot.train.run import Run
@@ -161,3 +162,45 @@ def test_a_layer_that_cannot_be_unfrozen_is_named_with_the_reason(tables: Any, t
     (table,) = [key for key in ("memory", "precision") if key in tables]
     with pytest.raises(UserCodeError, match=f"0.weight, 0.bias trains from now on.*{table}[.]"):
         run(tmp_path / "a", spec(14, checkpoint=CHECKPOINT, **tables), Frozen(), unfreeze)
+
+
+def looped(
+    folder: Path, *, leave_at: int | None, changes: dict[int, dict[int, bool]]
+) -> tuple[list[Tensor], list[bool], list[str]]:
+    """A loop of three passes that freezes or unfreezes layers at the start of a pass, left after so many of its steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    inputs = torch.randn(12, 4)
+    loader = torch.utils.data.DataLoader(list(zip(inputs, (inputs[:, 0] > 0).long(), strict=True)), batch_size=4, shuffle=True)
+    run, done = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, save="1 steps"), 0
+    for number in range(run.first_pass, 3):
+        for layer, trains in changes.get(number, {}).items():
+            model[layer].requires_grad_(trains)
+        for batch, targets in run.batches():
+            loss = nn.functional.cross_entropy(model(batch), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.step_done(loss)
+            done += 1
+            if done == leave_at:
+                run.close()
+                return [], [], []
+    run.close()
+    started = [event for event in events.read(folder) if isinstance(event, events.Started)]
+    return list(model.parameters()), [each.requires_grad for each in model.parameters()], list(started[-1].notes)
+
+
+@pytest.mark.parametrize("leave_at", [4, 6, 8])
+@pytest.mark.parametrize(
+    "changes", [{1: {0: True}}, {1: {0: True, 2: False}}, {1: {2: False}, 2: {0: True}}], ids=["one", "two", "both"]
+)
+def test_a_loop_that_was_left_trains_what_it_trained(changes: dict[int, dict[int, bool]], leave_at: int, tmp_path: Path) -> None:
+    whole, flags, _ = looped(tmp_path / "whole", leave_at=None, changes=changes)
+    looped(tmp_path / "left", leave_at=leave_at, changes=changes)
+    resumed, again, notes = looped(tmp_path / "left", leave_at=None, changes=changes)
+    assert again == flags
+    assert all(map(torch.equal, resumed, whole))
+    assert any(note.startswith("as when the checkpoint was saved, ") for note in notes) == bool(leave_at > 3)

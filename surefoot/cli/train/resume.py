@@ -57,7 +57,7 @@ def resume(
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",
-            hint="there: Run(spec, task, folder=...), for a fork with start=Start(run, step)",
+            hint="there: Run(spec, task, folder=...), for a fork with start=surefoot.Start(Path(run), step)",
         )
     found = changes.find(before, after)
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)

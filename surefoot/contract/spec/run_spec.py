@@ -46,10 +46,13 @@ from surefoot.contract.spec.tables import (
 )
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings
+from surefoot.core.schedule.settings import DURATIONS
 
 FORMAT = 1
 ALLOWED = "allowed"  # in the context of a validation: keys that may be without effect
 SEQUENCE = "schedule.sequence"
+OF_TORCH = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "tfloat32": "tf32"}
+IN_TOML = {"a valid string": "a text in quotes", "a valid tuple": "an array, in brackets"}
 
 
 def _read_schedule(given: Any) -> Any:
@@ -279,8 +282,13 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     # of a key that may be of several kinds, each has its fault
     kinds = (str(each["msg"]) for each in faults if _find_key(each, prefix) == path)
     allowed = " or ".join(dict.fromkeys(each.removeprefix("Input should be ") for each in kinds))
+    for name, words in IN_TOML.items():
+        allowed = allowed.replace(name, words)
     options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(given), options, n=1)
+    near = [name for name in (OF_TORCH.get(str(given).removeprefix("torch.")),) if name in options]
+    near = near or difflib.get_close_matches(str(given), options, n=1)
+    if path[:1] == ("schedule",) and path[-1] in DURATIONS:
+        allowed = 'a number with its unit in quotes: "500 steps", "2 epochs", "5 %"'
     return SpecError(
         f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from surefoot.components.memory.caches import HINT, is_of_repeated_pass
@@ -15,10 +16,13 @@ from surefoot.core.errors import (
     SurefootError,
     UserCodeError,
 )
-from surefoot.core.process.frames import find_user_frame, is_of_surefoot, is_of_torch
+from surefoot.core.process.frames import find_user_frame, is_of_library, is_of_surefoot, is_of_torch
 from surefoot.core.process.refused import is_refused
 
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
+# torch.utils.data: how a loader raises what its worker raised
+IN_WORKER = re.compile(r"Caught (?P<kind>\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
+FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>\S+)\n *(?P<code>.*)$', re.MULTILINE)
 
 
 def is_ours(error: BaseException) -> bool:
@@ -29,9 +33,21 @@ def is_ours(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """`ValueError: too many (my_task.py:31, in loss: return ...)`."""
+    if (inside := _describe_in_worker(str(error))) is not None:
+        return inside
     place = find_place(error)
     first = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first[0]}{'' if place is None else f' ({place})'}"
+
+
+def _describe_in_worker(text: str) -> str | None:
+    """The same of an error that a worker of a DataLoader met, whose traceback torch puts into the message; None for any other."""
+    caught = IN_WORKER.match(text)
+    if caught is None:
+        return None
+    told = next((line for line in reversed(text.splitlines()) if re.match(rf"(\w+\.)*{caught['kind']}\b", line)), caught["kind"])
+    frames = [each for each in FRAME.finditer(text) if not (is_of_surefoot(each["file"]) or is_of_library(each["file"]))]
+    return told if not frames else "{0} ({file}:{line}, in {name}: {code})".format(told, **frames[-1].groupdict())
 
 
 def find_place(error: BaseException) -> str | None:

@@ -80,8 +80,9 @@ def watch(task: Resolved, unshared: set[str]) -> Resolved:
     give = task.metrics
 
     def metrics(output: Output, inputs: Batch) -> Mapping[str, Metric]:
-        found = dict(give(output, inputs))
-        unshared.update(name for name, metric in found.items() if not is_sendable(metric))
+        found = give(output, inputs)
+        if isinstance(found, Mapping):  # else the evaluation says what it is
+            unshared.update(name for name, metric in found.items() if not is_sendable(metric))
         return found
 
     return replace(task, metrics=metrics)

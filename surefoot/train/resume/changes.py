@@ -160,7 +160,9 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
     ways = ["choose one:", f"  resume with the old values: surefoot resume {name}"]
     if all(word is not None for word in words):
         ways.append(f"  {purpose}: surefoot resume {name}{kept} --fork NEW {given}")
-    ways.append(f'  the same in Python: Run(spec, task, folder="NEW", start=Start(Path({str(run)!r}), {newest}{weights}))')
+    label = "the same" if len(ways) > 2 else purpose
+    start = f"surefoot.Start(Path({str(run)!r}), {newest}{weights})"
+    ways.append(f'  {label} in Python: Run(spec, task, folder="NEW", start={start})')
     return [*ways, "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True"]
 
 

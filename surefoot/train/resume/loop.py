@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
@@ -18,7 +19,7 @@ from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.task import Guarantee
-from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.core.errors import DataError, RunFolderError, TaskError
 from surefoot.core.units import Duration
 from surefoot.runtime.attributes import AttributeTracker
 from surefoot.runtime.comm import ALONE, Group
@@ -31,7 +32,7 @@ from surefoot.train.resume.full_disk import RoomMaker, list_steps
 from surefoot.train.resume.loop_ranks import SaveTimer
 from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
 
-KEEP = 3
+KEEP, MOST_NAMED = 3, 4
 OWN = ("loop", "data")
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 
@@ -87,6 +88,7 @@ class LoopKeeper:
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
             self._check_kinds(found.step, dict(loop.get("kinds", {})))
+            self.unfrozen = self._set_trained(dict(loop.get("trains", {})))
             self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
             self._own_now = loop.get("own_now", ())
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
@@ -106,6 +108,21 @@ class LoopKeeper:
                     hint="give what the loop was begun with, or begin in another folder",
                 )
 
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        return [(name, each) for name, each in self._objects.items() if isinstance(each, nn.Module)]
+
+    def _set_trained(self, saved: Mapping[str, Mapping[str, bool]]) -> tuple[str, ...]:
+        """Let each parameter train or not, as it did when the checkpoint was made; a note of those that differed."""
+        changed: list[str] = []
+        for name, module in self._modules():
+            trained = saved.get(name, {})
+            for key, parameter in module.named_parameters():
+                if trained.get(key, parameter.requires_grad) != parameter.requires_grad:
+                    parameter.requires_grad_(trained[key])
+                    changed.append(f"{key} {'trains' if trained[key] else 'is frozen'}")
+        more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+        return (f"as when the checkpoint was saved, {', '.join(changed[:MOST_NAMED])}{more}",) if changed else ()
+
     @property
     def first_pass(self) -> int:
         """The number of the pass that the loop goes on in, from 0: those before it were whole, or left."""
@@ -113,6 +130,7 @@ class LoopKeeper:
 
     _saves_itself = False
     lost_commits = ""  # what `resume` did not find, in words
+    unfrozen: tuple[str, ...] = ()  # a note of the parameters that `resume` let train or froze
 
     def begin_pass(self) -> Iterator[Any]:
         """An iterator over the data that stands where the loop was left; from the second pass on, at the beginning."""
@@ -232,6 +250,7 @@ class LoopKeeper:
             "pass_random": self._pass_random, "last_random": self._last_random, "sampler": self._watched.sampler_start(),
             "seen": self.seen.as_state(), "own_now": self._watched.generator_states(),
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
+            "trains": {name: _find_trained(module) for name, module in self._modules()},
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
         attributes = self._attributes()
@@ -245,6 +264,45 @@ class LoopKeeper:
     def _retain(self) -> None:
         if self._group.is_first:
             checkpoint.retain(self._folder, keep=KEEP)
+
+
+def check_given(model: Any, optimizer: Any, data: Any, state: Any) -> list[Any]:
+    """The optimizers of what a loop gives to `attach`. Raises TaskError or DataError for what is of no such kind."""
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model is {checkpoint.name_kind(model)}", hint="give the torch.nn.Module that the loop trains")
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    bad = [each for each in optimizers if not hasattr(each, "param_groups")]
+    if bad or not optimizers:
+        raise TaskError(
+            f"optimizer is {bad[0] if bad else optimizer!r}, which has no param_groups", hint="give a torch.optim.Optimizer"
+        )
+    if not isinstance(data, Iterable):
+        raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
+    if not isinstance(state, Mapping | None):
+        raise TaskError(
+            f"state is {checkpoint.name_kind(state)}", hint='name each object that is saved: state={"scheduler": scheduler}'
+        )
+    return optimizers
+
+
+def as_loss(loss: Any) -> Tensor:
+    """A loss of one number as a tensor that holds no graph. Raises TaskError for any other."""
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise TaskError(
+            f"step_done was given a loss of shape {tuple(loss.shape)}", hint="give its mean over the batch: loss.mean()"
+        )
+    if isinstance(loss, Tensor):
+        return loss.detach()
+    try:
+        return torch.tensor(float(loss), dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"step_done was given {checkpoint.name_kind(loss)}", hint="give the loss of the step: a number, or a tensor of one"
+        ) from None
+
+
+def _find_trained(module: nn.Module) -> dict[str, bool]:
+    return {name: each.requires_grad for name, each in module.named_parameters()}
 
 
 def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:

@@ -35,7 +35,7 @@ def read_split(task: Resolved, split: str) -> Source:
     except KeyError as error:
         if error.args == (split,):  # looked up among those that the task knows
             raise DataError(
-                f"task {task.name} has no split {split!r}", hint="name one that its data(split) knows: evaluate.split, --split"
+                f"task {task.name} has no split {split!r}", hint="name one that its data(split) knows, as evaluate.split"
             ) from error
         raise _failed_data(split, error) from error
     except OSError as error:
