@@ -82,7 +82,7 @@ class RunLock:
                 self.release()
                 is_own = str(owner) == str(os.getpid())
                 raise RunFolderError(
-                    f"{folder} is being written by {'this process itself' if is_own else f'process {owner}'}",
+                    f"{folder} is being written by process {owner}{', which is this one' if is_own else ''}",
                     hint="close() the run that is open first" if is_own else "wait for it, or give another --run folder",
                 )
             time.sleep(LOOK_S)
