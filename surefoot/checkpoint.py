@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from surefoot.components.checkpoint import (
     Commit,
+    find_step,
     load,
     load_into,
     newest_loadable,
@@ -13,6 +14,7 @@ from surefoot.components.checkpoint import (
 
 __all__ = [
     "Commit",
+    "find_step",
     "load",
     "load_into",
     "newest_loadable",

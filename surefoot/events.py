@@ -13,6 +13,9 @@ from surefoot.contract.events import (
     Memory,
     Started,
     Step,
+    find_end,
+    is_finished,
+    newest,
     read,
 )
 
@@ -27,5 +30,8 @@ __all__ = [
     "Memory",
     "Started",
     "Step",
+    "find_end",
+    "is_finished",
+    "newest",
     "read",
 ]

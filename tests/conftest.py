@@ -89,6 +89,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     """A test fails that leaves a thread, a process group, a variable, a folder or a setting of torch changed; the next starts clean."""
     variables, folder, threads, settings_before = dict(os.environ), Path.cwd(), set(threading.enumerate()), _torch_settings()
     yield
+    for each in [each for each in threading.enumerate() if each not in threads and not each.daemon]:
+        gc.collect()  # a pool that nobody holds any more tells its threads to end
+        each.join(timeout=2.0)
     found = [f"thread {one.name}" for one in threading.enumerate() if one not in threads and not one.daemon and one.is_alive()]
     for name in sorted(variables.keys() | os.environ.keys()):
         if variables.get(name) != os.environ.get(name) and name not in SET_BY_OTHERS:

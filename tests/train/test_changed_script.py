@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import surefoot
 from surefoot.contract.events import Started
 from surefoot.core.errors import RunFolderError
-from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import FEW, Small, call, end_of, records, spec, write_task
 
@@ -65,7 +64,7 @@ def test_the_call_that_is_named_for_python_goes_on_with_the_new_values(tmp_path:
         pass
     named = next(line for line in str(caught.value).splitlines() if "in Python" in line).partition(": ")[2]
     run = eval(named.replace('"NEW"', "new"), {
-        "Run": Run, "spec": longer, "task": Small(), "new": tmp_path / "new", "Start": Start, "Path": Path,
+        "Run": Run, "spec": longer, "task": Small(), "new": tmp_path / "new", "Start": surefoot.Start, "Path": Path,
     })  # fmt: skip
     with run:
         assert run.step == 4

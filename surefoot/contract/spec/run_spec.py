@@ -52,7 +52,7 @@ FORMAT = 1
 ALLOWED = "allowed"  # in the context of a validation: keys that may be without effect
 SEQUENCE = "schedule.sequence"
 OF_TORCH = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "tfloat32": "tf32"}
-IN_TOML = {"a valid string": "a text in quotes", "a valid tuple": "an array, in brackets"}
+IN_TOML = {"a valid string": "a string in quotes", "a valid tuple": "an array, in brackets"}
 
 
 def _read_schedule(given: Any) -> Any:

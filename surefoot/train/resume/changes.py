@@ -161,8 +161,8 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
     if all(word is not None for word in words):
         ways.append(f"  {purpose}: surefoot resume {name}{kept} --fork NEW {given}")
     label = "the same" if len(ways) > 2 else purpose
-    start = f"surefoot.Start(Path({str(run)!r}), {newest}{weights})"
-    ways.append(f'  {label} in Python: Run(spec, task, folder="NEW", start={start})')
+    start = f"Start(Path({str(run)!r}), {newest}{weights})"
+    ways.append(f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", start={start})')
     return [*ways, "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True"]
 
 
