@@ -18,6 +18,8 @@ from surefoot.core.errors import SpecError
         ({"precision": {"compute": "float32"}}, "did you mean 'fp32'?"),
         ({"precision": {"compute": "bf61"}}, "did you mean 'bf16'?"),
         ({"schedule": {"warmup": 500}}, 'a number with its unit in quotes: "500 steps"'),
+        ({"schedule": {"sequence": 3}}, "it should be a valid array"),
+        ({"schedule": {"sequence": "linear"}}, "it should be a valid array"),
         ({"optim": {"betas": 0.9}}, "it should be an array, in brackets"),
     ],
 )

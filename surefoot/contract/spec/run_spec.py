@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
 from typing import Annotated, Any, Self
@@ -172,6 +172,15 @@ def _read_from(tables: Mapping[str, Any]) -> Read:
     return read
 
 
+def _readers(tables: Mapping[str, Any]) -> Iterator[tuple[int, Read]]:
+    """What reads the tables, as number 0, and what reads each curve of a sequence as if it stood in [schedule] alone."""
+    read = _read_from(tables)
+    yield 0, read
+    pieces = read(SEQUENCE)  # whatever a file has there: nothing checked it yet
+    for number, piece in enumerate(pieces if isinstance(pieces, tuple) else (), 1):
+        yield number, _read_from({"schedule": piece})
+
+
 def _default_of(key: str) -> Any:
     table, name = key.split(".")
     return getattr(RunSpec.model_fields[table].default, name)
@@ -182,9 +191,11 @@ def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> 
 
     A sequence of curves is one of them where a curve has such a key.
     """
-    pieces = tables.get("schedule", {}).get("sequence", ())
-    inside = {SEQUENCE for piece in pieces if find_idle(_read_from({"schedule": piece}), _default_of)}
-    return {*find_idle(_read_from(tables), _default_of, decided), *inside}
+    return {
+        SEQUENCE if number else key
+        for number, read in _readers(tables)
+        for key in find_idle(read, _default_of, () if number else decided)
+    }
 
 
 def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], list[str]]:
@@ -200,16 +211,13 @@ def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[di
 
 def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
     """Raise SpecError for a key that is given and has no effect."""
-    read = _read_from(vars(spec))
-    for key, need in find_idle(read, _default_of).items():
-        if key not in allowed:
-            message, hint = describe(key, need, read, _default_of)
-            raise SpecError(message, hint=hint, key=tuple(key.split(".")))
-    for number, piece in enumerate(spec.schedule.sequence, 1):
-        read = _read_from({"schedule": piece})
-        for key, need in find_idle(read, _default_of).items() if SEQUENCE not in allowed else ():
-            message, hint = describe(key, need, read, _default_of)
-            raise SpecError(f"table {number} of {SEQUENCE}: {message}", hint=hint, key=tuple(SEQUENCE.split(".")))
+    for number, read in _readers(vars(spec)):
+        where = f"table {number} of {SEQUENCE}: " if number else ""
+        for key, need in find_idle(read, _default_of).items():
+            given = SEQUENCE if number else key
+            if given not in allowed:
+                message, hint = describe(key, need, read, _default_of)
+                raise SpecError(f"{where}{message}", hint=hint, key=tuple(given.split(".")))
 
 
 def _check_update_in_backward(spec: RunSpec) -> None:
