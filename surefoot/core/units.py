@@ -245,6 +245,15 @@ def format_number(value: float | None) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < 999_999.5 else f"{value:.4g}"
 
 
+def name_some(names: Sequence[str], most: int) -> str:
+    """The first `most` of the names, and how many more there are.
+
+    >>> name_some(["a", "b", "c"], 2), name_some(["a", "b"], 2)
+    ('a, b and 1 more', 'a, b')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
 def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
     """`value` in the largest unit that leaves at least 1 of it once it is rounded: 1023.9 MiB is 1 GiB."""
     if value is None:

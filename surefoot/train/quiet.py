@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from surefoot.components import checkpoint
 from surefoot.components.parallel.renormed import find_renormed
 from surefoot.core.errors import TaskError
+from surefoot.core.units import name_some
 from surefoot.runtime.attributes import AttributeSnapshot
 
 
@@ -71,8 +72,7 @@ def set_modes(model: nn.Module) -> list[str]:
     kept = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if not module.training]
     if not kept:
         return []
-    more = f" and {len(kept) - 3:,} more" if len(kept) > 3 else ""
-    return [f"as model() set them, {', '.join(kept[:3])}{more} stay in evaluation mode"]
+    return [f"as model() set them, {name_some(kept, 3)} stay in evaluation mode"]
 
 
 def read_streams() -> tuple[Any, ...]:

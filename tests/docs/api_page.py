@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,8 @@ def make() -> str:
     parts = [HEAD, "## surefoot\n", *table({name: value for name, value in names.items() if not inspect.ismodule(value)})]
     for name, module in sorted(names.items()):
         if inspect.ismodule(module):
-            found = importlib.import_module(f"surefoot.{name}")
-            parts += [
-                f"\n## surefoot.{name}\n",
-                f"{describe(found)}\n",
-                *table({key: getattr(found, key) for key in found.__all__}),
-            ]
+            found = {key: getattr(module, key) for key in module.__all__}
+            parts += [f"\n## surefoot.{name}\n", f"{describe(module)}\n", *table(found)]
     return "\n".join(parts) + "\n"
 
 

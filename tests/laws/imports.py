@@ -70,7 +70,7 @@ def _too_high(root: Path, module: Module, one: Import) -> Iterator[str]:
     target = package_module(root, one.target) or one.target
     here, there = room_of(module.name), room_of(target)
     if here is None:
-        if module.name not in ("surefoot", "surefoot.__main__") and module.path.stem not in PUBLIC:
+        if module.name not in ("surefoot", "surefoot.__main__", *(f"surefoot.{name}" for name in PUBLIC)):
             yield f"{module.name} stands on no floor; the floors are in docs/architecture.md"
         return
     if there is None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+import surefoot
 from tests.laws.tree import FUNCTIONS, Violation, modules
 
 FILE_LINES, FUNCTION_LINES, CONSTRUCTOR_ARGUMENTS, FOLDER_ENTRIES = 500, 80, 8, 14
@@ -15,10 +16,8 @@ PACKAGE_ROOT = {
     "core", "native", "contract", "runtime", "control", "components", "train", "tasks", "trial", "prove", "tune", "cli",
     "__init__.py", "__main__.py", "py.typed",
 }  # fmt: skip
-PUBLIC = {  # modules of public names, which only import them
-    "checkpoint", "data", "events", "memory", "metrics", "observe", "optim", "parallel", "precision", "profiler", "schedules",
-    "stability",
-}  # fmt: skip
+PUBLIC = frozenset(surefoot._MODULES)  # modules of public names, which only import them
+PUBLIC_FILES = {f"{name}.py" for name in PUBLIC}
 CATCH_ALL = {"util", "utils", "helper", "helpers", "common", "misc", "stuff", "tools", "shared", "lib"}
 
 
@@ -96,7 +95,7 @@ def folders(root: Path) -> list[Violation]:
 
 def _is_apart(root: Path, path: Path, hidden: Collection[str]) -> bool:
     """Whether an entry counts for nothing: what git ignores beside the root, and the modules of public names."""
-    return path.name in hidden if path.parent == root else path.parent == root / "surefoot" and path.stem in PUBLIC
+    return path.name in {root: hidden, root / "surefoot": PUBLIC_FILES}.get(path.parent, ())
 
 
 def package_root(root: Path) -> list[Violation]:
@@ -106,7 +105,7 @@ def package_root(root: Path) -> list[Violation]:
             f"surefoot/{path.name}", f"does not belong in the package's root, which shows {', '.join(sorted(PACKAGE_ROOT))}"
         )
         for path in sorted((root / "surefoot").iterdir())
-        if _is_shown(path) and path.name not in PACKAGE_ROOT and path.stem not in PUBLIC
+        if _is_shown(path) and path.name not in PACKAGE_ROOT | PUBLIC_FILES
     ]
 
 

@@ -77,6 +77,16 @@ def passes(model: nn.Module, loss: nn.Module, step: int, rank: int, size: int) -
     return [partial(one, each) for each in rows]
 
 
+def sum_passes(synced: Any, each_pass: list[Callable[[], None]]) -> None:
+    """All passes of a step, the last of which sums the gradients over ranks."""
+    *before, last = each_pass
+    for each in before:
+        each()
+    synced.arm()
+    last()
+    synced.finish()
+
+
 def alone(params: Any, model: nn.Module, loss: nn.Module, *, clips: bool = False) -> tuple[list[Tensor], list[Any], list[float]]:
     """Weights after the steps of one process, the gradients of the last one and the norm of each."""
     parameters = [*model.parameters(), *loss.parameters()]
@@ -128,12 +138,7 @@ def test_state_is_split_of_whatever_an_optimizer_of_torch_takes(form: str, tmp_p
         optimizer, replicas = torch.optim.AdamW(sharded.groups, lr=0.05), sharded.synced(parameters)
         for step in range(STEPS):
             optimizer.zero_grad()
-            *before, last = passes(model, loss, step, group.rank, group.size)
-            for each in before:
-                each()
-            replicas.arm()
-            last()
-            replicas.finish()
+            sum_passes(replicas, passes(model, loss, step, group.rank, group.size))
             optimizer.step()
             sharded.publish()
         other = make()
@@ -201,12 +206,7 @@ def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(stage
         for step in range(STEPS):
             optimizer.zero_grad()
             sharded.begin()
-            *before, last = passes(model, loss, step, group.rank, group.size)
-            for each in before:
-                each()
-            synced.arm()
-            last()
-            synced.finish()
+            sum_passes(synced, passes(model, loss, step, group.rank, group.size))
             optimizer.step()
             sharded.publish()
             sharded.end()
@@ -248,12 +248,7 @@ def test_torch_clips_the_gradients_that_stand_at_the_parameters(stage: int, begi
             optimizer.zero_grad()
             if begins:
                 sharded.begin()
-            *before, last = passes(model, loss, step, group.rank, group.size)
-            for each in before:
-                each()
-            synced.arm()
-            last()
-            synced.finish()
+            sum_passes(synced, passes(model, loss, step, group.rank, group.size))
             with torch.no_grad():
                 model(samples(step)[0])  # an evaluation leaves them
             total: Any = clip_grad_norm_(parameters, NORM)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, SeedOption, SetOption, SpecArgument, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, NumbersError
+from surefoot.core.units import name_some
 
 if TYPE_CHECKING:
     from surefoot.components.precision import DtypeRecord, Policy
@@ -67,7 +68,7 @@ def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | Non
     print_text(f"computing in {policy.compute}: {policy.why}")
     print()
     rows = [
-        [_named(row["names"]), f"{row['num_numbers']:,}", *(row[role] or "n/a" for role in ROLES)]
+        [name_some(row["names"], 3), f"{row['num_numbers']:,}", *(row[role] or "n/a" for role in ROLES)]
         for row in group(record.parameters)
     ]  # fmt: skip
     print_table(["parameters", "numbers", *ROLES], rows, right=["numbers"])
@@ -76,7 +77,3 @@ def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | Non
     if contract:
         print()
         print_text(f"contract: {breach or 'holds'}")
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -20,6 +20,7 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest, Piece
 from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
+from surefoot.core.units import name_some
 
 MODEL = "model.safetensors"  # the file, whole or in parts, of the weights that are evaluated and served
 COMPILED = "_orig_mod."  # in the names of a model that torch.compile wraps
@@ -122,7 +123,7 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
         "on the meta device, which holds no numbers": empty,
     }  # fmt: skip
     if any(wrong.values()):
-        told = "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names)
+        told = "; ".join(f"{what}: {name_some(names, 8)}" for what, names in wrong.items() if names)
         raise RunFolderError(f"the weights of {place} do not fit the model: {told}", hint=_find_way(stored, live))
 
 
@@ -136,10 +137,6 @@ def _find_way(stored: Collection[str], live: Collection[str]) -> str:
             return "they are of a model that torch.compile had wrapped: wrap the same part of it first, as model = torch.compile(model)"
         return "they are of a model that torch.compile had not wrapped: give the model itself, which is model._orig_mod"
     return "build the model with the parameters that the run had"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -18,6 +18,7 @@ from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.contract.spec import OptimTable
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.units import name_some
 
 ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
 PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
@@ -127,8 +128,7 @@ def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> 
         for name, parameter in zip(group["names"], group["params"], strict=True):
             reasons.setdefault(why_not(parameter), []).append(name)
     for reason, names in reasons.items():
-        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-        lines.append(f"moments stay in fp32: {', '.join(names[:NUM_NAMED])}{more} ({reason})")
+        lines.append(f"moments stay in fp32: {name_some(names, NUM_NAMED)} ({reason})")
     return Built(tuple(made), tuple(lines))
 
 

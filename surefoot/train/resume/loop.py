@@ -20,7 +20,7 @@ from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, RunFolderError, TaskError
-from surefoot.core.units import Duration
+from surefoot.core.units import Duration, name_some
 from surefoot.runtime.attributes import AttributeTracker
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
@@ -45,7 +45,8 @@ class LoopKeeper:
     ) -> None:  # fmt: skip
         self._folder, self._lock, self._objects, self._watched, self._group = folder, lock, objects, data, group
         self._data = data.data
-        self._trackers = {name: AttributeTracker(each) for name, each in objects.items() if isinstance(each, nn.Module)}
+        self._modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
+        self._trackers = {name: AttributeTracker(each) for name, each in self._modules.items()}
         self._attribute_notes = AttributeNotes()
         self._unsaved: list[str] = []  # attributes that the last checkpoint could not hold
         duration = None if every is None else Duration.parse(every)
@@ -108,20 +109,16 @@ class LoopKeeper:
                     hint="give what the loop was begun with, or begin in another folder",
                 )
 
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        return [(name, each) for name, each in self._objects.items() if isinstance(each, nn.Module)]
-
     def _set_trained(self, saved: Mapping[str, Mapping[str, bool]]) -> tuple[str, ...]:
         """Let each parameter train or not, as it did when the checkpoint was made; a note of those that differed."""
         changed: list[str] = []
-        for name, module in self._modules():
+        for name, module in self._modules.items():
             trained = saved.get(name, {})
             for key, parameter in module.named_parameters():
                 if trained.get(key, parameter.requires_grad) != parameter.requires_grad:
                     parameter.requires_grad_(trained[key])
                     changed.append(f"{key} {'trains' if trained[key] else 'is frozen'}")
-        more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
-        return (f"as when the checkpoint was saved, {', '.join(changed[:MOST_NAMED])}{more}",) if changed else ()
+        return (f"as when the checkpoint was saved, {name_some(changed, MOST_NAMED)}",) if changed else ()
 
     @property
     def first_pass(self) -> int:
@@ -250,7 +247,7 @@ class LoopKeeper:
             "pass_random": self._pass_random, "last_random": self._last_random, "sampler": self._watched.sampler_start(),
             "seen": self.seen.as_state(), "own_now": self._watched.generator_states(),
             "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
-            "trains": {name: _find_trained(module) for name, module in self._modules()},
+            "trains": {name: _find_trained(module) for name, module in self._modules.items()},
         }  # fmt: skip
         state = {**self._objects, "loop": loop, "data": data_state}
         attributes = self._attributes()

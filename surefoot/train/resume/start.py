@@ -21,6 +21,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import part_of
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
+from surefoot.core.units import name_some
 from surefoot.runtime.comm import ALONE
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
@@ -254,6 +255,5 @@ def _told(num_loaded: int, num_stored: int, others: Mapping[str, Sequence[str]])
     parts = [f"loaded {num_loaded} of {num_stored} tensors"]
     for what, names in others.items():
         if names:
-            more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
-            parts.append(f"{what}: {', '.join(names[:MOST_SHOWN])}{more}")
+            parts.append(f"{what}: {name_some(names, MOST_SHOWN)}")
     return "; ".join(parts)

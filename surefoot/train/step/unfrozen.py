@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from surefoot.components import optim
 from surefoot.contract.state import leaf_of
 from surefoot.core.errors import UserCodeError
-from surefoot.core.units import parse_bytes
+from surefoot.core.units import name_some, parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
@@ -81,7 +81,7 @@ class TrainedSet:
 
 
 def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    return name_some(names, MOST_NAMED)
 
 
 def _it(names: Sequence[str]) -> str:

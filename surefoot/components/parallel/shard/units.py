@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from surefoot.core.errors import LostRank, UserCodeError
+from surefoot.core.units import name_some
 from surefoot.runtime.comm.host_memory import DIFFERENT
 
 HINT = (
@@ -77,7 +78,7 @@ class Units:
             later = self._order_before[self._order_before.index(name) :] if comes else []
             done = {*later, *self._empty, *(each for each, count in self._gathered.items() if count)}
             skipped = [title for each, title in self._titles.items() if each not in done]
-            listed = ", ".join(skipped[:MOST_NAMED]) + (f" and {len(skipped) - MOST_NAMED} more" * (len(skipped) > MOST_NAMED))
+            listed = name_some(skipped, MOST_NAMED)
             more = f", and has not called in this step: {listed}" if skipped else ""
             raise UserCodeError(f"{error.message}: this rank {does} {self._titles[name]}{more}", hint=HINT) from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from surefoot.core.units import name_some
+
 UNSAVED = "{names} of the model changes while it trains, and a checkpoint cannot hold it: a resumed run has what the model is built with"
 KEEP_ALL = "keep it in a tensor, or in a list, tuple or dict of tensors"
 OF_RANKS = (
@@ -36,5 +38,4 @@ class AttributeNotes:
     def _take_new(self, names: Sequence[str]) -> str:
         new = [name for name in names if name not in self._reported]
         self._reported.update(new)
-        more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
-        return f"{', '.join(new[:MOST_NAMED])}{more}"
+        return name_some(new, MOST_NAMED)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from surefoot.core.units import name_some
 from surefoot.train.assemble import Assembly
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} begins with a new one"
@@ -47,7 +48,7 @@ class Unheld:
         trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad and name not in self._told}
         self._told |= trained.keys()
         new = [name for name, each in trained.items() if id(each) not in held]
-        return [UNTRAINED.format(names=", ".join(new[:3]) + (f" and {len(new) - 3:,} more" * (len(new) > 3)))] if new else []
+        return [UNTRAINED.format(names=name_some(new, 3))] if new else []
 
     def find(self, caller: FrameType | None = None) -> list[str]:
         """A line for each object that was not reported before: of the variables of the caller, and schedulers of these optimizers."""
