@@ -36,7 +36,7 @@ from surefoot.train.environment import circumstances, describe_cudnn, find_devic
 from surefoot.train.evaluate import Evaluation, Reading, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
-from surefoot.train.record.noticed.moved_outside import keep_outside
+from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
 from surefoot.train.record.partial import describe_unshared, watch
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
@@ -205,7 +205,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     told += describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
     is_counted = not isinstance(source, Iterated)
     warnings = optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name) if is_counted else []
-    warnings += optim.warn_of_no_rate(curve, total_steps)
+    warnings += optim.warn_of_no_rate(curve, total_steps) + warn_of_unregistered(model, updates)
     average = optim.make_average(spec.optim, model)
     policy = precision.build(spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates))
     if policy.scaler is not None and spec.memory.update_in_backward:

@@ -192,7 +192,7 @@ def test_the_verb_tells_the_plan_the_attempts_and_a_sample(tmp_path: Path, suref
 def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(tmp_path: Path, surefoot: Command) -> None:
     answer = surefoot("ledger", tmp_path)
     assert (answer.code, answer.out) == (2, "")
-    assert "ledger.bin cannot be read" in answer.err
+    assert "is no run: it holds no events.jsonl" in answer.err
     answer = surefoot("ledger", write(tmp_path / "run", (1, 3)), "--sample", "50")
     assert answer.code == 2
     assert "there is no sample 50" in answer.err

@@ -109,6 +109,8 @@ def test_a_finished_run_is_told_to_be_finished_and_how_to_train_on(spec: Path, s
     assert f"whole is finished after step {STEPS}" in answer.err
     assert "surefoot resume whole --fork NEW --steps 28" in answer.err
     assert snapshot("whole") == before
+    answer = surefoot("resume", "whole", "--set", "optim.lr=0.5")
+    assert (answer.code, "--fork NEW --steps 28 with the same changes" in answer.err) == (2, True)
 
 
 def test_where_when_and_how_it_is_recorded_may_change_in_place_and_the_bits_stay(spec: Path, surefoot: Command) -> None:

@@ -282,3 +282,48 @@ def test_what_a_state_dict_leaves_out_on_purpose_and_nothing_trains_is_not_saved
     other.register_state_dict_post_hook(leave_out)
     assert checkpoint.load(tmp_path, {"model": other}) is not None
     assert torch.equal(other[0].weight, model[0].weight)
+
+
+class Listed(nn.Module):
+    """Layers held in `how`, of which a plain list or dict registers none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.head, layers = nn.Linear(4, 4), nn.Linear(4, 3), [nn.Linear(4, 4), nn.Linear(4, 4)]
+        if how == "frozen":
+            for each in layers:
+                each.requires_grad_(False)
+        held: dict[str, Any] = {
+            "list": layers, "frozen": layers, "dict": {"a": layers[0], "b": layers[1:]}, "tuple": (nn.Sequential(*layers),),
+            "registered": nn.ModuleList(layers), "beside": [self.body],
+        }  # fmt: skip
+        self.kept = held[how]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class WithListed(Small):
+    how = "list"
+
+    def model(self) -> nn.Module:
+        return Listed(self.how)
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("list", "model.kept[0], model.kept[1]"), ("dict", "model.kept['a'], model.kept['b'][0]"), ("tuple", "model.kept[0]"),
+        ("frozen", ""), ("registered", ""), ("beside", ""),
+    ],
+)  # fmt: skip
+def test_layers_that_the_model_does_not_register_are_named_at_the_start(
+    how: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = WithListed()
+    task.how = how
+    with Run(spec(1), task, folder=tmp_path / "run", quiet=True) as run:
+        assert sum(1 for _ in run.steps()) == 1
+    printed = capsys.readouterr().err
+    assert (f"4 parameters in {named} are not registered in the model" in printed) is bool(named)
+    assert ("not registered" in printed) is bool(named)

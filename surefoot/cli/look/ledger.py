@@ -34,7 +34,11 @@ def ledger(
     if loop_ledger.is_of_a_loop(run):
         return _of_a_loop(run, sample, json=json)
     from surefoot.components.data import consumed
+    from surefoot.contract import events
+    from surefoot.contract.ledger import FILE
 
+    if not (run / FILE).exists():
+        next(events.read(run, events.Started), None)  # a folder that is no run is called that, and no run without a ledger
     found = consumed.check(run)
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)

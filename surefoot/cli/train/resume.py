@@ -47,7 +47,7 @@ def resume(
     and the spec may change.
     """
     from surefoot.cli.train.train import finish, tell_finished
-    from surefoot.contract import spec_file
+    from surefoot.contract import events, spec_file
     from surefoot.core.errors import SpecError
     from surefoot.train.resume import changes
     from surefoot.train.run import Run
@@ -62,7 +62,11 @@ def resume(
     found = changes.find(before, after)
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
     if start is None:
-        changes.check_in_place(found, f"surefoot resume {shlex.quote(str(run))} --fork NEW with the same changes")
+        ended = events.find_end(run, before.id)
+        longer = (
+            "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
+        )  # else nothing is left to train
+        changes.check_in_place(found, f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes")
         if tell_finished(run, before, json=json):
             return EXIT_OK
     elif not weights_only:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain
 from operator import is_
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.core.errors import TaskError
+
+END = object()  # after the last of what two sequences are compared by
 
 
 def supports(optimizer: Optimizer) -> bool:
@@ -112,11 +114,15 @@ class FusedGroup:
         rows = zip(self._params, *(row for row in (self._first, self._second, self._buffers) if row), strict=True)
         self._strides = [parameter.stride() for parameter in self._params]
         self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
+        self._known = [*self._kept()]
 
     def is_current(self) -> bool:
         """Whether the lists hold what the states of the parameters hold now."""
-        rows = (("step", self._steps), ("exp_avg", self._first), ("exp_avg_sq", self._second), ("momentum_buffer", self._buffers))
-        return all(all(map(is_, map(dict.get, self._states, repeat(name)), row)) for name, row in rows if row)
+        return all(map(is_, self._kept(), self._known))
+
+    def _kept(self) -> Iterator[Any]:
+        """What the states keep, parameter by parameter, and a mark after the last: each step asks, so no loop of Python's."""
+        return chain(chain.from_iterable(map(dict.values, self._states)), (END,))
 
     @property
     def _momentum(self) -> list[Tensor]:
@@ -127,6 +133,7 @@ class FusedGroup:
             self._buffers = [torch.zeros_like(each, memory_format=torch.preserve_format) for each in self._params]
             for state, buffer in zip(self._states, self._buffers, strict=True):
                 state["momentum_buffer"] = buffer
+            self._known = [*self._kept()]
         return self._buffers
 
     @property
@@ -166,6 +173,7 @@ class FusedGroup:
             self._steps = [step.clone() for step in self._steps]
             for state, step in zip(self._states, self._steps, strict=True):
                 state["step"] = step
+            self._known = [*self._kept()]
 
     def count_traced(self, applied: Tensor) -> None:
         """After an update in a graph, if it was `applied`: count it for those that have a gradient, where the graph could not.

@@ -43,7 +43,8 @@ class LearningRates:
     def read(self) -> list[float]:
         """The base of each group. Raises SpecError where somebody else has set a learning rate that a curve or a multiplier decides."""
         for number, (group, written) in enumerate(zip(self._groups, self._written, strict=True)):
-            if _is_same(group["lr"], written):
+            rate = group["lr"]
+            if (rate is written[0] and type(rate) is float) or _is_same(rate, written):
                 continue
             if self._has_curve or group.get("rate", 1.0) != 1.0:
                 decided = "the curve of the update" if self._has_curve else f"its multiplier, rate = {group['rate']:g}"
@@ -55,9 +56,8 @@ class LearningRates:
         return self._bases
 
     def write(self, rates: Sequence[float | Tensor]) -> None:
-        for group, rate in zip(self._groups, rates, strict=True):
-            group["lr"] = rate
-        self.keep()
+        for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
+            group["lr"], self._written[number] = rate, _mark(rate)
 
     def keep(self) -> None:
         """Take the values that the groups hold for those that were written here."""

@@ -10,7 +10,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
+FusedGroups = Sequence[fused.Group] | None  # of an optimizer; None for one that has no fused update
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # whose updates a graph can hold
@@ -81,16 +83,7 @@ class GuardedUpdate:
             if fused.supports(each):
                 fused.create_state(each)
         self._fused = [_groups_of(each) for each in self.optimizers]
-        self._taken = [
-            _Taken(
-                [*each.param_groups],
-                [[*group["params"]] for group in each.param_groups],
-                each.state,
-                [*each.state.values()],
-                of_fused,
-            )
-            for each, of_fused in zip(self.optimizers, self._fused, strict=True)
-        ]
+        self._taken = [_Taken.of(each, of_fused) for each, of_fused in zip(self.optimizers, self._fused, strict=True)]
         self._learning_rates.take(self._groups)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         is_wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
@@ -373,13 +366,17 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """What an optimizer held when it was read: its groups, their parameters, its state with the entries of that; its fused groups."""
+    """What an optimizer held when it was read: the numbers of parameters of its groups, its state, its objects; its fused groups."""
 
-    groups: list[dict[str, Any]]
-    parameters: list[list[Tensor]]
+    counts: list[int]
     state: Mapping[Tensor, Any]
-    entries: list[Any]
-    fused: Sequence[fused.Group] | None
+    objects: list[Any]
+    fused: FusedGroups
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
+        counts, state = [*map(len, map(_PARAMETERS, optimizer.param_groups))], optimizer.state
+        return cls(counts, state, [*_objects_of(optimizer, has_entries=of_fused is not None)], of_fused)
 
 
 _PARAMETERS, _IS_CURRENT = operator.itemgetter("params"), operator.methodcaller("is_current")
@@ -387,19 +384,18 @@ _PARAMETERS, _IS_CURRENT = operator.itemgetter("params"), operator.methodcaller(
 
 def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
     """Whether an optimizer holds what it held when it was read: every step asks, so nothing here is a loop of Python's over parameters."""
+    return (
+        optimizer.state is taken.state
+        and [*map(len, map(_PARAMETERS, optimizer.param_groups))] == taken.counts
+        and all(map(operator.is_, _objects_of(optimizer, has_entries=taken.fused is not None), taken.objects))
+        and (taken.fused is None or all(map(_IS_CURRENT, taken.fused)))
+    )
+
+
+def _objects_of(optimizer: Optimizer, *, has_entries: bool) -> Iterator[Any]:
+    """The groups of an optimizer, their parameters and the entries of its state, and a mark after the last one."""
     groups = optimizer.param_groups
-    if not (
-        _are_same(groups, taken.groups)
-        and all(map(_are_same, map(_PARAMETERS, groups), taken.parameters))
-        and optimizer.state is taken.state
-    ):
-        return False
-    return taken.fused is None or (_are_same([*taken.state.values()], taken.entries) and all(map(_IS_CURRENT, taken.fused)))
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    return chain(groups, *map(_PARAMETERS, groups), optimizer.state.values() if has_entries else (), (fused.END,))
 
 
 def _how_not_fused(optimizer: Optimizer) -> str:

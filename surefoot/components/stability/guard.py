@@ -58,8 +58,9 @@ class Guard:
         return [fault for report in reports if (fault := self._judge(report)) is not None]
 
     def _judge(self, report: StepReport) -> GuardFault | None:
-        loss, empty = report.loss, report.empty_updates
-        if empty and (loss is None or (not report.applied and math.isfinite(loss) and not report.overflowed)):
+        loss = report.loss
+        may_be_empty = loss is None or (not report.applied and math.isfinite(loss) and not report.overflowed)
+        if may_be_empty and (empty := report.empty_updates):
             return self._without_items(report, empty)
         if loss is None:
             return None  # no update ran in this step

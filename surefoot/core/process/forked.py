@@ -32,7 +32,7 @@ class Owner:
 
     def check(self, what: str) -> None:
         """Raise InputError in another process than the owner."""
-        if not self.is_here:
+        if os.getpid() != self._process:  # asked at every step
             raise InputError(
                 self.describe(what),
                 hint="call it in that process alone, and send it what this one finds: by a multiprocessing.Queue, or a file",

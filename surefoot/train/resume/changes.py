@@ -181,7 +181,6 @@ def check_in_place(changes: Sequence[Change], how: str) -> None:
     wrong = [change for change in changes if change.rule.verdict != "in place"]
     if wrong:
         check_fork(changes)  # or the hint would name what is refused next
-        check_fork(changes)  # or the hint would name what is refused next
         raise SpecError(f"{wrong[0]}: an unfinished run goes on as it was begun ({wrong[0].rule.why})", hint=how)
 
 

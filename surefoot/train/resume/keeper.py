@@ -71,10 +71,10 @@ class Keeper:
 
     def is_due(self, step: int) -> bool:
         """Whether the spec, or `ask`, wants a save after this step; where all ranks take part in it, whether one of them wants it."""
-        if not self._state.is_shared and not self._group.is_first:
-            return self._rhythm is not None and self._rhythm(step)  # rank 0 saves, and hears of what this one was asked
         if not self._state.is_shared:
-            return self._is_due(step)
+            if self._group.is_first:
+                return self._is_due(step)
+            return self._rhythm is not None and self._rhythm(step)  # rank 0 saves, and hears of what this one was asked
         wants = self._is_due(step) and (self.is_asked or self._every_s is None or self._group.is_first)  # clocks differ
         return self._group.most([float(wants)])[0] > 0
 

@@ -75,6 +75,8 @@ class LiveState:
     @property
     def is_shared(self) -> bool:
         """Whether each rank holds a part of it that no other has: then all of them take part in a save."""
+        if self._ranks is None:
+            return False
         return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names)) or self._has_words
 
     @property

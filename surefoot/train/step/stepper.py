@@ -218,7 +218,7 @@ class Stepper:
         """The samples of each microbatch of a step; None where a batch that an iterable gave does not say."""
         source = self._feed.source
         if not isinstance(source, Iterated):
-            return [len(ids) for ids in taken.ids]
+            return [*map(len, taken.ids)]
         pairs = zip(taken.ids, taken.batches, strict=True)
         return [source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -28,11 +30,22 @@ class TrainedSet:
         self._model = model
         self._built = dict(model.named_parameters())
         self._known = {id(each) for each in self._built.values()}
+        self._tables: list[dict[str, Any]] = []  # where the modules register what they hold
+        self._registered: list[Any] = []  # what was in them when that was asked last
         self.unfrozen: list[list[str]] = []  # by name, those of one moment together: a checkpoint names them
 
     def frozen(self) -> list[nn.Parameter]:
         """The parameters that do not train now."""
-        return [each for each in self._built.values() if not each.requires_grad]
+        return [each for each in self._model.parameters() if not each.requires_grad]
+
+    def has_changed(self) -> bool:
+        """Whether a module has registered, replaced or lost a parameter or a module since this was asked last."""
+        now = [*chain.from_iterable(map(dict.values, self._tables))]
+        if now and len(now) == len(self._registered) and all(map(is_, now, self._registered)):
+            return False
+        self._tables = [table for module in self._model.modules() for table in (module._modules, module._parameters)]
+        self._registered = [*chain.from_iterable(map(dict.values, self._tables))]
+        return True
 
     def take_new(self, assembly: Assembly) -> list[str]:
         """Take what trains now and is in no optimizer into the update; gives the names. Raises UserCodeError where that cannot be."""

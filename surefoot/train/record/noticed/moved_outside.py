@@ -179,6 +179,23 @@ def keep_outside(
     return replace(task, state=state, state_on_ranks=words), describe_kept(held)  # type: ignore[arg-type]
 
 
+def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> list[str]:
+    """A line where modules of a plain list or dict, which the model does not register, have parameters that no optimizer trains."""
+    known = {id(each) for each in model.parameters()}
+    known |= {id(leaf_of(each)) for update in updates for each in update.guarded.parameters}
+    found: dict[int, str] = {}
+    for name, value in walk({"model": model}):
+        for parameter in value.parameters() if isinstance(value, nn.Module) else ():
+            if parameter.requires_grad and id(parameter) not in known:
+                found.setdefault(id(parameter), name)
+    if not found:
+        return []
+    count, where = len(found), ", ".join(list(dict.fromkeys(found.values()))[:3])
+    what = f"{count} parameters in {where} are" if count > 1 else f"a parameter in {where} is"
+    way = "use nn.ModuleList or nn.ModuleDict in place of a list or dict, or requires_grad_(False) where that is meant"
+    return [f"{what} not registered in the model, so nothing trains or saves them: {way}"]
+
+
 class _AsSaved:
     """A module by its state dict alone, which may leave parameters out."""
 

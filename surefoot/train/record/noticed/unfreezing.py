@@ -24,13 +24,15 @@ class Unfreezing:
 
     def __call__(self, number: int) -> StepReport:
         trained = self._assembly.trained
-        if self._num_left or self._ends_window(number - 1) or any(each.requires_grad for each in self._frozen):
-            self._num_left = max(0, self._num_left - 1)
+        is_look = self._num_left or self._ends_window(number - 1)
+        if (is_look and trained.has_changed()) or (self._frozen and any(each.requires_grad for each in self._frozen)):
             trained.take_new(self._assembly)
             self._frozen = trained.frozen()
-        for names in trained.unfrozen[self._num_told :]:  # a save may have taken them in
-            self._telling.say(
-                f"step {number}: {len(names)} parameters that were frozen train from now on, the first is {names[0]}"
-            )
-        self._num_told = len(trained.unfrozen)
+        self._num_left = max(0, self._num_left - 1)
+        if len(trained.unfrozen) > self._num_told:  # a save may have taken them in
+            for names in trained.unfrozen[self._num_told :]:
+                self._telling.say(
+                    f"step {number}: {len(names)} parameters that were frozen train from now on, the first is {names[0]}"
+                )
+            self._num_told = len(trained.unfrozen)
         return self._step(number)
