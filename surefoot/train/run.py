@@ -283,7 +283,8 @@ class Run:
                 tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
-            self._check_begun()  # a process that the loop's body forks may come back here, too
+            if not (self._is_open and self._owner.is_here):  # a process that the loop's body forks may come back here, too
+                self._check_begun()
             if self._keeper.is_due(number):
                 self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
             else:

@@ -126,6 +126,11 @@ class Feed:
         self._block = self._permutation(positions) if self._permutation is not None else positions
         self._block_start = start
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether steps may have several microbatches in this process."""
+        return self._is_cut or self.microbatch < self.batch
+
     def microbatches(self, window: Window) -> list[np.ndarray]:
         """The ids of each microbatch of a step, for all ranks; the last one may be short."""
         pieces = self.share.num_pieces

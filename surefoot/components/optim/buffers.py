@@ -34,7 +34,8 @@ class LiveBuffers:
 
     def keep(self) -> None:
         """Take note of what they hold; called before each step."""
-        self._keep_attributes()
+        if self._attribute_slots != []:  # of most models none
+            self._keep_attributes()
         if not self._is_settled:
             self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
         if not self._is_settled or self._moving:

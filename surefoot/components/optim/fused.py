@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import repeat
 from operator import is_
 from typing import Any, Protocol
 
@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.core.errors import TaskError
-
-END = object()  # after the last of what two sequences are compared by
 
 
 def supports(optimizer: Optimizer) -> bool:
@@ -114,15 +112,11 @@ class FusedGroup:
         rows = zip(self._params, *(row for row in (self._first, self._second, self._buffers) if row), strict=True)
         self._strides = [parameter.stride() for parameter in self._params]
         self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
-        self._known = [*self._kept()]
 
     def is_current(self) -> bool:
         """Whether the lists hold what the states of the parameters hold now."""
-        return all(map(is_, self._kept(), self._known))
-
-    def _kept(self) -> Iterator[Any]:
-        """What the states keep, parameter by parameter, and a mark after the last: each step asks, so no loop of Python's."""
-        return chain(chain.from_iterable(map(dict.values, self._states)), (END,))
+        rows = (("step", self._steps), ("exp_avg", self._first), ("exp_avg_sq", self._second), ("momentum_buffer", self._buffers))
+        return all(all(map(is_, map(dict.get, self._states, repeat(name)), row)) for name, row in rows if row)
 
     @property
     def _momentum(self) -> list[Tensor]:
@@ -133,7 +127,6 @@ class FusedGroup:
             self._buffers = [torch.zeros_like(each, memory_format=torch.preserve_format) for each in self._params]
             for state, buffer in zip(self._states, self._buffers, strict=True):
                 state["momentum_buffer"] = buffer
-            self._known = [*self._kept()]
         return self._buffers
 
     @property
@@ -173,7 +166,6 @@ class FusedGroup:
             self._steps = [step.clone() for step in self._steps]
             for state, step in zip(self._states, self._steps, strict=True):
                 state["step"] = step
-            self._known = [*self._kept()]
 
     def count_traced(self, applied: Tensor) -> None:
         """After an update in a graph, if it was `applied`: count it for those that have a gradient, where the graph could not.
@@ -193,8 +185,8 @@ class FusedGroup:
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         steps, first, second, momentum = states
-        strides = self._strides if params is self._params else [parameter.stride() for parameter in params]
-        if not self._lie_alike or [grad.stride() for grad in grads] != strides:
+        strides = self._strides if params is self._params else [*map(Tensor.stride, params)]
+        if not self._lie_alike or [*map(Tensor.stride, grads)] != strides:
             with in_one_layout([params, grads, first, second, momentum]) as (params, grads, first, second, momentum):
                 self._call_kernel(params, grads, (steps, first, second, momentum), lr, grad_scale, found_inf)
             return

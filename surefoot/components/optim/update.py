@@ -92,8 +92,15 @@ class GuardedUpdate:
 
     def _follow_optimizers(self) -> None:
         """Read the optimizers again where their owner has changed them: by `load_state_dict`, by `add_param_group`, or by assignment."""
-        if len(self.optimizers) != len(self._taken) or not all(map(_is_current, self.optimizers, self._taken)):
+        if len(self.optimizers) != len(self._taken):
             self._take_optimizers()
+        for number, (optimizer, taken) in enumerate(zip(self.optimizers, self._taken, strict=True)):
+            if _has_same(optimizer, taken):
+                continue
+            if not _is_current(optimizer, taken):
+                self._take_optimizers()
+                return
+            self._taken[number] = _Taken.of(optimizer, taken.fused)  # its state is what the update made of it
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -366,36 +373,51 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """What an optimizer held when it was read: the numbers of parameters of its groups, its state, its objects; its fused groups."""
+    """What an optimizer held when it was read: its state, the parameters of each group, its objects, and its fused groups."""
 
-    counts: list[int]
     state: Mapping[Tensor, Any]
+    parameters: list[list[Tensor]]
     objects: list[Any]
     fused: FusedGroups
+    is_deep: bool  # whether the entries of its state are kept as they are, so that each is compared
 
     @classmethod
     def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
-        counts, state = [*map(len, map(_PARAMETERS, optimizer.param_groups))], optimizer.state
-        return cls(counts, state, [*_objects_of(optimizer, has_entries=of_fused is not None)], of_fused)
+        parameters, is_deep = [list(group["params"]) for group in optimizer.param_groups], fused.supports(optimizer)
+        return cls(optimizer.state, parameters, [*_objects_of(optimizer, of_fused, is_deep=is_deep)], of_fused, is_deep)
 
 
-_PARAMETERS, _IS_CURRENT = operator.itemgetter("params"), operator.methodcaller("is_current")
+_PARAMETERS, _END = operator.itemgetter("params"), object()
+
+
+def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
+    """Whether an optimizer holds what it held when it was read: every step asks, so nothing here is a loop of Python's."""
+    if optimizer.state is not taken.state:
+        return False
+    if len(taken.parameters) > 1 and [*map(len, map(_PARAMETERS, optimizer.param_groups))] != [*map(len, taken.parameters)]:
+        return False
+    return all(map(operator.is_, _objects_of(optimizer, taken.fused, is_deep=taken.is_deep), taken.objects))
+
+
+def _objects_of(optimizer: Optimizer, of_fused: FusedGroups, *, is_deep: bool) -> Iterator[Any]:
+    """The groups of an optimizer, their parameters, the entries of its state where its update is fused, and a mark after the last."""
+    groups, entries = optimizer.param_groups, optimizer.state.values() if of_fused is not None else ()
+    inner = map(dict.values, entries) if is_deep else ()
+    return chain(groups, *map(_PARAMETERS, groups), entries, chain.from_iterable(inner), (_END,))
 
 
 def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
-    """Whether an optimizer holds what it held when it was read: every step asks, so nothing here is a loop of Python's over parameters."""
+    """Whether nobody but the update itself has changed what an optimizer holds."""
+    groups = [[*group["params"]] for group in optimizer.param_groups]
     return (
-        optimizer.state is taken.state
-        and [*map(len, map(_PARAMETERS, optimizer.param_groups))] == taken.counts
-        and all(map(operator.is_, _objects_of(optimizer, has_entries=taken.fused is not None), taken.objects))
-        and (taken.fused is None or all(map(_IS_CURRENT, taken.fused)))
+        taken.fused is not None
+        and optimizer.state is taken.state
+        and [*map(len, groups)] == [*map(len, taken.parameters)]
+        and all(map(operator.is_, chain(*groups), chain(*taken.parameters)))
+        and all(
+            each.group is group and each.is_current() for each, group in zip(taken.fused, optimizer.param_groups, strict=True)
+        )
     )
-
-
-def _objects_of(optimizer: Optimizer, *, has_entries: bool) -> Iterator[Any]:
-    """The groups of an optimizer, their parameters and the entries of its state, and a mark after the last one."""
-    groups = optimizer.param_groups
-    return chain(groups, *map(_PARAMETERS, groups), optimizer.state.values() if has_entries else (), (fused.END,))
 
 
 def _how_not_fused(optimizer: Optimizer) -> str:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from surefoot.train.step.whole import WholeStep
 
 MAX_CONSTANTS = 1000
-_NO_LOOK = nullcontext()
+_INSIDE = nullcontext()
 EAGER_STEPS = 5  # of a run: the first is looked at, the others are what a compiled step is measured against
 
 
@@ -91,10 +91,7 @@ class Stepper:
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
         self.saw: Callable[[Batch], None] | None = None  # told of every batch before it is computed with
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
-        self._first, self._num_cut = (
-            0,
-            1,
-        )  # the number of this rank's first microbatch of the step, and how many it has on all ranks
+        self._first, self._num_cut = 0, 1  # this rank's first microbatch of the step, and how many there are on all ranks
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -113,7 +110,7 @@ class Stepper:
         self.consumed, num_samples, self._first = taken.window.ids, taken.num_samples, taken.first
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
-        sizes = self._count_samples(taken)
+        sizes = self._count_samples(taken) if self._counts_rows else [*map(len, taken.ids)]
         self._sizes = [size or 1 for size in sizes]
         num_samples = sum(self._sizes) if self._counts_rows else num_samples
         self._num_cut = len(batches)
@@ -215,10 +212,8 @@ class Stepper:
         return batches
 
     def _count_samples(self, taken: Taken) -> list[int | None]:
-        """The samples of each microbatch of a step; None where a batch that an iterable gave does not say."""
-        source = self._feed.source
-        if not isinstance(source, Iterated):
-            return [*map(len, taken.ids)]
+        """The samples of each batch that an iterable gave; None where it does not say."""
+        source: Any = self._feed.source
         pairs = zip(taken.ids, taken.batches, strict=True)
         return [source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs]
 
@@ -246,9 +241,9 @@ class Stepper:
         num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
         if self.ranks is not None:
             self.ranks.open(index, self._first, self._num_cut)
-        self._hooks.begin(is_split=is_split)
-        look = _NO_LOOK if self._look is None else self._looked_at(self._look)
-        with look, Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
+        if is_split or self._hooks.is_split:
+            self._hooks.begin(is_split=is_split)
+        with _INSIDE if self.ranks is None and self._look is None else self._inside() as gathered:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
@@ -259,14 +254,14 @@ class Stepper:
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
                 if is_split:
-                    joins = gathered.was_used and self.ranks is not None and self._num_cut == self.ranks.group.size
+                    joins = gathered is not None and gathered.was_used and self._num_cut == gathered.group.size
                     check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
+                    self._prepare_hooks(guarded, terms, counts, scale)
                 factors = [self._factor(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
                     _add(totals, terms)
                     return *self._update_in_backward(update.in_backward, terms, factors), False
                 switch(BACKWARD)
-                self._prepare_hooks(guarded, terms, counts, scale)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
                 _backward_of(terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even)
@@ -280,7 +275,7 @@ class Stepper:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
             switch(COMMUNICATION)
             mine = self.ranks.add_up(index, mine)
-            if gathered.was_used and counts is not None:
+            if gathered is not None and gathered.was_used and counts is not None:
                 check_gathered(counts, mine)
         factor = self._remaining_factor(mine, scale)
         if guarded.on_device:
@@ -359,9 +354,14 @@ class Stepper:
         return norm, True
 
     @contextmanager
-    def _looked_at(self, look: AbstractContextManager[Any]) -> Iterator[None]:
-        with self.eager(), look:
-            yield
+    def _inside(self) -> Iterator[Gathering]:
+        """Around the passes of an update: what they gather from other ranks, and whoever looks at the first step."""
+        with Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
+            if self._look is None:
+                yield gathered
+            else:
+                with self.eager(), self._look:
+                    yield gathered
 
     def _known_counts(self, batches: list[Batch], update: str = "") -> Mapping[str, float] | float | None:
         """The counts of the whole global batch where the task knows them before the forward pass, else None."""
@@ -407,8 +407,6 @@ class Stepper:
     def _prepare_hooks(
         self, guarded: GuardedUpdate, terms: tuple[Term, ...], counts: Mapping[str, float] | float | None, scale: float | None
     ) -> None:
-        if not self._hooks.is_split:
-            return
         adds = self.ranks is None or not self.ranks.is_even  # stages 2 and 3 take each pass apart
         leaves = [leaf_of(each) for each in guarded.parameters]
         self._hooks.begin_pass(leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds)
@@ -455,12 +453,17 @@ class Stepper:
         return self._constants[key]
 
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
-        """Dropout and other draws inside the model, by NumPy and Python too, start from (seed, step, global microbatch)."""
+        """Dropout and other draws inside the model start from (seed, step, global microbatch).
+
+        Those by NumPy and Python only where another number of ranks must draw the same: elsewhere checkpoints hold their streams, which
+        are the user's own, and seeding them takes a tenth of a step of a small model.
+        """
         key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1
         for generator in self._generators:
             generator.manual_seed(key)
-        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the masks of wav2vec 2.0 are drawn so
-        random.seed(key)
+        if self.ranks is not None or self._feed.is_cut:
+            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the masks of wav2vec 2.0 are drawn so
+            random.seed(key)
 
 
 def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:

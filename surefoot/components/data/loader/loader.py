@@ -135,13 +135,13 @@ class Loader:
         taken = self._take(number) if self.settings.workers else self.read(number)
         if taken.bad:
             self._leave_out(taken)
-        self._pass_on_notices(number)
+        if notices := getattr(self._reader.source, "notices", None):
+            self._pass_on(notices, number)
         self._watch(number, begun_s, time.perf_counter())
         return taken
 
-    def _pass_on_notices(self, number: int) -> None:
+    def _pass_on(self, notices: list[tuple[Any, ...]], number: int) -> None:
         """Report what a source that is read forwards noticed of its iterable."""
-        notices = getattr(self.source, "notices", None)
         while notices:
             self.tell(Told("data", number, *notices.pop(0)))
 

@@ -117,6 +117,7 @@ class Arrays:
         given = list(named.values() if named else arrays)
         called = [f"array {name}" for name in named] or [f"array {number}" for number in range(len(given))]
         self._tensors = [as_tensor(array, what) for array, what in zip(given, called, strict=True)]
+        self._has_unsigned = any(tensor.dtype in SIGNED for tensor in self._tensors)
         lengths = {len(tensor) if tensor.ndim else 0 for tensor in self._tensors}
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
@@ -146,7 +147,8 @@ class Arrays:
     def read(self, ids: np.ndarray) -> Batch:
         check_asked(ids, self._length)
         rows = torch.from_numpy(ids)
-        read = [_select(tensor, rows) for tensor in self._tensors]
+        select = _select if self._has_unsigned else Tensor.index_select
+        read = [select(tensor, 0, rows) for tensor in self._tensors]
         return dict(zip(self._names, read, strict=True)) if self._names else tuple(read)
 
     def describe(self) -> str:
@@ -155,6 +157,6 @@ class Arrays:
         return f"{self._length:,} samples: {', '.join(parts)}"
 
 
-def _select(tensor: Tensor, rows: Tensor) -> Tensor:
+def _select(tensor: Tensor, dim: int, rows: Tensor) -> Tensor:
     signed = SIGNED.get(tensor.dtype)
-    return tensor.index_select(0, rows) if signed is None else tensor.view(signed).index_select(0, rows).view(tensor.dtype)
+    return tensor.index_select(dim, rows) if signed is None else tensor.view(signed).index_select(dim, rows).view(tensor.dtype)

@@ -1,0 +1,126 @@
+"""Two checkouts of surefoot against each other: live processes in turns on one core, until the ratio of their CPU time is known to 1 %.
+
+python benchmarks/old_and_new/run.py OLD [NEW] [--workloads mlp,save] [--most-turns 150]      folders with a checkout each
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.measured import ROOT, render_interval, show, standing_of
+from surefoot.core.statistics import Interval, paired_ratio
+from surefoot.trial import find_conditions, markdown
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results" / "old_and_new.json"
+WORKLOADS = ("mlp", "loader", "convnet", "gpt", "save", "load", "read")
+HALF_WIDTH, LEAST_TURNS = 0.01, 60
+TURNS_OF_A_PAIR = 10  # then both begin anew: where a process lies in memory makes a few percent
+BAR = 1.05
+
+
+class Side:
+    """A live process that takes turns with the surefoot of one checkout."""
+
+    def __init__(self, checkout: Path, workload: str, folder: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(FOLDER / "turns.py"), workload, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, env=environment, cwd=folder,
+        )  # fmt: skip
+        found = self._answer()["surefoot"]
+        if Path(found).resolve() != checkout.resolve():
+            raise SystemExit(f"{checkout} was asked for, and its process imports the surefoot of {found}")
+
+    def turn(self) -> float:
+        """CPU seconds of one turn."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("turn\n")
+        self._process.stdin.flush()
+        return float(self._answer()["cpu_s"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a process ended with {self._process.wait()}: run its turns.py by hand to see why")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def compare(old: Path, new: Path, workload: str, most_turns: int) -> tuple[list[float], list[float], Interval]:
+    """CPU seconds of the turns of both, and the ratio new to old."""
+    taken: list[list[float]] = [[], []]
+    while True:
+        with tempfile.TemporaryDirectory() as folder, Side(old, workload, folder) as before, Side(new, workload, folder) as after:
+            for number in range(TURNS_OF_A_PAIR):
+                for which, side in ((0, before), (1, after)) if number % 2 else ((1, after), (0, before)):
+                    taken[which].append(side.turn())
+        ratio, count = paired_ratio(taken[1], taken[0]), len(taken[0])
+        if count >= LEAST_TURNS and (half_width(ratio) < HALF_WIDTH or count >= most_turns):
+            return taken[0], taken[1], ratio
+
+
+def half_width(ratio: Interval) -> float:
+    """Relative; infinite where the turns are too few for an interval."""
+    if ratio.low is None or ratio.high is None:
+        return float("inf")
+    return (ratio.high - ratio.low) / 2 / ratio.estimate
+
+
+def render(found: dict[str, Any]) -> str:
+    rows = []
+    for name, each in found["workloads"].items():
+        ratio = Interval(**each["ratio"])
+        rows.append((name, str(len(each["old_s"])), render_interval(ratio, ".3f"), f"<= {BAR}", standing_of(ratio, most=BAR)))
+    return markdown(("workload", "turns", "CPU time, new over old (95 %)", "bar", "verdict"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, nargs="?", help="a checkout of the state before")
+    parser.add_argument(
+        "new", type=Path, nargs="?", default=ROOT, help="a checkout of the state after; this one, if none is given"
+    )
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--most-turns", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if asked.old is not None:
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the processes inherit it
+        found: dict[str, Any] = {
+            "conditions": {**find_conditions(("torch", "numpy")), "old": commit_of(asked.old), "new": commit_of(asked.new)},
+            "workloads": {},
+        }
+        for name in asked.workloads.split(","):
+            old_s, new_s, ratio = compare(asked.old.resolve(), asked.new.resolve(), name, asked.most_turns)
+            found["workloads"][name] = {"old_s": old_s, "new_s": new_s, "ratio": asdict(ratio)}
+            print(f"{name}: {render_interval(ratio, '.3f')} after {len(old_s)} turns", file=sys.stderr, flush=True)
+            asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    found = json.loads(asked.out.read_text())
+    conditions = markdown(("condition", "value"), [*found["conditions"].items()])
+    show({"bars": render(found), "conditions": conditions}, FOLDER / "README.md" if asked.out == RESULTS else None)
+
+
+def commit_of(checkout: Path) -> str:
+    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
