@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.operate.progress import progress
+from surefoot.cli.operate.progress import progress, to_total
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
 
 if TYPE_CHECKING:
@@ -60,14 +60,7 @@ def convert(
     index = None
     if not no_index:
         with progress("reading back", made.num_bytes, quiet or json) as advance:
-            done = 0
-
-            def tell(now: int, _: int) -> None:
-                nonlocal done
-                advance(now - done)
-                done = now
-
-            index = open_index([out / each.name for each in made.shards], out, tell=tell, beside=True)
+            index = open_index([out / each.name for each in made.shards], out, tell=to_total(advance), beside=True)
         wrong = [one.name for one, other in zip(index.shards, made.shards, strict=True) if one.digest != other.sha256]
         if wrong:
             raise DataError(f"{out / wrong[0]} is not what was written", hint="is the disk sound? run the command again")

@@ -9,7 +9,7 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.operate import convert, read_speed, stage
-from surefoot.cli.operate.progress import progress
+from surefoot.cli.operate.progress import progress, to_total
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS
 
@@ -47,13 +47,7 @@ def index(
     tars = find_tars(paths) if remote is None else []
     total = sum(path.stat().st_size for path in tars) if remote is None else len(remote)
     with progress("indexing", total, quiet or json) as advance:
-        done = 0
-
-        def tell(now: int, _: int) -> None:
-            nonlocal done
-            advance(now - done)
-            done = now
-
+        tell = to_total(advance)
         made = open_index(tars, tars[0].parent, tell=tell, beside=True) if remote is None else open_remote(remote, tell=tell)
     if json:
         shards = [

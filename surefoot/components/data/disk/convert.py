@@ -8,7 +8,6 @@ written depends on source and settings alone, so that the tars of a run that was
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from surefoot.components.data.disk.files import (
     check_room,
     digest_of,
     drafted,
+    lock_folder,
     make_folder,
     nearest,
     sweep,
@@ -165,15 +165,7 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
 @contextlib.contextmanager
 def _progress_of(out: Path, given: Given, layout: Layout) -> Iterator[tuple[BinaryIO, list[Written]]]:
     """Open the progress file, locked by this process, and read the shards that are written."""
-    try:
-        file = (out / PROGRESS).open("a+b")
-    except OSError as error:
-        raise DataError(f"nothing can be written into {out}: {error.strerror}", hint="name another folder") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"another process writes into {out}", hint="wait for it, or name another folder") from None
+    with lock_folder(out, PROGRESS) as file:
         file.seek(0)
         lines = [line for line in file if line.endswith(b"\n")]
         head = {"format": FORMAT, "source": given.identity, "settings": asdict(layout)}

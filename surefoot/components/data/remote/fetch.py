@@ -8,7 +8,7 @@ so that a thousand readers do not come back at once. A refusal (4xx, no right, n
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,10 +33,6 @@ class Patience:
     first_wait_s: float = 0.5
     longest_wait_s: float = 30.0
     request_s: float = 60.0
-
-
-class ShortRead(DataError):
-    """An answer has fewer bytes than were asked for."""
 
 
 class Far:
@@ -86,14 +82,13 @@ class Far:
     def _piece(self, start: int, stop: int, size: int) -> bytes:
         def ask(system: Any, path: str) -> bytes:
             piece: bytes = system.cat_file(path, start=start, end=stop, timeout=self._patience.request_s)
-            if len(piece) not in (stop - start, size - start, size):
-                raise ShortRead(f"sent {len(piece):,} bytes of {stop - start:,}", hint="try again")
-            return piece[start:] if len(piece) == size else piece  # the whole: the server knows no ranges
+            return piece
 
-        return self._patiently(ask)
+        piece = self._patiently(ask, (stop - start, size - start, size))
+        return piece[start:] if len(piece) == size else piece  # the whole: the server knows no ranges
 
-    def _patiently(self, ask: Callable[[Any, str], T]) -> T:
-        """The result of `ask(file system, path)`, which is called again after an error that another try may mend."""
+    def _patiently(self, ask: Callable[[Any, str], T], lengths: Sequence[int] = ()) -> T:
+        """The result of `ask(file system, path)`, called again after errors that another try may mend, and results of other lengths."""
         with needing("tenacity", "tenacity", extra=EXTRA, needed_for=f"reading {self.place.shown}"):
             import tenacity
         patience = self._patience
@@ -101,16 +96,19 @@ class Far:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(patience.tries),
             wait=tenacity.wait_exponential(*waits) + tenacity.wait_random_exponential(*waits),
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, Exception) and not _is_final(error)),
+            retry=tenacity.retry_if_exception(_is_mendable)
+            | tenacity.retry_if_result(lambda result: bool(lengths) and len(result) not in lengths),
             reraise=True,
         )
         try:
             return retrying(lambda: ask(*self._open()))
+        except SurefootError:
+            raise
         except Exception as error:
-            if isinstance(error, SurefootError) and not isinstance(error, ShortRead):
-                raise
             reason, hint = self._words(error), "check the URL, and who may read it"
-            if not _is_final(error):
+            if isinstance(error, tenacity.RetryError):
+                reason = f"sent {len(error.last_attempt.result()):,} bytes of {lengths[0]:,}"
+            if _is_mendable(error):
                 waited_s = retrying.statistics["delay_since_first_attempt"]
                 reason = f"{patience.tries} tries in {waited_s:.0f} s ended with: {reason}"
                 hint = "start again when the server answers; what is in the cache stays there"
@@ -131,7 +129,7 @@ class Far:
 
     def _words(self, error: BaseException) -> str:
         status = _status(error)
-        words = f"{type(error).__name__}: {getattr(error, 'message', error)}".replace(self.place.url, self.place.shown)
+        words = f"{type(error).__name__}: {error}".replace(self.place.url, self.place.shown)
         query = self.place.url.partition("?")[2]
         words = words.replace(query, "...") if query else words
         return f"HTTP {status}, {words}"[:300] if status else words[:300]
@@ -156,14 +154,14 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _is_final(error: BaseException) -> bool:
-    status = _status(error)
-    if isinstance(error, SurefootError):
-        return not isinstance(error, ShortRead)
+def _is_mendable(error: BaseException) -> bool:
+    """Whether another try may succeed: it is no refusal of HTTP, no missing file or right, and no error of surefoot's own."""
+    status, last = _status(error), list(_causes(error))[-1]
+    if isinstance(error, SurefootError) or not isinstance(error, Exception):
+        return False
     if status is not None:
-        return 400 <= status < 500 and status not in AGAIN
-    last = list(_causes(error))[-1]
-    return isinstance(last, FileNotFoundError | PermissionError) or "Credentials" in type(last).__name__
+        return not 400 <= status < 500 or status in AGAIN
+    return not isinstance(last, FileNotFoundError | PermissionError) and "Credentials" not in type(last).__name__
 
 
 def _is_absent(error: BaseException) -> bool:
