@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -108,13 +109,11 @@ def _pairs(words: list[str]) -> dict[str, str]:
 
 
 def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bool) -> None:
-    from surefoot.cli.table import print_table, without_control
+    from surefoot.cli.table import without_control
     from surefoot.core.units import format_bytes
 
+    shards = [{"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256} for each in made.shards]
     if json:
-        shards = [
-            {"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256} for each in made.shards
-        ]
         told = {
             "folder": str(out),
             "samples": made.num_samples,
@@ -126,10 +125,7 @@ def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bo
             {**told, "beside": list(made.beside), "index": None if index is None else str(index), "shards": shards}
         )
         return
-    rows = [(each.name, f"{each.samples:,}", format_bytes(each.bytes), each.sha256[:12]) for each in made.shards[:MOST_SHOWN]]
-    print_table(("tar", "samples", "size", "sha256"), rows, right=("samples", "size"))
-    if len(made.shards) > MOST_SHOWN:
-        print(f"and {len(made.shards) - MOST_SHOWN:,} more")
+    print_shards(shards)
     kept = f", {made.kept:,} of which were there already" if made.kept else ""
     print(f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of {format_bytes(made.num_bytes)}{kept}")
     print(without_control(f"beside them: {', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"))
@@ -137,3 +133,16 @@ def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bo
     if not all(map(str.isidentifier, given.parts)):
         names = f"**{dict(given.parts)}"
     print(without_control(f'read them with Tars(sorted(Path("{out}").glob("*.tar")), {names})'))
+
+
+def print_shards(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Print tars as a table: `name`, `samples`, `bytes` and `sha256` of each."""
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_bytes
+
+    shown = [
+        (each["name"], f"{each['samples']:,}", format_bytes(each["bytes"]), each["sha256"][:12]) for each in shards[:MOST_SHOWN]
+    ]
+    print_table(("tar", "samples", "size", "sha256"), shown, right=("samples", "size"))
+    if len(shards) > MOST_SHOWN:
+        print(f"and {len(shards) - MOST_SHOWN:,} more")

@@ -37,11 +37,9 @@ def index(
     Any run that reads these tars takes it; without it each user makes one in a cache, at the first run. A tar that is as it was is not
     read again. Of URLs it is made in the cache; upload it to the place of the tars.
     """
-    from surefoot.cli.table import print_table
     from surefoot.components.data.tars.audit import find_tars
     from surefoot.components.data.tars.far import find_remote, open_remote
     from surefoot.components.data.tars.index import open_index
-    from surefoot.core.units import format_bytes
 
     remote = find_remote(paths)
     tars = find_tars(paths) if remote is None else []
@@ -49,11 +47,10 @@ def index(
     with progress("indexing", total, quiet or json) as advance:
         tell = to_total(advance)
         made = open_index(tars, tars[0].parent, tell=tell, beside=True) if remote is None else open_remote(remote, tell=tell)
+    shards = [
+        {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest} for each in made.shards
+    ]
     if json:
-        shards = [
-            {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest}
-            for each in made.shards
-        ]
         told = {
             "folder": str(made.folder),
             "index": str(made.place),
@@ -63,12 +60,7 @@ def index(
         }
         options.print_json(told)
         return
-    rows = [
-        (each.name, f"{each.num_samples:,}", format_bytes(each.num_bytes), each.digest[:12]) for each in made.shards[:MOST_SHOWN]
-    ]
-    print_table(("tar", "samples", "size", "sha256"), rows, right=("samples", "size"))
-    if len(made.shards) > MOST_SHOWN:
-        print(f"and {len(made.shards) - MOST_SHOWN:,} more")
+    convert.print_shards(shards)
     print(f"\n{len(made):,} samples in {len(made.shards):,} tars; the index is {made.place}")
 
 

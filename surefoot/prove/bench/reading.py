@@ -109,16 +109,17 @@ def measure(
     found = find(paths)
     ids = Order(len(found.sizes), 0).ids(0, 0, min(samples, len(found.sizes)))
     rows, dropped = list[Timed](), True
+    states = {"cold": 0.0, "warm": 0.0} | ({"delay": delay_s} if delay_s else {})
     for number in dict.fromkeys(workers):
-        tell(f"{number} workers, cold")
-        dropped = drop_cached(path for path in found.files if path.is_file()) and dropped
-        rows.append(_time(found, ids, number, "cold", seconds, 0.0, kind))
-        tell(f"{number} workers, warm")
-        found.source.explain(ids[: rows[-1].samples])  # what is timed is in memory
-        rows.append(_time(found, ids[: rows[-1].samples], number, "warm", seconds, 0.0, kind))
-        if delay_s:
-            tell(f"{number} workers, {1000 * delay_s:g} ms more for each sample")
-            rows.append(_time(found, ids[: rows[-1].samples], number, "delay", seconds, delay_s, kind))
+        chosen = ids
+        for state, wait_s in states.items():
+            tell(f"{number} workers, {state}" if not wait_s else f"{number} workers, {1000 * wait_s:g} ms more for each sample")
+            if state == "cold":
+                dropped = drop_cached(path for path in found.files if path.is_file()) and dropped
+            elif state == "warm":
+                found.source.explain(chosen)  # so that all that is timed is in the page cache
+            rows.append(_time(found, chosen, number, state, seconds, wait_s, kind))
+            chosen = ids[: rows[-1].samples]
     device = find_device(found.folder)
     return Measured(what=found.what, device=device, dropped=dropped, kind=kind, num_samples=len(found.sizes), rows=tuple(rows))
 

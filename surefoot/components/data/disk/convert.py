@@ -34,6 +34,7 @@ from surefoot.components.data.disk.given import Given
 from surefoot.components.data.remote.shards import SUMS
 from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import DataError
+from surefoot.core.units import name_some
 
 FORMAT = "surefoot convert 1"
 PROGRESS = ".surefoot-convert"
@@ -214,8 +215,7 @@ def _check_empty(out: Path, given: Given) -> None:
 def _refuse(out: Path, others: list[Path]) -> None:
     found = sorted(path.name for path in others if path.exists())
     if found:
-        more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-        raise DataError(f"{out} holds {found[0]}{more}, which is of another set", hint="name a new folder")
+        raise DataError(f"{out} holds {name_some(found, 1)}, which is of another set", hint="name a new folder")
 
 
 def plain_name(folder: Path) -> str:
