@@ -1,4 +1,4 @@
-"""`surefoot data index`, `check` and `stats`: of real tars and of every kind of bad one, told by name and with its exit code."""
+"""`surefoot data index` and `check`: of real tars and of every kind of bad one, told by name and with its exit code."""
 
 from __future__ import annotations
 
@@ -59,34 +59,12 @@ def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Co
     assert "0.png" in told.out
 
 
-def test_stats_tell_sizes_classes_colours_and_what_comes_again(folder: Path, surefoot: Command) -> None:
-    write_tar(folder / "2.tar", [("8.png", image(colour=0)), ("8.cls", b"7"), ("9.png", image(colour=0, size=(9, 9)))])
-    row = surefoot("data", "stats", str(folder), "--json").row
-    parts = row["parts"]
-    assert row["samples"] == 10
-    assert parts["cls"]["classes"] == {**{str(number): 1 for number in range(7)}, "7": 2}
-    assert (parts["cls"]["lacking"], parts["txt"]["lacking"]) == (1, 2)
-    assert parts["txt"]["words"] == 16
-    assert parts["png"]["again"] == 1
-    assert parts["png"]["shapes"] == [{"shape": [4, 5, 3], "number": 9}, {"shape": [9, 9, 3], "number": 1}]
-    red = [number for number in range(8) for _ in range(20)] + [0] * (20 + 81)  # image() paints red alone
-    mean = sum(red) / len(red)
-    deviation = (sum(value**2 for value in red) / len(red) - mean**2) ** 0.5
-    assert parts["png"]["mean"] == pytest.approx([mean, 0, 0])
-    assert parts["png"]["standard_deviation"] == pytest.approx([deviation, 0, 0])
-    answer = surefoot("data", "stats", str(folder))
-    assert "cls: 8 classes of 1 to 2 samples" in answer.out
-    assert "png: 2 shapes (4 x 5 x 3: 9, 9 x 9 x 3: 1)" in answer.out
+def test_real_tars_are_sound(cifar10_folder: Path, surefoot: Command) -> None:
+    row = surefoot("data", "check", *map(str, cifar10_folder.glob("test-*.tar")), "--json").row
+    assert (row["ok"], row["samples"]) == (True, 10_000)
 
 
-def test_real_tars_hold_what_they_are_known_to(cifar10_folder: Path, surefoot: Command) -> None:
-    parts = surefoot("data", "stats", *map(str, cifar10_folder.glob("test-*.tar")), "--json").row["parts"]
-    assert parts["cls"]["classes"] == {str(number): 1000 for number in range(10)}
-    assert parts["jpg"]["shapes"] == [{"shape": [32, 32, 3], "number": 10_000}]
-    assert parts["jpg"]["mean"] == pytest.approx([126, 123.7, 114.8], abs=0.05)
-
-
-@pytest.mark.parametrize("verb", ["index", "check", "stats"])
+@pytest.mark.parametrize("verb", ["index", "check"])
 def test_what_is_no_set_of_tars_is_refused_in_words(verb: str, tmp_path: Path, surefoot: Command) -> None:
     (tmp_path / "empty").mkdir()
     for place, words in (("none", "none is missing"), ("empty", "empty holds no tar")):
@@ -115,6 +93,5 @@ def test_urls_are_read_like_files(folder: Path, surefoot: Command, tmp_path: Pat
         url = f"{served.url}/{{0..1}}.tar"
         assert surefoot("data", "index", url, "--json").row["samples"] == 8
         assert surefoot("data", "check", url).out == "8 samples are whole, 0 parts are bad\n"
-        assert surefoot("data", "stats", url, "--json").row["samples"] == 8
         assert surefoot("data", "check", f"{served.url}/2.tar").code == 2
     assert surefoot("data", "check", "pipe:cat").code == 2

@@ -67,8 +67,7 @@ def test_cold_begins_without_the_files_in_memory_and_warm_with_them(
     real, seen = Tars.explain, list[float | None]()
 
     def explain(self: Tars, ids: np.ndarray) -> dict[str, float]:
-        with (folder / "0.tar").open("rb") as file:
-            seen.append(cached_share(file.fileno()))
+        seen.append(cached_share(folder / "0.tar"))
         return real(self, ids)
 
     monkeypatch.setattr(Tars, "explain", explain)

@@ -252,6 +252,9 @@ def test_a_shard_that_is_damaged_or_gone_is_written_again(arrays: dict[str, Path
     answer = surefoot(*words)
     assert answer.code == 0
     assert f"{first.name} is damaged" in answer.err
+    assert digests(tmp_path / "out") == whole
+    second.unlink()
+    answer = surefoot(*words)
     assert f"{second.name} is missing" in answer.err
     assert digests(tmp_path / "out") == whole
 

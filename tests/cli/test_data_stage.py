@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from surefoot.components.data import Tars
@@ -160,41 +161,38 @@ def test_bad_input_is_told_in_words(folder: Path, tmp_path: Path, surefoot: Comm
     assert not (tmp_path / "fast").exists()
 
 
-MOUNTS = """27 1 254:0 / / rw - ext4 /dev/vda rw
-30 27 0:27 / /mem rw - tmpfs tmpfs rw
-31 27 8:1 / /spins rw - xfs /dev/sda1 rw
-32 27 8:16 / /solid rw - xfs /dev/sdb rw
-33 31 259:2 / /spins/fast\\040one rw - ext4 /dev/nvme0n1p2 rw
-34 27 0:50 / /far rw - nfs4 server:/x rw
-35 27 0:51 / /pool rw - btrfs /dev/nvme1n1 rw
-a line that is none
+MOUNTS = """/dev/vda / ext4 rw 0 0
+tmpfs /mem tmpfs rw 0 0
+/dev/sda1 /spins xfs rw 0 0
+/dev/sdb /solid xfs rw 0 0
+/dev/nvme0n1p2 /spins/fast\\040one ext4 rw 0 0
+server:/x /far nfs4 rw 0 0
+/dev/nvme1n1 /pool btrfs rw 0 0
 """
 
 
-def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path) -> None:
-    mounts, blocks = tmp_path / "mounts", tmp_path / "blocks"
-    mounts.write_text(MOUNTS)
+def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mounts").write_text(MOUNTS)
+    blocks = tmp_path / "blocks"
     blocks.mkdir()
-    for number, place, spins in (
-        ("254:0", "vda", 1),
-        ("8:1", "sda/sda1", 1),
-        ("8:16", "sdb", 0),
-        ("259:2", "nvme0n1/nvme0n1p2", 0),
-    ):
+    for place, spins in (("vda", 1), ("sda/sda1", 1), ("sdb", 0), ("nvme0n1/nvme0n1p2", 0)):
         disk = tmp_path / "disks" / place
         disk.mkdir(parents=True)
         queue = (disk if "/" not in place else disk.parent) / "queue"
         queue.mkdir()
         (queue / "rotational").write_text(f"{spins}\n")
-        (blocks / number).symlink_to(disk)
+        (blocks / disk.name).symlink_to(disk)
     wanted = {
         "/a/b": "virtual disk", "/mem/x": "memory", "/memory": "virtual disk", "/spins/x": "HDD", "/solid": "SSD",
         "/spins/fast one/x": "NVMe", "/far/x": "network", "/pool/x": "NVMe",
     }  # fmt: skip
-    found = {place: find_device(Path(place), mounts=mounts, blocks=blocks).kind for place in wanted}
+    found = {place: find_device(Path(place), blocks=blocks).kind for place in wanted}
     assert found == wanted
-    assert str(find_device(Path("/far/x"), mounts=mounts, blocks=blocks)) == "network (nfs4 on server:/x)"
-    unknown = find_device(Path("/x"), mounts=tmp_path / "none")
+    assert str(find_device(Path("/far/x"), blocks=blocks)) == "network (nfs4 on server:/x)"
+    (tmp_path / "self" / "mounts").write_text("")
+    unknown = find_device(Path("/x"))
     assert (unknown.kind, str(unknown)) == (None, "a device of unknown kind")
 
 
@@ -203,13 +201,9 @@ def test_what_was_dropped_is_not_in_memory_and_a_read_brings_it_back(tmp_path: P
     path.write_bytes(bytes(4 << 20))
     if not drop_cached([path]) and find_device(path).kind not in ("virtual disk", "HDD", "SSD", "NVMe"):
         pytest.skip("this system keeps its files in memory")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        assert cached_share(descriptor) == 0.0
-        path.read_bytes()
-        assert cached_share(descriptor) == 1.0
-    finally:
-        os.close(descriptor)
+    assert cached_share(path) == 0.0
+    path.read_bytes()
+    assert cached_share(path) == 1.0
     speed = read_speed([path], most_bytes=3 << 20, most_s=10.0)
     assert speed.cold
     assert speed.num_bytes == 3 << 20

@@ -25,7 +25,7 @@ VERBS = (
     "spec show", "spec schema", "spec check",
     "check", "archive", "remove",
     "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
-    "checkpoint import", "data convert", "data index", "data check", "data stats", "data bench", "data stage",
+    "checkpoint import", "data convert", "data index", "data check", "data bench", "data stage",
 )  # fmt: skip
 COMMON = {"--json", "--traceback"}
 

@@ -416,13 +416,13 @@ def test_safetensors_and_a_folder_of_them_are_read_too(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_told_before_a_process_is_started(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing\.pt cannot be read: No such file"):
-        foreign.read_foreign(tmp_path / "nothing.pt")
+        foreign.open_foreign(tmp_path / "nothing.pt")
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(InputError, match=r"pipe\.pt is neither a file nor a folder"):
-        foreign.read_foreign(tmp_path / "pipe.pt")
+        foreign.open_foreign(tmp_path / "pipe.pt")
     (tmp_path / "empty.pt").touch()
     with pytest.raises(InputError, match=r"empty\.pt is empty"):
-        foreign.read_foreign(tmp_path / "empty.pt")
+        foreign.open_foreign(tmp_path / "empty.pt")
 
 
 def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read_as_what_they_are(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.operate.progress import progress
+from surefoot.cli.operate.progress import progress, to_total
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
 
 if TYPE_CHECKING:
@@ -60,14 +61,7 @@ def convert(
     index = None
     if not no_index:
         with progress("reading back", made.num_bytes, quiet or json) as advance:
-            done = 0
-
-            def tell(now: int, _: int) -> None:
-                nonlocal done
-                advance(now - done)
-                done = now
-
-            index = open_index([out / each.name for each in made.shards], out, tell=tell, beside=True)
+            index = open_index([out / each.name for each in made.shards], out, tell=to_total(advance), beside=True)
         wrong = [one.name for one, other in zip(index.shards, made.shards, strict=True) if one.digest != other.sha256]
         if wrong:
             raise DataError(f"{out / wrong[0]} is not what was written", hint="is the disk sound? run the command again")
@@ -115,13 +109,11 @@ def _pairs(words: list[str]) -> dict[str, str]:
 
 
 def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bool) -> None:
-    from surefoot.cli.table import print_table, without_control
+    from surefoot.cli.table import without_control
     from surefoot.core.units import format_bytes
 
+    shards = [{"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256} for each in made.shards]
     if json:
-        shards = [
-            {"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256} for each in made.shards
-        ]
         told = {
             "folder": str(out),
             "samples": made.num_samples,
@@ -133,10 +125,7 @@ def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bo
             {**told, "beside": list(made.beside), "index": None if index is None else str(index), "shards": shards}
         )
         return
-    rows = [(each.name, f"{each.samples:,}", format_bytes(each.bytes), each.sha256[:12]) for each in made.shards[:MOST_SHOWN]]
-    print_table(("tar", "samples", "size", "sha256"), rows, right=("samples", "size"))
-    if len(made.shards) > MOST_SHOWN:
-        print(f"and {len(made.shards) - MOST_SHOWN:,} more")
+    print_shards(shards)
     kept = f", {made.kept:,} of which were there already" if made.kept else ""
     print(f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of {format_bytes(made.num_bytes)}{kept}")
     print(without_control(f"beside them: {', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"))
@@ -144,3 +133,16 @@ def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bo
     if not all(map(str.isidentifier, given.parts)):
         names = f"**{dict(given.parts)}"
     print(without_control(f'read them with Tars(sorted(Path("{out}").glob("*.tar")), {names})'))
+
+
+def print_shards(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Print tars as a table: `name`, `samples`, `bytes` and `sha256` of each."""
+    from surefoot.cli.table import print_table
+    from surefoot.core.units import format_bytes
+
+    shown = [
+        (each["name"], f"{each['samples']:,}", format_bytes(each["bytes"]), each["sha256"][:12]) for each in shards[:MOST_SHOWN]
+    ]
+    print_table(("tar", "samples", "size", "sha256"), shown, right=("samples", "size"))
+    if len(shards) > MOST_SHOWN:
+        print(f"and {len(shards) - MOST_SHOWN:,} more")

@@ -1,23 +1,22 @@
-"""`surefoot data index`, `check`, `stats`: tars of samples made quick to read, read to the last byte, and told about; its other verbs."""
+"""`surefoot data index` and `check`: tars of samples made quick to read, and read to the last byte; its other verbs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.operate import convert, read_speed, stage
-from surefoot.cli.operate.progress import progress
+from surefoot.cli.operate.progress import progress, to_total
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS
 
 if TYPE_CHECKING:
-    from surefoot.components.data.tars.audit import Audit, Part
+    from surefoot.components.data.tars.audit import Audit
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Tars of samples: write, index, check, describe, stage and time them.")
+app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Tars of samples: write, index, check, stage and time them.")
 
 TarsArgument = Annotated[
     list[str], typer.Argument(metavar="PATH", help="tars in the layout of WebDataset, folders of them, or URLs with {000..099}")
@@ -38,29 +37,20 @@ def index(
     Any run that reads these tars takes it; without it each user makes one in a cache, at the first run. A tar that is as it was is not
     read again. Of URLs it is made in the cache; upload it to the place of the tars.
     """
-    from surefoot.cli.table import print_table
     from surefoot.components.data.tars.audit import find_tars
     from surefoot.components.data.tars.far import find_remote, open_remote
     from surefoot.components.data.tars.index import open_index
-    from surefoot.core.units import format_bytes
 
     remote = find_remote(paths)
     tars = find_tars(paths) if remote is None else []
     total = sum(path.stat().st_size for path in tars) if remote is None else len(remote)
     with progress("indexing", total, quiet or json) as advance:
-        done = 0
-
-        def tell(now: int, _: int) -> None:
-            nonlocal done
-            advance(now - done)
-            done = now
-
+        tell = to_total(advance)
         made = open_index(tars, tars[0].parent, tell=tell, beside=True) if remote is None else open_remote(remote, tell=tell)
+    shards = [
+        {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest} for each in made.shards
+    ]
     if json:
-        shards = [
-            {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest}
-            for each in made.shards
-        ]
         told = {
             "folder": str(made.folder),
             "index": str(made.place),
@@ -70,12 +60,7 @@ def index(
         }
         options.print_json(told)
         return
-    rows = [
-        (each.name, f"{each.num_samples:,}", format_bytes(each.num_bytes), each.digest[:12]) for each in made.shards[:MOST_SHOWN]
-    ]
-    print_table(("tar", "samples", "size", "sha256"), rows, right=("samples", "size"))
-    if len(made.shards) > MOST_SHOWN:
-        print(f"and {len(made.shards) - MOST_SHOWN:,} more")
+    convert.print_shards(shards)
     print(f"\n{len(made):,} samples in {len(made.shards):,} tars; the index is {made.place}")
 
 
@@ -109,33 +94,6 @@ def check(
     return EXIT_VERDICT_FAILS if found.bad else EXIT_OK
 
 
-@app.command(cls=Verb)
-def stats(
-    paths: TarsArgument,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
-    """Describe what the tars hold: sizes, shapes, classes, colours, words, and what stands there more than once."""
-    from surefoot.cli.table import print_table
-    from surefoot.core.units import format_bytes
-
-    found = _audit(paths, quiet or json)
-    if json:
-        parts = {name: _row(part) | {"lacking": found.lacking[name]} for name, part in found.parts.items()}
-        options.print_json({"samples": found.num_samples, "bytes": found.num_bytes, "bad": len(found.bad), "parts": parts})
-        return
-    rows = [
-        (name, f"{len(part.sizes):,}", format_bytes(sum(part.sizes) / len(part.sizes)), format_bytes(min(part.sizes)),
-         format_bytes(max(part.sizes)), f"{part.num_again:,}", f"{found.lacking[name]:,}") for name, part in found.parts.items()
-    ]  # fmt: skip
-    heads = ("part", "number", "mean size", "least", "most", "again", "lacking")
-    print_table(heads, rows, right=heads[1:])
-    for name, part in found.parts.items():
-        for words in _words(part):
-            print(f"{name}: {words}")
-    told = f"; {len(found.bad):,} bad: surefoot data check names them" if found.bad else ""
-    print(f"\n{found.num_samples:,} samples, {format_bytes(found.num_bytes)}{told}")
-
-
 def _audit(paths: list[str], quiet: bool) -> Audit:
     from surefoot.components.data.tars.audit import audit, find_tars
     from surefoot.components.data.tars.far import find_remote, open_each
@@ -147,30 +105,3 @@ def _audit(paths: list[str], quiet: bool) -> Audit:
     tars = find_tars(paths)
     with progress("reading", sum(path.stat().st_size for path in tars), quiet) as advance:
         return audit(tars, tell=advance)
-
-
-def _words(part: Part) -> Iterator[str]:
-    """What a part holds, a line each."""
-    from surefoot.core.units import format_number
-
-    if part.classes:
-        counts = part.classes.values()
-        listed = ", ".join(f"{name}: {count:,}" for name, count in sorted(part.classes.items())[:MOST_SHOWN])
-        yield f"{len(part.classes):,} classes of {min(counts):,} to {max(counts):,} samples ({listed})"
-    if part.shapes:
-        common = ", ".join(f"{' x '.join(map(str, shape))}: {count:,}" for shape, count in part.shapes.most_common(5))
-        yield f"{len(part.shapes):,} {'shape' if len(part.shapes) == 1 else 'shapes'} ({common})"
-    if part.colours.mean and part.colours.deviation:
-        mean, deviation = (", ".join(map(format_number, each)) for each in (part.colours.mean, part.colours.deviation))
-        yield f"red, green, blue from 0 to 255: mean {mean}; standard deviation {deviation}"
-    if part.num_words:
-        yield f"{part.num_words:,} words"
-
-
-def _row(part: Part) -> dict[str, Any]:
-    return {
-        "number": len(part.sizes), "bytes": sum(part.sizes), "least_bytes": min(part.sizes), "most_bytes": max(part.sizes),
-        "again": part.num_again, "classes": {str(name): count for name, count in sorted(part.classes.items())} or None,
-        "shapes": [{"shape": list(shape), "number": count} for shape, count in part.shapes.most_common()] or None,
-        "mean": part.colours.mean, "standard_deviation": part.colours.deviation, "words": part.num_words or None,
-    }  # fmt: skip

@@ -26,3 +26,15 @@ def progress(what: str, total: int | None, quiet: bool, *, unit: str = "bytes") 
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def to_total(advance: Callable[[int], None]) -> Callable[[int, int], None]:
+    """A callback of how much is done in all, for what advances a bar by how much more."""
+    done = 0
+
+    def tell(now: int, _: int) -> None:
+        nonlocal done
+        advance(now - done)
+        done = now
+
+    return tell

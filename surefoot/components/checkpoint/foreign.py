@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import stat
@@ -28,6 +27,7 @@ from surefoot.contract import commits, digest, manifest
 from surefoot.contract.manifest import Manifest
 from surefoot.core import place
 from surefoot.core.errors import InputError, RunFolderError
+from surefoot.core.units import name_some
 
 CHILD = "surefoot.components.checkpoint.foreign_child"
 PACKAGE = Path(__file__).resolve().parents[3]  # where the folder surefoot/ stands
@@ -51,11 +51,6 @@ class Foreign:
     left_out: Mapping[str, str] = field(default_factory=dict)
     unbounded: tuple[str, ...] = ()
     is_flat: bool = False
-
-
-def read_foreign(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a foreign file or folder by its path in it, as `model/0.weight`. Raises InputError for what is refused."""
-    return dict(open_foreign(path).tensors)
 
 
 def open_foreign(path: Path) -> Foreign:
@@ -167,8 +162,7 @@ def list_others(found: Foreign, key: str) -> list[str]:
 
 
 def _reasons(lost: Mapping[str, str]) -> str:
-    more = f" and {len(lost) - MOST_TOLD:,} more" if len(lost) > MOST_TOLD else ""
-    return ", ".join(f"{name[:100]} ({why})" for name, why in itertools.islice(lost.items(), MOST_TOLD)) + more
+    return name_some([f"{name[:100]} ({why})" for name, why in lost.items()], MOST_TOLD)
 
 
 def _is_chosen(found: Foreign, key: str, name: str) -> bool:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from surefoot.components.checkpoint.save import Content, Stamp, commit
@@ -129,7 +129,7 @@ def read(source: Path) -> Any:
     """The tree of a file or folder: mappings and lists of tensors, numbers and text. Raises InputError for what is refused."""
     if source.is_dir():
         return _read_dcp(source) if (source / DCP_FILE).is_file() else _read_folder(source)
-    return _read_safetensors(source) if source.suffix == ".safetensors" else _load(source)
+    return load_file(source) if source.suffix == ".safetensors" else _load(source)
 
 
 def is_flat(source: Path) -> bool:
@@ -157,11 +157,6 @@ def _first_line(error: BaseException) -> str:
     return (telling or lines or [type(error).__name__])[0][:300]
 
 
-def _read_safetensors(source: Path) -> dict[str, Tensor]:
-    with safe_open(source, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-
-
 def _read_folder(source: Path) -> dict[str, Tensor]:
     """The weights of a folder of safetensors, as Hugging Face's and surefoot's commits are."""
     indexes = sorted(source.glob("*.safetensors.index.json"))
@@ -176,7 +171,7 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
     held: dict[str, str] = {}
     for file in files:
         _need_file(file)
-        for name, tensor in _read_safetensors(file).items():
+        for name, tensor in load_file(file).items():
             if name in found:
                 raise InputError(f"{held[name]} and {file.name} in {source} both hold {name[:100]}", hint="give one of the files")
             found[name], held[name] = tensor, file.name

@@ -1,47 +1,42 @@
-"""How fast the samples of files are read and decoded where they lie: from the device and from memory, by several numbers of workers.
+"""Read and decode speed of samples: cold and warm, with several numbers of workers.
 
-A sample is read and decoded as training would, in random order, each once; then it is dropped. What stands for the device is the first
-reading after the system was asked to forget the files (`cold`); then the same samples are read again (`warm`).
+Each sample is read and decoded once, in random order as training does, and then dropped. `cold` is the first read after the files were
+dropped from the page cache; `warm` reads the same samples again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.devices import Device, drop_cached, find_device
-from surefoot.components.data.feed import Feed
-from surefoot.components.data.loader import Kind, Loader, Reader, Settings
+from surefoot.components.data.loader import Kind
 from surefoot.components.data.remote import is_url
 from surefoot.components.data.sources import ImageFolder
 from surefoot.components.data.tars import Tars
 from surefoot.components.data.tars.audit import find_tars
 from surefoot.components.data.tars.decoders import DECODERS
 from surefoot.components.data.tars.far import find_remote
-from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, InputError
 from surefoot.core.units import format_bytes
 
 BATCH = 16  # samples that a worker reads at a time
 MOST_WORKERS = 64
-COSTS = ("read", "decode", "delay")
 Tell = Callable[[str], None]
 
 
 class Explained(Protocol):
-    """A source that tells what reading takes."""
-
-    digest: str
-
-    def __len__(self) -> int: ...
+    """A source that measures its own reads."""
 
     def explain(self, ids: np.ndarray) -> dict[str, float]: ...
 
@@ -76,34 +71,6 @@ class Measured:
 
     def as_row(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Dropped:
-    """A source whose samples are read and decoded and dropped; a batch is what that took, and the bytes of the files that it read."""
-
-    guarantee: Guarantee = "proven"
-    thread_safe = True
-
-    def __init__(self, source: Explained, sizes: np.ndarray, delay_s: float) -> None:
-        self.source, self.sizes, self.delay_s, self.digest = source, sizes, delay_s, source.digest
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def read(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
-        costs = self.source.explain(ids)
-        begun_s = time.perf_counter()
-        if self.delay_s:
-            time.sleep(self.delay_s * len(ids))
-        costs["delay"] = time.perf_counter() - begun_s if self.delay_s else 0.0
-        return {
-            "costs": torch.tensor([[costs[name] for name in COSTS]], dtype=torch.float64),
-            "bytes": torch.tensor([int(self.sizes[ids].sum())]),
-            "samples": torch.tensor([len(ids)]),
-        }
-
-    def describe(self) -> str:
-        return f"{len(self):,} samples, read and dropped"
 
 
 @dataclass(frozen=True)
@@ -142,16 +109,17 @@ def measure(
     found = find(paths)
     ids = Order(len(found.sizes), 0).ids(0, 0, min(samples, len(found.sizes)))
     rows, dropped = list[Timed](), True
+    states = {"cold": 0.0, "warm": 0.0} | ({"delay": delay_s} if delay_s else {})
     for number in dict.fromkeys(workers):
-        tell(f"{number} workers, cold")
-        dropped = _drop(found.files) and dropped
-        rows.append(_time(found, ids, number, "cold", seconds, 0.0, kind))
-        tell(f"{number} workers, warm")
-        found.source.explain(ids[: rows[-1].samples])  # what is timed is in memory
-        rows.append(_time(found, ids[: rows[-1].samples], number, "warm", seconds, 0.0, kind))
-        if delay_s:
-            tell(f"{number} workers, {1000 * delay_s:g} ms more for each sample")
-            rows.append(_time(found, ids[: rows[-1].samples], number, "delay", seconds, delay_s, kind))
+        chosen = ids
+        for state, wait_s in states.items():
+            tell(f"{number} workers, {state}" if not wait_s else f"{number} workers, {1000 * wait_s:g} ms more for each sample")
+            if state == "cold":
+                dropped = drop_cached(path for path in found.files if path.is_file()) and dropped
+            elif state == "warm":
+                found.source.explain(chosen)  # so that all that is timed is in the page cache
+            rows.append(_time(found, chosen, number, state, seconds, wait_s, kind))
+            chosen = ids[: rows[-1].samples]
     device = find_device(found.folder)
     return Measured(what=found.what, device=device, dropped=dropped, kind=kind, num_samples=len(found.sizes), rows=tuple(rows))
 
@@ -164,81 +132,54 @@ def find(paths: Sequence[str]) -> _Found:
         files = [folder / name for name in images.names]
         return _Found(images, files, np.array(images.sizes), folder, images.describe())
     remote = find_remote(paths)
-    given: Any = find_tars([Path(path).expanduser() for path in paths]) if remote is None else remote
-    first = Tars(given, cls="cls")
-    index = first.index
-    parts = [
-        kind
-        for kind in first.sample(*(int(each[0]) for each in index.locate(np.array([0])))).parts
-        if kind.rpartition(".")[2] in DECODERS
-    ]
-    if not parts:
+    tars = Tars(find_tars([Path(path).expanduser() for path in paths]) if remote is None else remote, any="cls")
+    index = tars.index
+    shards, firsts, sizes = index.locate(np.arange(len(index)))
+    members = tars.sample(int(shards[0]), int(firsts[0]), int(sizes[0])).parts
+    tars.parts = {member: member for member in members if member.rpartition(".")[2] in DECODERS}
+    if not tars.parts:
         raise DataError("the first sample has no part that is decoded", hint=f"decoded are {', '.join(DECODERS)}")
-    named: dict[str, Any] = {kind: kind for kind in parts}  # none of which is a parameter of Tars
-    tars = Tars(given, **named)
-    sizes = index.locate(np.arange(len(index)))[2]
-    what = f"{len(index):,} samples in {len(index.shards):,} tars of {format_bytes(int(sizes.sum()))}: {', '.join(parts)}"
+    total = format_bytes(int(sizes.sum()))
+    what = f"{len(index):,} samples in {len(index.shards):,} tars of {total}: {', '.join(tars.parts)}"
     return _Found(tars, [index.folder / shard.name for shard in index.shards], sizes, index.folder, what)
 
 
-def _drop(files: Sequence[Path]) -> bool:
-    return drop_cached(path for path in files if path.is_file())
+_source: Explained  # what a worker reads
+
+
+def _begin(source: Explained) -> None:
+    global _source
+    _source = source
+
+
+def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
+    """Seconds that a batch of samples takes to read, to decode and to wait for."""
+    costs = _source.explain(ids)
+    begun_s = time.perf_counter()
+    time.sleep(delay_s * len(ids))
+    return costs["read"], costs["decode"], time.perf_counter() - begun_s if delay_s else 0.0
 
 
 def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: float, delay_s: float, kind: Kind) -> Timed:
-    """Read these samples, each once; the time begins when workers stand ready and ends with the last sample, or when it is over."""
-    source = Dropped(found.source, found.sizes, delay_s)
-    costs, samples, num_bytes = np.zeros(len(COSTS)), 0, 0
-    begun_s = time.perf_counter()
-    elapsed_s = 0.0
-    for batch in _batches(source, ids, workers, kind):
-        if batch is None:
-            begun_s = time.perf_counter()
-            continue
-        costs += batch["costs"].numpy()[0]
-        samples, num_bytes = samples + int(batch["samples"]), num_bytes + int(batch["bytes"])
-        elapsed_s = time.perf_counter() - begun_s
-        if elapsed_s >= seconds:
-            break
-    read, decode, delay = costs / max(costs.sum(), 1e-12)
+    """Read these samples once, for `seconds` at most; starting the workers is not timed."""
+    costs, samples, elapsed_s = np.zeros(3), 0, 0.0
+    with contextlib.ExitStack() as stack:
+        run: Callable[..., Any] = map
+        if workers:
+            make_pool: Any = ThreadPool if kind == "thread" else multiprocessing.Pool
+            pool = stack.enter_context(make_pool(workers, _begin, (found.source,)))
+            pool.map(abs, range(workers), chunksize=1)
+            run = pool.imap
+        else:
+            _begin(found.source)
+        batches = np.split(ids, range(BATCH, len(ids), BATCH))
+        begun_s = time.perf_counter()
+        for batch, cost in zip(batches, run(partial(_explain, delay_s), batches), strict=True):
+            costs, samples, elapsed_s = costs + cost, samples + len(batch), time.perf_counter() - begun_s
+            if elapsed_s >= seconds:
+                break
+    read, decode, delay = (costs / max(costs.sum(), 1e-12)).tolist()
     return Timed(
-        workers=workers, state=state, samples=samples, samples_per_s=samples / elapsed_s, bytes_per_s=num_bytes / elapsed_s,
-        read=float(read), decode=float(decode), delay=float(delay),
+        workers=workers, state=state, samples=samples, samples_per_s=samples / elapsed_s, read=read, decode=decode, delay=delay,
+        bytes_per_s=int(found.sizes[ids[:samples]].sum()) / elapsed_s,
     )  # fmt: skip
-
-
-class _Chosen:
-    """The samples `ids` of a source, as a source; before them stand `ahead` that are none, for workers to begin with."""
-
-    guarantee: Guarantee = "proven"
-    thread_safe = True
-
-    def __init__(self, source: Dropped, ids: np.ndarray, ahead: int) -> None:
-        self.source, self.ids, self.ahead, self.digest = source, ids, ahead, source.digest
-
-    def __len__(self) -> int:
-        return self.ahead + len(self.ids)
-
-    def read(self, ids: np.ndarray) -> dict[str, torch.Tensor]:
-        if ids[0] < self.ahead:
-            return {}
-        return self.source.read(self.ids[ids - self.ahead])
-
-    def describe(self) -> str:
-        return self.source.describe()
-
-
-def _batches(source: Dropped, ids: np.ndarray, workers: int, kind: Kind) -> Iterator[dict[str, torch.Tensor] | None]:
-    """What batches took, by so many workers; None when these stand ready, before the first."""
-    settings = Settings(workers=workers, kind=kind)
-    ahead = BATCH * workers  # each worker has been there once
-    chosen = _Chosen(source, ids, ahead)
-    feed = Feed(chosen, Order(len(chosen), 0, shuffle=False), batch=BATCH)
-    steps = feed.steps_per_epoch or 0
-    with contextlib.closing(Loader(feed, Reader(chosen, None, 0), settings, last=steps)) as loader:
-        for number in range(1, steps + 1):
-            if number == 1 + bool(workers):
-                yield None
-            for batch in loader.take(number).batches:
-                if batch:
-                    yield batch

@@ -1,23 +1,21 @@
 """Samples written as tars of a bounded size, each whole or not there, by a process that may be killed at any moment.
 
-A shard is a draft that is synced and renamed; then a line of the progress file says how many samples it has and what its digest is. The
-first line says of what source it is, with what settings. A process that finds such a file goes on behind the last line: shards
-whose digest is as it says are kept, one that is missing or damaged is written again. What is written depends on source and settings
-alone, so that the tars of a run that was killed are those of one that was not, byte for byte.
+A shard is a draft that is synced and renamed; then a line of the progress file lists its samples and its digest. The first line
+identifies source and settings. A process that finds such a file continues behind the last shard in a row that has its digest. What is
+written depends on source and settings alone, so that the tars of a run that was killed are byte for byte those of one that was not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.encode import END, frame
@@ -25,6 +23,7 @@ from surefoot.components.data.disk.files import (
     check_room,
     digest_of,
     drafted,
+    lock_folder,
     make_folder,
     nearest,
     sweep,
@@ -35,6 +34,7 @@ from surefoot.components.data.disk.given import Given
 from surefoot.components.data.remote.shards import SUMS
 from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import DataError
+from surefoot.core.units import name_some
 
 FORMAT = "surefoot convert 1"
 PROGRESS = ".surefoot-convert"
@@ -88,37 +88,10 @@ class Converted:
     beside: tuple[str, ...] = ()
 
 
-@dataclass(eq=False)
-class _Samples:
-    """The samples of a source in the order of the tars, from any place on; the one that found no room in a tar waits for the next."""
-
-    given: Given
-    shuffle: int | None
-    _waiting: tuple[int, bytes] | None = None
-    _block: tuple[int, list[int]] = field(default_factory=lambda: (0, []))
-
-    def framed(self, place: int) -> bytes:
-        if self._waiting is None or self._waiting[0] != place:
-            number = self._number(place)
-            digits = max(LEAST_DIGITS, len(str(len(self.given) - 1)))
-            self._waiting = place, frame(f"{number:0{digits}}", self.given.sample(number))
-        return self._waiting[1]
-
-    def _number(self, place: int) -> int:
-        if self.shuffle is None:
-            return place
-        begin, numbers = self._block
-        if not begin <= place < begin + len(numbers):
-            begin, stop = place, min(place + LOOKED_UP, len(self.given))
-            numbers = Order(len(self.given), self.shuffle).ids(0, begin, stop).tolist()
-            self._block = begin, numbers
-        return numbers[place - begin]
-
-
 def convert(
     given: Given, out: Path, layout: Layout, *, tell: Tell = lambda done: None, say: Say = lambda text: None
 ) -> Converted:
-    """Write the samples as tars into the folder `out`, or go on there; `SHA256SUMS` is written last.
+    """Write the samples as tars into the folder `out`, or resume there; `SHA256SUMS` is written last.
 
     Raises DataError, before anything is written, for an `out` that holds other tars or was begun of another source or with other
     settings, for one that another process writes, and for a disk without room; StorageError for what the disk refuses later.
@@ -129,108 +102,99 @@ def convert(
         _check_empty(out, given)
         check_room(nearest(out), given.num_bytes or 0)
     make_folder(out)
-    with _progress_of(out, given, layout) as (file, known):
-        return _convert(given, out, layout, file, known, tell, say)
-
-
-def _convert(given: Given, out: Path, layout: Layout, file: BinaryIO, known: list[Written], tell: Tell, say: Say) -> Converted:
-    _check_others(out, layout, known)
-    sweep(out, [*(f"{layout.name}-{number:05}.tar" for number in range(len(known) + 1)), *given.beside, SUMS])
-    samples, place, shards, kept = _Samples(given, layout.shuffle), 0, list[Written](), 0
-    is_whole = [(out / each.name).is_file() and digest_of(out / each.name) == each.sha256 for each in known]
-    done_bytes = sum(each.bytes for each, whole in zip(known, is_whole, strict=True) if whole)
-    if given.num_bytes is not None:
-        check_room(out, given.num_bytes - done_bytes)
-    for each, whole in zip(known, is_whole, strict=True):
-        if whole:
-            kept += 1
-            tell(each.samples)
-        else:
-            say(f"{each.name} is {'damaged' if (out / each.name).exists() else 'missing'}, and written again")
-            again = _write(out / each.name, samples, place, len(given), layout.shard_bytes, tell)
-            if again != each:
-                raise DataError(f"{each.name} became another one: the source has changed", hint="convert it into a new folder")
-        shards.append(each)
-        place += each.samples
-    while place < len(given):
-        if len(shards) == MOST_SHARDS:
-            raise DataError(f"there are more than {MOST_SHARDS:,} tars", hint="give a larger --shard-size")
-        path = out / f"{layout.name}-{len(shards):05}.tar"
-        made = _write(path, samples, place, len(given), layout.shard_bytes, tell)
-        file.write(json.dumps(asdict(made)).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-        shards.append(made)
-        place += made.samples
+    with _progress_of(out, given, layout) as (file, shards):
+        ours = [f"{layout.name}-{number:05}.tar" for number in range(len(shards) + 1)]  # the last may lack its line
+        _refuse(out, [path for path in out.glob("*.tar") if path.name not in ours])
+        sweep(out, [*ours, *given.beside, SUMS])
+        _keep_whole(out, file, shards, say)
+        kept, place = len(shards), sum(each.samples for each in shards)
+        check_room(out, max(0, (given.num_bytes or 0) - sum(each.bytes for each in shards)))
+        tell(place)
+        samples = _frames(given, layout.shuffle, place)
+        framed = next(samples, None)
+        while framed is not None:
+            if len(shards) == MOST_SHARDS:
+                raise DataError(f"there are more than {MOST_SHARDS:,} tars", hint="give a larger --shard-size")
+            path = out / f"{layout.name}-{len(shards):05}.tar"
+            made, framed = _write(path, framed, samples, layout.shard_bytes, tell)
+            _append(file, asdict(made))
+            shards.append(made)
     for name, content in given.beside.items():
         write_whole(out / name, content)
-    write_sums(
-        out,
-        {each.name: each.sha256 for each in shards}
-        | {name: hashlib.sha256(content).hexdigest() for name, content in given.beside.items()},
-    )
-    num_bytes = sum(each.bytes for each in shards)
-    return Converted(shards=tuple(shards), kept=kept, num_samples=place, num_bytes=num_bytes, beside=tuple(given.beside))
+    beside = {name: hashlib.sha256(content).hexdigest() for name, content in given.beside.items()}
+    write_sums(out, {each.name: each.sha256 for each in shards} | beside)
+    num_samples, num_bytes = sum(each.samples for each in shards), sum(each.bytes for each in shards)
+    return Converted(shards=tuple(shards), kept=kept, num_samples=num_samples, num_bytes=num_bytes, beside=tuple(beside))
 
 
-def _write(path: Path, samples: _Samples, place: int, end: int, most_bytes: int, tell: Tell) -> Written:
-    """One shard from the sample at `place` on, as many as there is room for, and one at the least."""
-    digest, size, begin = hashlib.sha256(), 0, place
+def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
+    """The samples as members of a tar, from position `first` of the order on."""
+    digits, order = max(LEAST_DIGITS, len(str(len(given) - 1))), Order(len(given), shuffle or 0, shuffle=shuffle is not None)
+    for begin in range(first, len(given), LOOKED_UP):
+        for number in order.ids(0, begin, min(begin + LOOKED_UP, len(given))).tolist():
+            yield frame(f"{number:0{digits}}", given.sample(number))
+
+
+def _write(path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, tell: Tell) -> tuple[Written, bytes | None]:
+    """Write `first` and as many samples as fit into one shard; returns the shard, and the first sample of the next one."""
+    digest, size, count, after = hashlib.sha256(), 0, 0, cast(bytes | None, first)
     with drafted(path) as draft, draft.open("wb") as file:
-        while place < end:
-            framed = samples.framed(place)
-            if place > begin and size + len(framed) + len(END) > most_bytes:
-                break
-            file.write(framed)
-            digest.update(framed)
-            size, place = size + len(framed), place + 1
+        while after is not None and (not count or size + len(after) + len(END) <= most_bytes):
+            file.write(after)
+            digest.update(after)
+            size, count = size + len(after), count + 1
             tell(1)
+            after = next(samples, None)
         file.write(END)
         digest.update(END)
         file.flush()  # drafted() syncs it
-    return Written(name=path.name, samples=place - begin, bytes=size + len(END), sha256=digest.hexdigest())
+    return Written(name=path.name, samples=count, bytes=size + len(END), sha256=digest.hexdigest()), after
+
+
+def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> None:
+    """Drop the first shard that is missing or damaged, and all behind it, from the shards and the progress file."""
+    for number, each in enumerate(shards):
+        is_there = (out / each.name).is_file()
+        if not is_there or digest_of(out / each.name) != each.sha256:
+            say(f"{each.name} is {'damaged' if is_there else 'missing'}: the tars from there on are written again")
+            del shards[number:]
+            break
+    file.seek(0)
+    file.truncate(sum(len(file.readline()) for _ in range(len(shards) + 1)))  # a line that was cut goes, too
 
 
 @contextlib.contextmanager
 def _progress_of(out: Path, given: Given, layout: Layout) -> Iterator[tuple[BinaryIO, list[Written]]]:
-    """The progress file, ours alone while it is open, and the shards that it says are written."""
-    try:
-        file = (out / PROGRESS).open("a+b")
-    except OSError as error:
-        raise DataError(f"nothing can be written into {out}: {error.strerror}", hint="name another folder") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"another process writes into {out}", hint="wait for it, or name another folder") from None
+    """Open the progress file, locked by this process, and read the shards that are written."""
+    with lock_folder(out, PROGRESS) as file:
         file.seek(0)
-        content = file.read()
-        lines = content[: content.rfind(b"\n") + 1].splitlines()
+        lines = [line for line in file if line.endswith(b"\n")]
         head = {"format": FORMAT, "source": given.identity, "settings": asdict(layout)}
         if not lines:
             _check_empty(out, given)
             file.truncate(0)
-            file.write(json.dumps(head).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+            _append(file, head)
             sync_folder(out)
-            yield file, []
-            return
-        known = _read(out, lines, head)
-        file.truncate(sum(len(line) + 1 for line in lines))  # a line that was cut
-        yield file, known
+        yield file, _read(out, lines, head) if lines else []
+
+
+def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
+    file.write(json.dumps(row).encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Written]:
-    """The shards that a progress file tells of. Raises DataError where it is of another conversion."""
+    """The shards that a progress file lists. Raises DataError where it is of another conversion."""
+    damaged = DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder")
+    hint = "run it as it was begun, or name a new folder"
     try:
-        begun = json.loads(lines[0])
-        was, now = dict(begun["settings"]), dict(head["settings"])
-        known = [Written(**json.loads(line)) for line in lines[1:]]
+        begun, *rows = map(json.loads, lines)
+        known = [Written(**row) for row in rows]
+        was, now = dict(begun["settings"]), head["settings"]
         same_format, same_source = begun["format"] == FORMAT, begun["source"] == head["source"]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder") from None
-    hint = "run it as it was begun, or name a new folder"
+        raise damaged from None
     if not same_format:
         raise DataError(f"{out} was begun by another version", hint=hint)
     changed = [f"{name} {was.get(name)}, not {value}" for name, value in now.items() if was.get(name) != value]
@@ -239,26 +203,19 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
     if not same_source:
         raise DataError(f"{out} was begun of another source, or this one has changed since", hint=hint)
     if [each.name for each in known] != [f"{now['name']}-{number:05}.tar" for number in range(len(known))]:
-        raise DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder")
+        raise damaged
     return known
 
 
 def _check_empty(out: Path, given: Given) -> None:
-    """Raise DataError for a folder that holds what we would write, and was not begun by us."""
+    """Raise DataError for a folder that holds what would be written, and was not begun by a conversion."""
     _refuse(out, [*out.glob("*.tar"), *(out / name for name in (*given.beside, SUMS))])
-
-
-def _check_others(out: Path, layout: Layout, known: list[Written]) -> None:
-    """Ours are the shards that are known, and the one that was renamed before its line was written."""
-    ours = {f"{layout.name}-{number:05}.tar" for number in range(len(known) + 1)}
-    _refuse(out, [path for path in out.glob("*.tar") if path.name not in ours])
 
 
 def _refuse(out: Path, others: list[Path]) -> None:
     found = sorted(path.name for path in others if path.exists())
     if found:
-        more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-        raise DataError(f"{out} holds {found[0]}{more}, which is of another set", hint="name a new folder")
+        raise DataError(f"{out} holds {name_some(found, 1)}, which is of another set", hint="name a new folder")
 
 
 def plain_name(folder: Path) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from surefoot.components.data.remote.shards import SUM_LINE, SUMS
 from surefoot.contract.commits import sync_folder
@@ -45,6 +47,24 @@ def drafted(path: Path) -> Iterator[Path]:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error) + "; the same command goes on from there"
         ) from error
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Open the file `name` of a folder for reading and appending, and lock it: two processes do not write into one folder.
+
+    Raises DataError where it cannot be opened, or another process has it locked.
+    """
+    try:
+        file = (folder / name).open("a+b")
+    except OSError as error:
+        raise DataError(f"nothing can be written into {folder}: {error.strerror}", hint="name another folder") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(f"another process writes into {folder}", hint="wait for it, or name another folder") from None
+        yield file
 
 
 def write_whole(path: Path, content: bytes) -> None:

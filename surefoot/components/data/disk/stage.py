@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from surefoot.components.data.disk.files import (
     check_room,
     digest_of,
     drafted,
+    lock_folder,
     make_folder,
     nearest,
     read_sums,
@@ -23,7 +21,7 @@ from surefoot.components.data.disk.files import (
     write_sums,
 )
 from surefoot.components.data.remote.shards import SUMS
-from surefoot.components.data.tars.index import Index, name_of, open_index, read_index, stamp_of
+from surefoot.components.data.tars.index import SUFFIX, Index, open_index, read_index, stamp_of
 from surefoot.core.errors import DataError
 
 LOCK = ".surefoot-stage"
@@ -56,36 +54,26 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
     that holds others; and for a tar that is not what its digest says. StorageError for what the disk refuses.
     """
     home, names = _check(tars, dest)
-    known = _digests(home, tars)
-    size = sum(path.stat().st_size for path in tars)
-    there = {path.name for path in tars if (dest / path.name).exists()}
-    needed = sum(path.stat().st_size for path in tars if path.name not in there)
+    known, sizes = _digests(home, tars), {path.name: path.stat().st_size for path in tars}
+    missing = [name for name in names if not (dest / name).exists()]
+    needed = sum(sizes[name] for name in missing)
     check_room(nearest(dest), needed)
     make_folder(dest)
-    with _alone(dest):
+    with lock_folder(dest, LOCK):
         sweep(dest, names)
         before = read_speed(tars, most_bytes=MEASURED_BYTES, most_s=MEASURED_S)
-        digests: dict[str, str] = {}
-        for path in tars:
-            wanted, made = known.get(path.name), dest / path.name
-            if path.name in there:
-                digests[path.name] = _same(path, made, wanted)
-                tell(path.stat().st_size)
-            else:
-                digests[path.name] = _copy(path, made, wanted, tell)
-        beside = _copy_beside(home, dest)
+        digests = {path.name: _copy(path, dest / path.name, known.get(path.name), tell) for path in tars}
+        beside = {name: _copy(home / name, dest / name) for name in BESIDE if (home / name).is_file()}
         copies = [dest / name for name in names]
         drop_cached(copies)  # so that what is read back is what the disk has
         index = open_index(copies, dest, beside=True)
-        wrong = [shard.name for shard in index.shards if shard.digest != digests[shard.name]]
-        if wrong:
-            raise DataError(
-                f"{dest / wrong[0]} is not what was written", hint="is the disk sound? remove the file and stage again"
-            )
+        wrong = next((shard.name for shard in index.shards if shard.digest != digests[shard.name]), None)
+        if wrong is not None:
+            raise DataError(f"{dest / wrong} is not what was written", hint="is the disk sound? remove the file and stage again")
         write_sums(dest, digests | beside)
         after = read_speed(copies, most_bytes=MEASURED_BYTES, most_s=MEASURED_S)
     return Staged(
-        index=index, num_bytes=size, copied_bytes=needed, kept=len(there), checked=len(known.keys() & digests.keys()),
+        index=index, num_bytes=sum(sizes.values()), copied_bytes=needed, kept=len(names) - len(missing), checked=len(known),
         source=find_device(home), dest=find_device(dest), before=before, after=after,
     )  # fmt: skip
 
@@ -112,79 +100,35 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
 
 
 def _digests(home: Path, tars: Sequence[Path]) -> dict[str, str]:
-    """What is known of the tars beforehand: by the index beside them where it is of these very files, else by the list beside them."""
-    listed = read_sums(home)
-    held = {path.name: listed[path.name] for path in tars if path.name in listed}
-    every = sorted(path.name for path in home.glob("*.tar"))
-    for names in (sorted(path.name for path in tars), every):
-        index = read_index(home / name_of(names), home)
-        if index is not None:
-            stamps = {path.name: stamp_of(path) for path in tars}
-            held |= {shard.name: shard.digest for shard in index.shards if stamps.get(shard.name) == shard.stamp}
-            break
-    return held
+    """The digests of tars that an index beside them has for these very files, else the list beside them."""
+    held, stamps = read_sums(home), {stamp_of(path) for path in tars}
+    for place in home.glob(f"*{SUFFIX}"):
+        index = read_index(place, home)
+        held |= {shard.name: shard.digest for shard in (index.shards if index else ()) if shard.stamp in stamps}
+    return {path.name: held[path.name] for path in tars if path.name in held}
 
 
-def _copy(path: Path, made: Path, wanted: str | None, tell: Tell) -> str:
-    """The digest of the tar that was copied."""
+def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda done: None) -> str:
+    """Copy a file, unless it is there already; returns its digest, which must be `wanted`."""
+    if made.exists():
+        found = digest_of(made)
+        if found != (wanted or digest_of(path)):
+            raise DataError(f"{made} is there already, and is another one than {path}", hint="remove it, or name a new folder")
+        tell(path.stat().st_size)
+        return found
     digest = hashlib.sha256()
     try:
         source = path.open("rb", buffering=0)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint="check who may read it") from None
-    with source, drafted(made) as draft:
-        with draft.open("wb", buffering=0) as file:
-            while piece := source.read(PIECE_BYTES):
-                digest.update(piece)
-                _write_all(file.fileno(), piece)
-                tell(len(piece))
+    with source, drafted(made) as draft, draft.open("wb") as file:
+        while piece := source.read(PIECE_BYTES):
+            digest.update(piece)
+            file.write(piece)
+            tell(len(piece))
         if wanted not in (None, digest.hexdigest()):
-            raise _another(path, digest.hexdigest(), wanted)
+            raise DataError(
+                f"{path} is not what it should be: its SHA-256 is {digest.hexdigest()}, and {wanted} was expected",
+                hint="is it damaged? fetch it again, or remove the index and SHA256SUMS beside it if it was changed on purpose",
+            )
     return digest.hexdigest()
-
-
-def _write_all(descriptor: int, piece: bytes) -> None:
-    rest = memoryview(piece)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def _same(path: Path, made: Path, wanted: str | None) -> str:
-    """The digest of a tar that is there already. Raises DataError where it is another one than was to be copied."""
-    found = digest_of(made)
-    if found != (wanted or digest_of(path)):
-        raise DataError(f"{made} is there already, and is another one than {path}", hint="remove it, or name a new folder")
-    return found
-
-
-def _copy_beside(home: Path, dest: Path) -> dict[str, str]:
-    """The digests of the small files beside the tars, which are copied too, unless others of their names are there."""
-    copied = {}
-    for name in BESIDE:
-        if (home / name).is_file():
-            content = (home / name).read_bytes()
-            if not (dest / name).exists():
-                with drafted(dest / name) as draft:
-                    draft.write_bytes(content)
-            if (dest / name).read_bytes() != content:
-                raise DataError(f"{dest / name} is there already, and is another one", hint="remove it, or name a new folder")
-            copied[name] = hashlib.sha256(content).hexdigest()
-    return copied
-
-
-def _another(path: Path, found: str, wanted: str | None) -> DataError:
-    return DataError(
-        f"{path} is not what it should be: its SHA-256 is {found}, and {wanted} was expected",
-        hint="is it damaged? fetch it again, or remove the index and SHA256SUMS beside it if it was changed on purpose",
-    )
-
-
-@contextlib.contextmanager
-def _alone(dest: Path) -> Iterator[None]:
-    """Two processes do not copy into one folder."""
-    with (dest / LOCK).open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"another process copies into {dest}", hint="wait for it, or name another folder") from None
-        yield

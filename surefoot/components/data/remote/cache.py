@@ -64,13 +64,6 @@ class Cache:
                     return descriptor
                 self._make(path, size, fill, wait_s)
 
-    def has(self, path: Path, size: int) -> bool:
-        """Whether the shard is there."""
-        try:
-            return path.stat().st_size == size
-        except OSError:
-            return False
-
     def discard(self, path: Path) -> None:
         """Remove a shard; who has it open reads on."""
         with suppress(FileNotFoundError), _told(path):

@@ -1,24 +1,21 @@
 """The bytes of a remote file, piece by piece, with patience: what breaks off is asked for again from where it ended.
 
 Every piece is a request of its own for a range of bytes, so that a broken one costs a piece. A server that knows no ranges sends all
-each time; what is still missing is taken. Waits double and are drawn (full jitter: M. Brooker, "Exponential Backoff And Jitter", 2015),
+each time; what is still missing is taken. Waits double and are drawn (equal jitter: M. Brooker, "Exponential Backoff And Jitter", 2015),
 so that a thousand readers do not come back at once. A refusal (4xx, no right, not there) is told at once.
 """
 
 from __future__ import annotations
 
 import io
-import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from surefoot.components.data.remote.names import Place
+from surefoot.components.data.remote.names import EXTRA, Place
 from surefoot.core.errors import DataError, MissingExtra, SurefootError, needing
 from surefoot.core.units import format_bytes
 
-EXTRA = "store"
 PIECE_BYTES = 8 << 20
 LARGEST_BESIDE = 1 << 28  # of a list of digests, or an index
 AGAIN = (408, 425, 429)  # answers in the 400s that another try may mend
@@ -36,29 +33,6 @@ class Patience:
     first_wait_s: float = 0.5
     longest_wait_s: float = 30.0
     request_s: float = 60.0
-
-    def wait_s(self, failures: int, draw: float) -> float:
-        """Seconds to wait after so many failures, `draw` in [0, 1).
-
-        >>> [Patience().wait_s(n, 0.5) for n in (1, 2, 3, 10)]
-        [0.375, 0.75, 1.5, 22.5]
-        """
-        return min(self.longest_wait_s, self.first_wait_s * 2.0 ** (failures - 1)) * (0.5 + draw / 2)
-
-
-class _Attempt:
-    """A request: what it raised is kept, not raised, unless it is an error of ours."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception) and not isinstance(error, SurefootError):
-            self.error = error
-            return True
-        return False
 
 
 class Far:
@@ -108,38 +82,37 @@ class Far:
     def _piece(self, start: int, stop: int, size: int) -> bytes:
         def ask(system: Any, path: str) -> bytes:
             piece: bytes = system.cat_file(path, start=start, end=stop, timeout=self._patience.request_s)
-            return piece[start:] if len(piece) == size else piece  # the whole: the server knows no ranges
+            return piece
 
-        def check(piece: bytes) -> str | None:
-            return None if len(piece) in (stop - start, size - start) else f"sent {len(piece):,} bytes of {stop - start:,}"
+        piece = self._patiently(ask, (stop - start, size - start, size))
+        return piece[start:] if len(piece) == size else piece  # the whole: the server knows no ranges
 
-        return self._patiently(ask, check)
-
-    def _patiently(self, ask: Callable[[Any, str], T], check: Callable[[T], str | None] = lambda given: None) -> T:
-        """What `ask(file system, path)` gives; asked again while it breaks off, or `check` has words against what came."""
-        draws, reason, error = random.Random(), "", None
-        started_s = time.monotonic()
-        for failures in range(self._patience.tries):
-            if failures:
-                time.sleep(self._patience.wait_s(failures, draws.random()))
-            with _Attempt() as attempt:
-                given = ask(*self._open())
-            error = attempt.error
-            if error is None:
-                reason = check(given) or ""
-                if not reason:
-                    return given
-            elif _is_final(error):
-                raise DataError(
-                    f"{self.place.shown} cannot be fetched: {self._words(error)}", hint="check the URL, and who may read it"
-                ) from error
-            else:
-                reason = self._words(error)
-        waited_s = time.monotonic() - started_s
-        raise DataError(
-            f"{self.place.shown} cannot be fetched: {self._patience.tries} tries in {waited_s:.0f} s ended with: {reason}",
-            hint="start again when the server answers; what is in the cache stays there",
-        ) from error
+    def _patiently(self, ask: Callable[[Any, str], T], lengths: Sequence[int] = ()) -> T:
+        """The result of `ask(file system, path)`, called again after errors that another try may mend, and results of other lengths."""
+        with needing("tenacity", "tenacity", extra=EXTRA, needed_for=f"reading {self.place.shown}"):
+            import tenacity
+        patience = self._patience
+        waits = patience.first_wait_s / 2, patience.longest_wait_s / 2
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(patience.tries),
+            wait=tenacity.wait_exponential(*waits) + tenacity.wait_random_exponential(*waits),
+            retry=tenacity.retry_if_exception(_is_mendable)
+            | tenacity.retry_if_result(lambda result: bool(lengths) and len(result) not in lengths),
+            reraise=True,
+        )
+        try:
+            return retrying(lambda: ask(*self._open()))
+        except SurefootError:
+            raise
+        except Exception as error:
+            reason, hint = self._words(error), "check the URL, and who may read it"
+            if isinstance(error, tenacity.RetryError):
+                reason = f"sent {len(error.last_attempt.result()):,} bytes of {lengths[0]:,}"
+            if _is_mendable(error):
+                waited_s = retrying.statistics["delay_since_first_attempt"]
+                reason = f"{patience.tries} tries in {waited_s:.0f} s ended with: {reason}"
+                hint = "start again when the server answers; what is in the cache stays there"
+            raise DataError(f"{self.place.shown} cannot be fetched: {reason}", hint=hint) from error
 
     def _open(self) -> tuple[Any, str]:
         """The file system of this process, made once by fsspec, and the path in it."""
@@ -181,12 +154,14 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _is_final(error: BaseException) -> bool:
-    status = _status(error)
+def _is_mendable(error: BaseException) -> bool:
+    """Whether another try may succeed: it is no refusal of HTTP, no missing file or right, and no error of surefoot's own."""
+    status, last = _status(error), list(_causes(error))[-1]
+    if isinstance(error, SurefootError) or not isinstance(error, Exception):
+        return False
     if status is not None:
-        return 400 <= status < 500 and status not in AGAIN
-    last = list(_causes(error))[-1]
-    return isinstance(last, FileNotFoundError | PermissionError) or "Credentials" in type(last).__name__
+        return not 400 <= status < 500 or status in AGAIN
+    return not isinstance(last, FileNotFoundError | PermissionError) and "Credentials" not in type(last).__name__
 
 
 def _is_absent(error: BaseException) -> bool:

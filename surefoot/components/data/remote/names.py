@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from surefoot.core.errors import DataError
+from surefoot.core.errors import DataError, needing
 
+EXTRA = "store"
 SCHEMES = ("https", "http", "s3")
 MOST = 1_000_000  # shards
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)|pipe:")
-RANGE = re.compile(r"(\d+)\.\.(\d+)\Z")
 
 
 def is_url(text: object) -> bool:
@@ -32,11 +32,8 @@ class Place:
 
     def beside(self, name: str) -> Place:
         """The URL of another file in the same place, under the same query."""
-        shown = f"{self.shown.rpartition('/')[0]}/{name}"
-        parts = urlsplit(self.url)
-        if parts.scheme == "s3":
-            return Place(f"{self.url.rpartition('/')[0]}/{name}", shown, name)
-        return Place(parts._replace(path=f"{parts.path.rpartition('/')[0]}/{name}").geturl(), shown, name)
+        base, mark, query = self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
+        return Place(f"{base.rpartition('/')[0]}/{name}{mark}{query}", f"{self.shown.rpartition('/')[0]}/{name}", name)
 
 
 def find_places(urls: str | Sequence[str]) -> list[Place]:
@@ -58,33 +55,22 @@ def find_places(urls: str | Sequence[str]) -> list[Place]:
 
 
 def expand(pattern: str) -> list[str]:
-    """What a pattern with braces stands for.
+    """What a pattern with braces stands for, as in bash.
 
     >>> expand("s3://b/{08..10}-{a,b}.tar")[:3]
     ['s3://b/08-a.tar', 's3://b/08-b.tar', 's3://b/09-a.tar']
     """
-    groups = [_choices(part, pattern) if number % 2 else [part] for number, part in enumerate(re.split(r"\{([^{}]*)\}", pattern))]
-    count = 1
-    for group in groups:
-        count *= len(group)
-    if count > MOST:
-        raise DataError(f"{pattern[:200]} stands for {count:,} shards, {MOST:,} are allowed", hint="make larger shards")
-    return ["".join(parts) for parts in itertools.product(*groups)]
-
-
-def _choices(inside: str, pattern: str) -> Sequence[str]:
-    found = RANGE.match(inside)
-    if found is None:
-        if "," not in inside:
-            raise DataError(f"{{{inside}}} in {pattern[:200]} stands for nothing", hint="write {000..099} or {a,b}")
-        return inside.split(",")
-    first, last = int(found[1]), int(found[2])
-    if not first <= last < first + MOST:
-        raise DataError(
-            f"{{{inside}}} in {pattern[:200]} is no range of shards", hint=f"count up, by less than {MOST:,}: {{000..099}}"
-        )
-    width = len(found[1]) if found[1].startswith("0") else 0
-    return [f"{number:0{width}d}" for number in range(first, last + 1)]
+    if "{" not in pattern:
+        return [pattern]
+    with needing("braceexpand", "braceexpand", extra=EXTRA, needed_for="braces in a URL"):
+        from braceexpand import braceexpand
+    try:
+        urls = list(itertools.islice(braceexpand(pattern, escape=False), MOST + 1))
+    except ValueError as error:  # unbalanced braces
+        raise DataError(f"{pattern[:200]} is no pattern: {error}", hint="write {000..099} or {a,b}") from None
+    if len(urls) > MOST:
+        raise DataError(f"{pattern[:200]} stands for more than {MOST:,} shards", hint="make larger shards")
+    return urls
 
 
 def _read(url: str) -> Place:

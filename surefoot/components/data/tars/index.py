@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from surefoot.components.data.remote import Remote
-from surefoot.components.data.tars.headers import Heads, find_samples
+from surefoot.components.data.tars.headers import find_samples
 from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, MAX_MEMBERS, find_starts
 from surefoot.core.errors import DataError
 
@@ -186,18 +186,18 @@ def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
 
 def look_through(path: Path) -> tuple[str, np.ndarray]:
     """Digest and samples of a shard, which is read once. Raises DataError for what `shards.read_shard` refuses."""
-    digest, heads, piece = hashlib.sha256(), Heads(), np.empty(PIECE_BYTES, dtype=np.uint8)
+    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while count := file.readinto(piece.data):  # whole pieces, but for the last
-                digest.update(piece[:count].data)  # other threads run meanwhile
-                heads.add(piece[:count])
-            starts = find_samples(
-                heads,
-                lambda first, size: os.pread(file.fileno(), size, first),
-                most_bytes=MAX_MEMBER_BYTES,
-                most_members=MAX_MEMBERS,
-            )
+        with path.open("rb", buffering=0) as file:
+
+            def read(first: int, size: int) -> bytes:  # behind what was hashed, so that it is in memory
+                while file.tell() < first + size and (piece := file.read(PIECE_BYTES)):
+                    digest.update(piece)  # other threads run meanwhile
+                return os.pread(file.fileno(), size, first)
+
+            starts = find_samples(read, most_bytes=MAX_MEMBER_BYTES, most_members=MAX_MEMBERS)
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", hint="check who may read it") from None
     if starts is None:

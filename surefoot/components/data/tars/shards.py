@@ -116,6 +116,11 @@ def split_name(name: str) -> tuple[str, str]:
     return (name[:dot], name[dot + 1 :]) if dot >= 0 else (name, "")
 
 
+def is_plain(name: str) -> bool:
+    """Whether each part of a member's path has letters, digits, '.', '_' and '-' alone, and begins with a letter or a digit."""
+    return all(NAME.match(part) for part in name.split("/"))
+
+
 def complete(sample: Sample, needs: Sequence[str]) -> Sample:
     """The sample, with all that it needs. Raises DataError for a part that it lacks."""
     for extension in needs:
@@ -199,7 +204,7 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
         raise DataError(
             f"{path}: {shown!r} is no regular file", hint="shards hold files only: no folders, links, devices or sparse files"
         )
-    if not all(NAME.match(part) for part in member.name.split("/")):
+    if not is_plain(member.name):
         raise DataError(
             f"{path}: {shown!r} is no plain name", hint="use letters, digits, '.', '_' and '-', and no path out of the shard"
         )

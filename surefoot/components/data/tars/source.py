@@ -22,9 +22,9 @@ from torch import Tensor
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars import decoders
 from surefoot.components.data.tars.far import find_remote, open_remote
-from surefoot.components.data.tars.headers import BLOCK, EXTENDED, FILES, says_little
+from surefoot.components.data.tars.headers import EXTENDED, FILES, says_little
 from surefoot.components.data.tars.index import Index, Tell, open_index
-from surefoot.components.data.tars.shards import Sample, complete, split_name
+from surefoot.components.data.tars.shards import BLOCK, Sample, complete, split_name
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import cache_folder, whole_path

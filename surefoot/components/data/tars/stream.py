@@ -8,8 +8,10 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from torch import Tensor
@@ -42,21 +44,27 @@ class TarStream:
         self, shards: Sequence[Opener | BinaryIO | str | Path] | Remote, counts: Sequence[int], *, window: int = 1,
         transform: Transform | None = None, **parts: str,
     ) -> None:  # fmt: skip
-        given: list[Any] = (
-            [_OfRemote(shards, number) for number in range(len(shards))] if isinstance(shards, Remote) else list(shards)
-        )
+        given: list[Any] = list(range(len(shards))) if isinstance(shards, Remote) else list(shards)
         if len(given) != len(counts) or not given or min(counts) < 1 or window < 1 or not parts:
             raise DataError(
                 f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, with {len(parts)} parts, are no stream",
                 hint='give a count of 1 or more for each shard, and a part: TarStream([opener], [1000], label="cls")',
             )
-        self.shards, self.counts, self.window, self.parts, self.transform = given, list(counts), window, parts, transform
-        self._openers = [each if callable(each) else _Once(each) if hasattr(each, "read") else whole_path(each) for each in given]
-        self._ends = np.cumsum(self.counts)
-        self.digest = _digest(self.counts, parts, given)
+        self.window, self.parts, self.transform = window, parts, transform
+        if isinstance(shards, Remote):
+            self._set_shards([partial(shards.stream, number) for number in given], counts, list(shards.names))
+        else:
+            names = [str(Path(each)) if isinstance(each, str | Path) else None for each in given]
+            self._set_shards([_opener(each) for each in given], counts, names)
         self._reading: OrderedDict[int, _Forwards] = OrderedDict()
         self._lock = threading.Lock()
         call_in_children(self, TarStream._open_own)
+
+    def _set_shards(self, openers: Sequence[Opener], counts: Sequence[int], names: Sequence[str | None]) -> None:
+        self._openers, self.counts, self._given_names = openers, list(counts), names
+        self._names = [name or f"stream-{number}" for number, name in enumerate(names)]
+        self._ends = np.cumsum(self.counts)
+        self.digest = hashlib.sha256(f"{self.counts} {self.parts} {self._names}".encode()).hexdigest()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -79,26 +87,30 @@ class TarStream:
 
         Raises DataError for fewer shards than readers.
         """
-        if not 0 <= part < parts <= len(self.shards):
+        if not 0 <= part < parts <= len(self.counts):
             raise DataError(
-                f"part {part} of {parts} of {len(self.shards)} shards is none",
+                f"part {part} of {parts} of {len(self.counts)} shards is none",
                 hint="use as many readers as shards at most, from 0",
             )
-        shards, counts = self._openers[part::parts], self.counts[part::parts]
-        made = TarStream(shards, counts, window=self.window, transform=self.transform, **self.parts)
-        made.digest = _digest(counts, self.parts, self.shards[part::parts])  # by the names that were given
+        made = copy(self)
+        own = slice(part, None, parts)
+        made._set_shards(self._openers[own], self.counts[own], self._given_names[own])
         return made
 
     def describe(self) -> str:
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
-        return f"{len(self):,} samples streamed from {len(self.shards)} tars: {names}; replayed to go on"
+        return f"{len(self):,} samples streamed from {len(self.counts)} tars: {names}; replayed to go on"
 
     def _take(self, shard: int, place: int) -> Sample:
         reading = self._reading.get(shard)
         if reading is None or not reading.has(place):
-            opener = self._openers[shard]
-            name = Path(_name(opener, shard))
-            reading = self._reading[shard] = _Forwards(name, _open(opener, name), self.counts[shard])
+            name = Path(self._names[shard])
+            try:
+                file = self._openers[shard]()
+            except OSError as error:
+                why, hint = error.strerror or error, "check that it is there and who may read it"
+                raise DataError(f"{name} cannot be opened: {why}", hint=hint) from None
+            reading = self._reading[shard] = _Forwards(name, file, self.counts[shard])
         self._reading.move_to_end(shard)
         while len(self._reading) > self.window:
             self._reading.popitem(last=False)
@@ -168,32 +180,8 @@ class _Once:
         return file
 
 
-class _OfRemote:
-    """A shard of a `Remote`, streamed."""
-
-    def __init__(self, remote: Remote, number: int) -> None:
-        self.remote, self.number = remote, number
-
-    def __call__(self) -> BinaryIO:
-        return self.remote.stream(self.number)
-
-
-def _digest(counts: Sequence[int], parts: dict[str, str], shards: Sequence[Any]) -> str:
-    text = f"{list(counts)} {parts} {[_name(each, number) for number, each in enumerate(shards)]}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _name(shard: Any, number: int) -> str:
-    if isinstance(shard, _OfRemote):
-        return shard.remote.names[shard.number]
-    return str(Path(shard)) if isinstance(shard, str | Path) else f"stream-{number}"
-
-
-def _open(opener: Any, name: Path) -> BinaryIO:
-    try:
-        file: BinaryIO = opener.open("rb") if isinstance(opener, Path) else opener()
-    except OSError as error:
-        raise DataError(
-            f"{name} cannot be opened: {error.strerror or error}", hint="check that it is there and who may read it"
-        ) from None
-    return file
+def _opener(shard: Any) -> Opener:
+    """What opens a shard: a function, a file object that is read once, or a path."""
+    if hasattr(shard, "read"):
+        return _Once(shard)
+    return cast(Opener, shard if callable(shard) else partial(whole_path(shard).open, "rb"))
