@@ -19,7 +19,7 @@ from surefoot.cli.main import main
 from surefoot.components.data import Arrays
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract import events
-from surefoot.contract.events import Ended, Event
+from surefoot.contract.events import Ended, Event, Fault
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run
@@ -155,6 +155,11 @@ def entries(folder: Path) -> list[str]:
 
 def records(folder: Path) -> list[Event]:
     return list(events.read(folder))
+
+
+def faults_of(folder: Path) -> list[Fault]:
+    """The faults that a run noted, but saves that took longer than the time between them, as they do on a busy machine."""
+    return [event for event in records(folder) if isinstance(event, Fault) and event.fault != "slow-save"]
 
 
 def end_of(folder: Path) -> Ended:

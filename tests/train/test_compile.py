@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from surefoot.components.compiler import compile_regions
 from surefoot.components.data import Arrays
-from surefoot.contract.events import Compiled, Fault
+from surefoot.contract.events import Compiled
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError
 from surefoot.train.assemble import assemble
 from surefoot.train.record import compiling
 from surefoot.train.run import Run
-from tests.train.small import Small, records, spec
+from tests.train.small import Small, faults_of, records, spec
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_compiled_blocks_train_with_the_numbers_of_eager_mode_and_each_compilati
     told = [event for event in records(tmp_path / "compiled") if isinstance(event, Compiled)]
     assert 1 <= len(told) <= 4  # equal blocks share what was compiled
     assert all(event.elapsed_s > 0 for event in told)
-    assert not [event for event in records(tmp_path / "compiled") if isinstance(event, Fault)]
+    assert not faults_of(tmp_path / "compiled")
 
 
 @pytest.mark.usefixtures("quick")
@@ -74,9 +74,9 @@ def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops
     again = [event.why_again for event in records(tmp_path / "within") if isinstance(event, Compiled) and event.why_again]
     assert len(again) == 1
     assert "expected 7, actual 3" in again[0]
-    assert not [event for event in records(tmp_path / "within") if isinstance(event, Fault)]
+    assert not faults_of(tmp_path / "within")
     assert len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8  # where dropout is off: another graph
-    (fault,) = (event for event in records(tmp_path / "over") if isinstance(event, Fault))
+    (fault,) = faults_of(tmp_path / "over")
     assert "times again, compile.budget is 1; last: compiled " in fault.detail
     with pytest.raises(TaskError, match=r"times again, compile\.budget is 1"):
         losses(tmp_path / "stopped", batch=7, evaluate_at=5, over_budget="stop", **sizes)
@@ -123,7 +123,7 @@ def test_texts_of_20_lengths_are_compiled_at_most_twice_unless_sizes_are_held(
         assert len(list(run.steps())) == 20
     graphs = [event for event in records(tmp_path) if isinstance(event, Compiled) and not event.is_backward]
     assert len(graphs) == (most or 9)  # the last of the nine is torch's refusal
-    faults = [event.detail for event in records(tmp_path) if isinstance(event, Fault)]
+    faults = [event.detail for event in faults_of(tmp_path)]
     assert [detail[:16] for detail in faults] == ([] if most is not None else ["torch gives up: "])
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from surefoot.components.data import Arrays
-from surefoot.contract.events import Fault, Started, Step
+from surefoot.contract.events import Started, Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import NumbersError, SpecError
 from surefoot.train.run import Run
-from tests.train.small import OPTIMIZERS, Odd, Small, assert_same, end_of, records, spec, state_of
+from tests.train.small import OPTIMIZERS, Odd, Small, assert_same, end_of, faults_of, records, spec, state_of
 
 
 def fp16(steps: int, **tables: dict[str, Any]) -> RunSpec:
@@ -42,7 +42,7 @@ def test_an_injected_overflow_halves_the_scale_once_and_moves_nothing_else(name:
                 assert run.assembly.updates[0].guarded.applied_steps == 3
     high = 256.0
     assert scales(tmp_path / "a") == [high, 2 * high, 2 * high, high, high, 2 * high, 2 * high, 4 * high, 4 * high]
-    (fault,) = [event for event in records(tmp_path / "a") if isinstance(event, Fault)]
+    (fault,) = faults_of(tmp_path / "a")
     assert (fault.step, fault.fault, fault.action) == (
         4,
         "overflow",
@@ -71,7 +71,7 @@ def test_a_scale_that_would_halve_for_ever_ends_the_run_with_the_cause(tmp_path:
             pass
     end = end_of(tmp_path / "a")
     assert (end.outcome, end.exit_code, end.step) == ("failed", 4, 3 + 7)  # 2^16 halves seven times
-    assert len([event for event in records(tmp_path / "a") if isinstance(event, Fault)]) == 7
+    assert len(faults_of(tmp_path / "a")) == 7
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale(tmp_path: Path) -> 
         for _ in run.steps():
             pass
     assert scales(tmp_path / "a") == [2.0**16] * 8
-    assert [event.fault for event in records(tmp_path / "a") if isinstance(event, Fault)] == ["nonfinite"]
+    assert [event.fault for event in faults_of(tmp_path / "a")] == ["nonfinite"]
 
 
 class Halves(Small):

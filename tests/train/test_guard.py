@@ -16,13 +16,12 @@ from surefoot.components.data import Feed, Order
 from surefoot.components.observe import Meter
 from surefoot.components.stability import Guard
 from surefoot.contract import manifest
-from surefoot.contract.events import Fault
 from surefoot.contract.spec import RunSpec, StabilityTable
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Loss
 from surefoot.core.errors import NumbersError
 from surefoot.train.run import Run
-from tests.train.small import BATCH, OPTIMIZERS, SAMPLES, Odd, Small, assert_same, end_of, records, spec, state_of
+from tests.train.small import BATCH, OPTIMIZERS, SAMPLES, Odd, Small, assert_same, end_of, faults_of, spec, state_of
 
 
 def step_of(sample: int, seed: int = 0) -> int:
@@ -52,7 +51,7 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
                 assert run.assembly.updates[0].guarded.rates == rates  # the schedule did not move either
             else:
                 assert report.applied
-    faults = [event for event in records(tmp_path / "a") if isinstance(event, Fault)]
+    faults = faults_of(tmp_path / "a")
     assert [(fault.step, fault.fault, fault.action) for fault in faults] == [
         (3, "nonfinite", "the step was skipped, nothing moved")
     ]
@@ -139,7 +138,7 @@ def test_five_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
             pass
     end = end_of(tmp_path / "a")
     assert (end.outcome, end.exit_code, end.step) == ("failed", 4, 8)
-    assert len([event for event in records(tmp_path / "a") if isinstance(event, Fault)]) == 5
+    assert len(faults_of(tmp_path / "a")) == 5
     assert run.num_skipped == 5
     assert manifest.steps(tmp_path / "a") == []
 

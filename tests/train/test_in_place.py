@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import surefoot
 from surefoot.components.data import Arrays
-from surefoot.contract.events import Fault, Started
+from surefoot.contract.events import Started
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run
-from tests.train.small import Small, records, spec
+from tests.train.small import Small, faults_of, records, spec
 
 NOTICE = "writes into its batch in place, and the batch is the data's own memory"
 
@@ -123,7 +123,7 @@ def test_a_run_names_a_pass_that_changes_its_data(
     said = told(Writing(SHARED[kind], where), tmp_path, capfd)
     assert len(said) == 1
     assert "x = x * 2 instead of x.mul_(2)" in said[0]
-    faults = [each for each in records(tmp_path) if isinstance(each, Fault)]
+    faults = faults_of(tmp_path)
     started = records(tmp_path)[0]
     assert isinstance(started, Started)
     if where == "training":
@@ -196,6 +196,6 @@ def test_an_attached_loop_is_told_once_that_it_changes_its_data(
                 optimizer.step()
                 run.step_done(loss)
     said = [line for line in capfd.readouterr().err.splitlines() if f"the loop {NOTICE}" in line]
-    faults = [each for each in records(tmp_path) if isinstance(each, Fault)]
+    faults = faults_of(tmp_path)
     assert len(said) == num
     assert [(each.fault, each.step) for each in faults] == [("changed-data", 1)] * num

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from surefoot import Run
-from surefoot.contract.events import Committed, Evaluated, Fault
+from surefoot.contract.events import Committed, Evaluated
 from surefoot.core.errors import SpecError
 from surefoot.train.run import drive
-from tests.train.small import Small, records, spec
+from tests.train.small import Small, faults_of, records, spec
 
 
-def faults_of(folder: Path) -> list[str]:
-    return [event.fault for event in records(folder) if isinstance(event, Fault)]
+def kinds_of(folder: Path) -> list[str]:
+    return [event.fault for event in faults_of(folder)]
 
 
 class Still(Small):
@@ -32,7 +32,7 @@ def test_weights_that_have_not_moved_are_said(kind: str, tmp_path: Path, capsys:
         table["schedule"] = {"name": "constant", "factor": 0.0}
     with Run(spec(4, **table), Still() if kind == "gradient of 0" else Small(), folder=tmp_path / "a", quiet=True) as run:
         drive(run)
-    assert faults_of(tmp_path / "a") == ["no-movement"]
+    assert kinds_of(tmp_path / "a") == ["no-movement"]
     said = capsys.readouterr().err
     assert "no weight moved in steps 1 to 4" in said
     assert ("the learning rate is 0 in each of the 4 steps" in said) == (kind != "gradient of 0")
@@ -43,7 +43,7 @@ def test_weights_that_moved_are_not_said_to_be_still(tmp_path: Path) -> None:
         with Run(spec(4), Small(), folder=tmp_path / "a", quiet=True) as run:
             for _ in zip(range(steps), run.steps(), strict=False):
                 pass
-    assert faults_of(tmp_path / "a") == []
+    assert kinds_of(tmp_path / "a") == []
 
 
 def test_rhythms_may_be_shares_of_the_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.contract import ledger
-from surefoot.contract.events import Committed, Fault, Started
+from surefoot.contract.events import Committed, Started
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import OutOfMemory, SpecError, TaskError
@@ -23,7 +23,7 @@ from surefoot.train.failure import account
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run, drive
 from tests.train.short import Greedy
-from tests.train.small import Small, end_of, records, spec
+from tests.train.small import Small, end_of, faults_of, records, spec
 from tests.train.test_resume import bits, train
 
 HEADROOM_MIB = 385
@@ -50,7 +50,7 @@ def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(greed
     task = {greedy: 30}  # a batch of 16 takes 480 MiB
     told = run_short(tables({"on_oom": "halve"}, **task), tmp_path / "short")
     assert told["exit_code"] == 0, told
-    faults = [event for event in records(tmp_path / "short") if isinstance(event, Fault)]
+    faults = faults_of(tmp_path / "short")
     assert [(fault.step, fault.fault) for fault in faults] == [(1, "memory")]
     where = greedy.removesuffix("_mib")
     assert f"step 1: out of memory in the {where} pass with microbatch 16: 480 MiB more were asked for" in faults[0].detail
@@ -73,7 +73,7 @@ def test_what_has_no_half_left_ends_with_an_account_of_the_memory(tmp_path: Path
     assert told["exit_code"] == 7
     assert "step 1: out of memory in the backward pass with microbatch 1: 400 MiB more were asked for" in told["message"]
     assert "'halve', but the microbatch is one sample already" in told["message"]
-    actions = [event.action for event in records(tmp_path / "run") if isinstance(event, Fault)]
+    actions = [event.action for event in faults_of(tmp_path / "run")]
     assert [action.partition(",")[0].split()[-1] for action in actions] == ["2", "1"]
     assert not any(isinstance(event, Committed) for event in records(tmp_path / "run"))
     assert (end_of(tmp_path / "run").outcome, end_of(tmp_path / "run").exit_code) == ("failed", 7)
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_full_is_told_with_what_its_allocator_holds(tmp_path: Path
             drive(run)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert [event.fault for event in records(tmp_path / "run") if isinstance(event, Fault)] == ["memory"]
+    assert [event.fault for event in faults_of(tmp_path / "run")] == ["memory"]
     assert json.loads((tmp_path / "run" / account.SEGMENTS_FILE).read_text())
 
 
@@ -187,4 +187,4 @@ def test_what_was_read_ahead_of_a_step_that_is_done_again_is_cut_anew(kind: str,
     for name, loader in (("alone", {}), ("ahead", {"workers": 2, "kind": kind})):
         train(tmp_path / name, spec(12, memory={"on_oom": "halve"}, checkpoint={"every": "3 steps"}, loader=loader), Once(4))
     assert bits(tmp_path / "ahead", 12) == bits(tmp_path / "alone", 12)
-    assert [event.step for event in records(tmp_path / "ahead") if isinstance(event, Fault)] == [4]
+    assert [event.step for event in faults_of(tmp_path / "ahead")] == [4]

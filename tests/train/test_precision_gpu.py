@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from surefoot.components.precision import choose, find_units, set_products
-from surefoot.contract.events import Fault
 from surefoot.train.run import Run
-from tests.train.small import Odd, Small, assert_same, records, spec, state_of
+from tests.train.small import Odd, Small, assert_same, faults_of, spec, state_of
 from tests.train.test_fp16 import scales
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +51,7 @@ def test_the_scale_is_decided_on_the_device_and_an_overflow_moves_nothing_else(t
             if report.step == 4:
                 assert_same(before, state_of(run))
     assert scales(tmp_path / "a") == [256.0, 512.0, 512.0, 256.0, 256.0, 512.0, 512.0, 1024.0, 1024.0]
-    (fault,) = [event for event in records(tmp_path / "a") if isinstance(event, Fault)]
+    (fault,) = faults_of(tmp_path / "a")
     assert (fault.step, fault.fault) == (4, "overflow")
 
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from surefoot import Loss, RunSpec, Term, Update
 from surefoot.components.data import Arrays
-from surefoot.contract.events import Fault
 from surefoot.core.errors import TaskError
 from surefoot.train.assemble import assemble
 from surefoot.train.preflight import check
 from surefoot.train.run import Run
-from tests.train.small import assert_same, records, state_of
+from tests.train.small import assert_same, faults_of, state_of
 
 SAMPLES, BATCH, EMPTY = 24, 4, (2, 5)  # the steps of each epoch that have no item
 
@@ -113,7 +112,7 @@ def test_a_step_in_which_no_item_counts_moves_nothing_and_is_recorded(kind: Any,
     assert run.outcome == "finished"
     assert run.num_skipped == 4
     assert [step for step, moved in enumerate(applied, 1) if not moved] == [2, 5, 8, 11]
-    faults = [(each.step, each.fault, each.action) for each in records(tmp_path / "run") if isinstance(each, Fault)]
+    faults = [(each.step, each.fault, each.action) for each in faults_of(tmp_path / "run")]
     many = ["1 such step", "2 such steps", "3 such steps", "4 such steps"]
     assert faults == [
         (step, "no-items", f"the step was skipped, nothing moved; {words} so far")
@@ -161,7 +160,7 @@ def test_any_number_of_empty_steps_in_a_row_ends_no_run_and_is_printed_at_powers
     assert [line.split("; ")[-1] for line in printed] == [
         "1 such step so far", "2 such steps so far", "4 such steps so far", "8 such steps so far", "16 such steps so far",
     ]  # fmt: skip
-    assert len([each for each in records(tmp_path / "run") if isinstance(each, Fault)]) == 20
+    assert len(faults_of(tmp_path / "run")) == 20
 
 
 def test_an_update_without_items_leaves_the_others_their_own(tmp_path: Path) -> None:
@@ -180,9 +179,7 @@ def test_an_update_without_items_leaves_the_others_their_own(tmp_path: Path) -> 
             counts.append([update.guarded.applied_steps for update in run.assembly.updates])
             assert report.empty_updates == (("labels",) if report.step in EMPTY else ())
     assert counts == [[1, 1], [1, 2], [2, 3], [3, 4], [3, 5], [4, 6]]
-    assert ["update labels was skipped" in each.action for each in records(tmp_path / "run") if isinstance(each, Fault)] == [
-        True
-    ] * 2
+    assert ["update labels was skipped" in each.action for each in faults_of(tmp_path / "run")] == [True] * 2
 
 
 def test_an_update_inside_the_backward_pass_is_skipped_too(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.place import child_environment
 from surefoot.train.run import Run
-from tests.train.small import FEW, Small, call, end_of, entries, fill, mounted, records, spec, write_task
+from tests.train.small import FEW, Small, call, end_of, entries, faults_of, fill, mounted, records, spec, write_task
 
 
 def train(folder: Path | None, steps: int = 6, **tables: dict[str, object]) -> Run:
@@ -93,7 +93,7 @@ def test_a_damaged_commit_is_set_aside_and_the_run_goes_on_from_the_one_before(t
         for _ in run.steps():
             pass
     assert (folder / "checkpoints" / ".bad-step-000000000012").is_dir()
-    assert [event.fault for event in records(folder) if isinstance(event, Fault)] == ["damaged-commit"]
+    assert [event.fault for event in faults_of(folder)] == ["damaged-commit"]
     assert (manifest.step_folder(folder, 12) / "model.safetensors").read_bytes() == whole
 
 
@@ -357,7 +357,7 @@ def test_tensorboard_on_a_full_disk_is_given_up_and_the_run_goes_on(tmp_path: Pa
             pass
     end = end_of(tmp_path / "a")
     assert end.outcome == "finished"
-    assert ["TensorBoard" in event.detail for event in records(tmp_path / "a") if isinstance(event, Fault)] == [True]
+    assert ["TensorBoard" in event.detail for event in faults_of(tmp_path / "a")] == [True]
 
 
 def test_tensorboards_own_thread_is_silent_when_the_disk_fills(

@@ -10,10 +10,10 @@ import pytest
 
 from surefoot.components.checkpoint import Store
 from surefoot.contract import commits, manifest
-from surefoot.contract.events import Fault, Started
+from surefoot.contract.events import Started
 from surefoot.core.errors import MissingExtra, RunFolderError, SpecError
 from tests.components.store_server import serving_store
-from tests.train.small import Small, records, spec
+from tests.train.small import Small, faults_of, records, spec
 from tests.train.test_resume import STEPS, STOP, bits, train
 
 fsspec = pytest.importorskip("fsspec")
@@ -81,7 +81,7 @@ def test_a_store_that_does_not_answer_costs_its_copy_and_not_the_run(tmp_path: P
     (tmp_path / "store").write_text("a file where a folder should be")
     how = spec(12, checkpoint={"every": "4 steps", "store": f"file://{tmp_path}/store", "background": False})
     train(tmp_path / "a", how, Small())
-    faults = [event for event in records(tmp_path / "a") if isinstance(event, Fault)]
+    faults = faults_of(tmp_path / "a")
     assert [(fault.step, "its copy in the store" in fault.action) for fault in faults] == [(4, True), (8, True), (12, True)]
     assert manifest.steps(tmp_path / "a") == [4, 8, 12]
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from surefoot.components.compiler import compile_function
 from surefoot.components.optim import GuardedUpdate, master_of, store_narrow
 from surefoot.components.precision import PLAIN, LossScaler
-from surefoot.contract.events import Compiled, Dtypes, Fault
+from surefoot.contract.events import Compiled, Dtypes
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.train.run import Run
 from surefoot.train.step import whole
-from tests.train.small import OPTIMIZERS, Small, assert_same, records, spec, state_of
+from tests.train.small import OPTIMIZERS, Small, assert_same, faults_of, records, spec, state_of
 
 
 class Left(SurefootError):
@@ -78,7 +78,7 @@ def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(name: str, t
     for key, value in expected.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
     assert 1 <= len(graphs(tmp_path / "whole")) <= 3
-    assert not [event for event in records(tmp_path / "whole") if isinstance(event, Fault)]
+    assert not faults_of(tmp_path / "whole")
 
 
 class Spare(Small):
@@ -105,7 +105,7 @@ def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
     for key, value in expected.items():
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6, msg=key)
     assert graphs(tmp_path / "whole")
-    assert not [event for event in records(tmp_path / "whole") if isinstance(event, Fault)]
+    assert not faults_of(tmp_path / "whole")
 
 
 def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_what_cannot_be_one_graph_is_taken_in_order_and_said(tmp_path: Path) -> 
     losses, state, _ = train(stated("step"), Prints(), tmp_path / "whole")
     assert losses == told
     assert_same(state, expected)
-    (fault,) = (event for event in records(tmp_path / "whole") if isinstance(event, Fault))
+    (fault,) = faults_of(tmp_path / "whole")
     assert fault.detail.startswith("the whole step cannot be compiled")
     assert fault.action == "it runs in eager mode"
 
@@ -162,7 +162,7 @@ def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_orde
     made = spec(12, compile={"what": "step", "dynamic": False}, **tables)
     losses, _, _ = train(made, Small(), tmp_path / "whole")
     assert losses == pytest.approx(told, rel=1e-5)
-    (fault,) = (event for event in records(tmp_path / "whole") if isinstance(event, Fault))
+    (fault,) = faults_of(tmp_path / "whole")
     assert fault.detail.startswith("the whole step cannot be compiled")
     assert fault.action == "it runs in eager mode"
     assert [bool(each.ended_early) for each in graphs(tmp_path / "whole")] == [False, True]

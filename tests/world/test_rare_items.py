@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.components import checkpoint
-from surefoot.contract.events import Fault
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run
-from tests.train.small import records
+from tests.train.small import faults_of
 from tests.world.ranks import run_ranks
 from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
@@ -99,7 +98,7 @@ def test_ranks_skip_what_has_no_item_on_any_of_them_and_train_on_what_one_has(
         assert each["outcome"] == "finished"
         for (_, loss), (_, expected) in zip(each["rows"], alone["rows"], strict=True):
             assert loss == expected or abs(loss - expected) < 1e-9
-    faults = [event for event in records(tmp_path / "run") if isinstance(event, Fault)]
+    faults = faults_of(tmp_path / "run")
     assert [(each.step, each.fault) for each in faults] == [(EMPTY, "no-items")]
     mine, theirs = (checkpoint.Commit(tmp_path / name, STEPS).read(checkpoint.MODEL) for name in ("alone", "run"))
     assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-9) for name in mine)
