@@ -74,7 +74,8 @@ def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: 
             print(f"prove: {text}", file=sys.stderr, flush=True)
 
     chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
-    with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder, Workshop(Path(folder)) as workshop:
+    with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
+        workshop = Workshop(Path(folder))
         return [
             carry_out(campaign, workshop, trials=trials or campaign.few, seed=seed, tell=(lambda text: None) if quiet else tell)
             for campaign in chosen
