@@ -1,15 +1,11 @@
-"""What a fault campaign found: so many trials, each with the seed that replays it, and how often the promise did not hold."""
+"""What a fault campaign found: its trials, each with the seed that replays it, and how often the promise did not hold."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from surefoot.core.errors import SurefootError
@@ -17,7 +13,6 @@ from surefoot.core.errors import SurefootError
 if TYPE_CHECKING:
     from surefoot.prove.campaigns.workshop import Workshop
 
-TRIAL_S = 600.0  # the longest of them takes a tenth of that
 RULE_OF_THREE = 3.0  # n clean trials: the failure rate is below 3/n with 95 % confidence (Hanley & Lippman-Hand, JAMA 1983)
 Tell = Callable[[str], None]
 
@@ -42,16 +37,15 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """A fault, and a trial of it: `trial(workshop, seed)`. `few` trials in a test, `many` in the large count.
+    """A fault, and a trial of it: `trial(workshop, seed)`; `few` trials show it in seconds.
 
-    `sweep` tells how many trials there are in all where they can be counted, `missing` why they cannot be made on this machine.
+    `sweep` returns how many trials there are in all where they can be counted, `missing` why they cannot be made on this machine.
     """
 
     case: str
     title: str
     trial: Callable[[Workshop, int], Result]
     few: int
-    many: int
     sweep: Callable[[Workshop], int] | None = None
     missing: Callable[[], str | None] = lambda: None
 
@@ -84,63 +78,32 @@ class Outcome:
         return RULE_OF_THREE / self.trials if self.holds else None
 
 
-@contextlib.contextmanager
-def _ended_after(limit_s: float) -> Iterator[None]:
-    """Leave the block, interrupted as by Ctrl-C, once it took so long.
-
-    Only the main thread can be ended so, and only where there are such timers.
-    """
-    ended: list[int] = []
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.append(number)
-        raise KeyboardInterrupt  # no Exception: what is tried must not take it for an error of its own
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not ended:
-            raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None) -> Outcome:
-    """Make so many trials with the seeds `seed`, `seed + 1` ...; each failure is told as it is found.
+    """Make that many trials with the seeds `seed`, `seed + 1` ...; each failure is passed to `tell` as it is found.
 
-    A trial that raises has failed, and one that does not end within TRIAL_S. One whose fault did not fall, since the run was over
-    before it, is made up for by the next seed; a tenth more are tried at most.
+    A trial that raises has failed. One whose fault did not fall, since the run was over before it, is made up for by the next seed;
+    a tenth more are tried at most.
     """
-    missing = campaign.missing()
-    if missing is not None:
-        return Outcome(case=campaign.case, title=campaign.title, seed=seed, trials=0, not_here=missing)
-    most = trials + trials // 10
-    if campaign.sweep is not None:
-        places = campaign.sweep(workshop)
-        trials, most = min(trials, places), min(most, places)
+    case, title = campaign.case, campaign.title
+    if (missing := campaign.missing()) is not None:
+        return Outcome(case=case, title=title, seed=seed, trials=0, not_here=missing)
+    places = trials + trials // 10 if campaign.sweep is None else campaign.sweep(workshop)
+    trials, most = min(trials, places), min(trials + trials // 10, places)
     started_s = time.perf_counter()
     failures, counts, fell, number = [], Counter[str](), 0, seed
     while fell < trials and number < seed + most:
-        result = Result(f"it did not end within {TRIAL_S:g} s")
-        with _ended_after(TRIAL_S):
-            try:
-                result = campaign.trial(workshop, number)
-            except SurefootError as error:
-                result = Result(error.message)
+        try:
+            result = campaign.trial(workshop, number)
+        except SurefootError as error:
+            result = Result(error.message)
         counts.update(result.tags)
         fell += result.fell
         if result.wrong is not None:
-            failures.append(Failure(case=campaign.case, seed=number, what=result.wrong))
-            tell(f"--case {campaign.case} --seed {number}: {result.wrong}")
+            failures.append(Failure(case=case, seed=number, what=result.wrong))
+            tell(f"--case {case} --seed {number}: {result.wrong}")
         number += 1
-    tell(f"{campaign.case}: {fell} trials with seeds {seed} to {number - 1}, {len(failures)} failures")
+    tell(f"{case}: {fell} trials with seeds {seed} to {number - 1}, {len(failures)} failures")
     return Outcome(
-        case=campaign.case, title=campaign.title, seed=seed, trials=fell, failures=tuple(failures),
-        counts=dict(sorted(counts.items())), elapsed_s=time.perf_counter() - started_s,
+        case=case, title=title, seed=seed, trials=fell, failures=tuple(failures), counts=dict(sorted(counts.items())),
+        elapsed_s=time.perf_counter() - started_s,
     )  # fmt: skip

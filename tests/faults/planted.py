@@ -1,4 +1,4 @@
-"""The process that forks trials, with faults that a trial may be asked to plant: each breaks one thing that surefoot does right."""
+"""Faults that a forked trial may be asked to plant: each breaks one thing that surefoot does right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
 from surefoot.contract.runlock import RunLock
 from surefoot.core import signals
-from surefoot.prove.campaigns import server
 from surefoot.train.resume.keeper import Keeper
 from surefoot.train.run import Run
 
@@ -130,7 +129,3 @@ def a_stale_attempt_may_commit() -> None:
 def the_newest_by_time() -> None:
     steps = commits.readable_steps
     commits.readable_steps = lambda run: sorted(steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime)
-
-
-if __name__ == "__main__":
-    server.main({name: plant for name, plant in globals().items() if callable(plant)})

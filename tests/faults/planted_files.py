@@ -1,29 +1,36 @@
-"""The process that forks trials, with bugs that a trial may ask for: how tests show that a campaign on files and disks finds them."""
+"""Bugs that a forked trial may ask for: how tests show that a campaign on files and disks finds them."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from surefoot.components import checkpoint
+from surefoot.components.checkpoint import Commit
 from surefoot.components.checkpoint.background import Saver
-from surefoot.contract import commits, ledger, manifest
+from surefoot.components.stability import Guard
+from surefoot.contract import commits, digest, ledger, manifest
 from surefoot.contract.manifest import Entry
-from surefoot.core.errors import StorageError
-from surefoot.prove.campaigns import server
+from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.train.record.telling import Telling
+from surefoot.train.resume.keeper import Keeper
 
 load, save, tensors = (importlib.import_module(f"surefoot.components.checkpoint.{name}") for name in ("load", "save", "tensors"))
-SERVER = (sys.executable, "-m", "tests.faults.planted_files")
 
 
-def put(place: Any, name: str, broken: Any) -> Callable[[], None]:
-    return lambda: setattr(place, name, broken)
+def plant(bug: str) -> partial[None]:
+    """What a trial does first, to have this bug."""
+    return partial(break_something, bug)
+
+
+def break_something(bug: str) -> None:
+    place, name, broken = PLANTED[bug]
+    setattr(place, name, broken)
 
 
 # ---- what opens files
@@ -62,6 +69,29 @@ def allocated_first(place: Path, entry: Entry, give: Any, pool: Any) -> Any:
 
 
 real_read = tensors.read
+
+
+def any_own(self: Keeper, commit: Any) -> None: ...
+
+
+def load_before_it_is_verified(run: Path, load: Any, *, at_most: int | None = None) -> tuple[int | None, list[str]]:
+    troubles = []
+    for step in reversed(manifest.named_steps(run)):
+        try:
+            load(Commit(run, step))
+        except RunFolderError as error:
+            troubles.append(error.message)
+            commits.set_aside(manifest.step_folder(run, step))
+            continue
+        return step, troubles
+    return None, troubles
+
+
+def load_the_newest(run: Path, load: Any, *, at_most: int | None = None) -> tuple[int | None, list[str]]:
+    newest = manifest.named_steps(run)[-1]
+    commits.check(manifest.step_folder(run, newest))
+    load(Commit(run, newest))
+    return newest, []
 
 
 # ---- what saves
@@ -122,22 +152,29 @@ def never_waits(self: Saver, *, wait: bool) -> Any:
     return None
 
 
-PLANTED: Mapping[str, Callable[[], None]] = {
-    "files are opened whatever they are": put(commits, "opened", opened_anyhow),
-    "any name will do": put(manifest, "NAME", AnyName),
-    "a pickle is loaded": put(load.Commit, "json", run_what_is_there),
-    "memory is taken before the file is looked at": put(tensors, "read", allocated_first),
-    "scores are not looked at": put(manifest, "check_score", lambda row: None),
-    "an odd state is not caught": put(checkpoint, "taken_from", contextlib.nullcontext),
-    "fsync is tried again": put(os, "fsync", tried_again),
-    "fsync may fail": put(os, "fsync", carry_on),
-    "the ledger is synced again": put(ledger.Appended, "sync", sync_again),
-    "room is made before the save": put(checkpoint, "commit", make_room_first),
-    "a failed save ends the run": put(Telling, "give_up", end_at_once),
-    "a failed save is not told": put(Telling, "fault", lambda self, fault: None),
-    "a failed save is told twice": put(Telling, "give_up", told_twice),
-    "a save does not wait for the one before": put(Saver, "finish", never_waits),
+PLANTED: Mapping[str, tuple[Any, str, Any]] = {
+    "files are opened whatever they are": (commits, "opened", opened_anyhow),
+    "any name will do": (manifest, "NAME", AnyName),
+    "a pickle is loaded": (load.Commit, "json", run_what_is_there),
+    "memory is taken before the file is looked at": (tensors, "read", allocated_first),
+    "scores are not looked at": (manifest, "check_score", lambda row: None),
+    "an odd state is not caught": (checkpoint, "taken_from", contextlib.nullcontext),
+    "fsync is tried again": (os, "fsync", tried_again),
+    "fsync may fail": (os, "fsync", carry_on),
+    "the ledger is synced again": (ledger.Appended, "sync", sync_again),
+    "room is made before the save": (checkpoint, "commit", make_room_first),
+    "a failed save ends the run": (Telling, "give_up", end_at_once),
+    "a failed save is not told": (Telling, "fault", lambda self, fault: None),
+    "a failed save is told twice": (Telling, "give_up", told_twice),
+    "a save does not wait for the one before": (Saver, "finish", never_waits),
+    "digests are not compared": (digest, "of_bytes", lambda data: digest.combine([])),
+    "the digest of a manifest is not its own": (manifest, "_digest", lambda row: ""),
+    "a manifest that is gone is no damage": (manifest, "named_steps", manifest.steps),
+    "neither size nor kind is looked at": (commits, "opened", opened_anyhow),
+    "what is damaged is deleted": (commits, "set_aside", commits.remove),
+    "what is damaged is not told": (Telling, "fault", lambda self, fault: None),
+    "the wrong commit is named": (Guard, "damaged_commit", lambda self, step, detail: self.storage_fault(step, "?", "one")),
+    "a damaged commit ends the run": (checkpoint, "newest_loadable", load_the_newest),
+    "the commit of another run is as good": (Keeper, "_check_own", any_own),
+    "a commit is loaded before it is verified": (checkpoint, "newest_loadable", load_before_it_is_verified),
 }
-
-if __name__ == "__main__":
-    server.main(PLANTED)

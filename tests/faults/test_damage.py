@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from surefoot.components.checkpoint import Commit
-from surefoot.components.stability import Guard
-from surefoot.contract import commits, digest, events, manifest
+from benchmarks.faults.run import MANY
+from surefoot.contract import commits, events, manifest
 from surefoot.prove.campaigns.files import damage
-from surefoot.prove.campaigns.probe import VARIANTS
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Campaign, Outcome, carry_out
-from surefoot.train.record.telling import Telling
-from surefoot.train.resume.keeper import Keeper
+from tests.faults.planted_files import plant
 
 FLIP, FILE, ANOTHER = damage.CAMPAIGNS
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """One for all: the damaged runs are opened in this process, so nothing is forked."""
     return Workshop(tmp_path_factory.mktemp("damage"))
 
 
@@ -46,7 +39,7 @@ def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(campaign: Campai
 def test_a_damaged_run_loads_what_was_saved_or_names_the_damage_in_the_large_count(
     campaign: Campaign, workshop: Workshop
 ) -> None:
-    outcome = found(campaign, workshop, campaign.many, seed=campaign.few)
+    outcome = found(campaign, workshop, MANY[campaign.case], seed=campaign.few)
     assert outcome.failures == ()
 
 
@@ -68,11 +61,13 @@ def exchange(one: Path, other: Path) -> None:
     other.write_bytes(own)
 
 
-def test_a_step_that_is_saved_anew_on_the_way_to_the_end_is_no_damaged_commit(copied: tuple[damage.Left, Path]) -> None:
+def test_a_step_that_is_saved_anew_on_the_way_to_the_end_is_no_damaged_commit(
+    copied: tuple[damage.Left, Path], workshop: Workshop
+) -> None:
     left, run = copied
     best, newest = (manifest.step_folder(run, step) for step in left.steps[-2:])
     exchange(newest / "state.json", best / "state.json")
-    assert damage.find_wrong(left, run, newest / "state.json", to_the_end=True) is None
+    assert damage.find_wrong(workshop, left, newest / "state.json", to_the_end=True) is None
     assert commits.check(best).step == left.steps[-2]
 
 
@@ -83,75 +78,47 @@ def test_the_manifest_of_another_run_names_the_first_file_that_it_contradicts(
     other = damage.find_left(workshop, "plain", seed=1).attempt.folder
     touched, foreign = (manifest.step_folder(each, left.steps[-1]) / manifest.FILE for each in (run, other))
     touched.write_bytes(foreign.read_bytes())
-    assert damage.find_wrong(left, run, touched, to_the_end=False) is None
+    assert damage.find_wrong(workshop, left, touched, to_the_end=False) is None
 
 
-def test_a_log_that_changed_places_with_a_manifest_is_refused_by_its_name(copied: tuple[damage.Left, Path]) -> None:
+def test_a_log_that_changed_places_with_a_manifest_is_refused_by_its_name(
+    copied: tuple[damage.Left, Path], workshop: Workshop
+) -> None:
     left, run = copied
     exchange(run / events.FILE, manifest.step_folder(run, left.steps[-1]) / manifest.FILE)
-    assert damage.find_wrong(left, run, run / events.FILE, to_the_end=False) is None
+    assert damage.find_wrong(workshop, left, run / events.FILE, to_the_end=False) is None
 
 
 def test_a_run_that_is_refused_for_a_damaged_commit_alone_is_a_failure(
-    copied: tuple[damage.Left, Path], monkeypatch: pytest.MonkeyPatch
+    copied: tuple[damage.Left, Path], workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, run = copied
     path = manifest.step_folder(run, left.steps[-1]) / "state.json"
     path.unlink()
-    monkeypatch.setattr(damage, "reopen", lambda *given, **more: damage.Opened(error=f"{path} is missing"))
-    assert damage.find_wrong(left, run, path, to_the_end=False) == f"the run was refused: {path} is missing"
+    monkeypatch.setattr(workshop, "plant", plant("a damaged commit ends the run"))
+    wrong = damage.find_wrong(workshop, left, path, to_the_end=False)
+    assert wrong is not None
+    assert wrong.startswith("the run was refused: ")
+    assert str(path) in wrong
 
 
 # ---- the bugs that they must find
 
-
-@contextlib.contextmanager
-def without_size_or_kind(folder: Path, entry: manifest.Entry) -> Iterator[int]:
-    descriptor = os.open(folder / entry.name, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def any_own(self: Keeper, commit: Any) -> None: ...
-
-
-def load_before_it_is_verified(run: Path, load: Any, *, at_most: int | None = None) -> tuple[int | None, list[str]]:
-    troubles = []
-    for step in reversed(manifest.named_steps(run)):
-        try:
-            load(Commit(run, step))
-        except damage.RunFolderError as error:
-            troubles.append(error.message)
-            commits.set_aside(manifest.step_folder(run, step))
-            continue
-        return step, troubles
-    return None, troubles
-
-
 PLANTED = {
-    "digests are not compared": (FLIP, digest, "of_bytes", lambda data: digest.combine([])),
-    "the digest of a manifest is not its own": (FLIP, manifest, "_digest", lambda row: ""),
-    "a manifest that is gone is no damage": (FILE, manifest, "named_steps", manifest.steps),
-    "neither size nor kind is looked at": (FILE, commits, "opened", without_size_or_kind),
-    "what is damaged is deleted": (FLIP, commits, "set_aside", commits.remove),
-    "what is damaged is not told": (FLIP, Telling, "fault", lambda self, fault: None),
-    "the wrong commit is named": (FLIP, Guard, "damaged_commit", lambda self, step, detail: self.storage_fault(step, "?", "one")),
-    "the commit of another run is as good": (ANOTHER, Keeper, "_check_own", any_own),
-    "a commit is loaded before it is verified": (FLIP, "surefoot.components.checkpoint", "newest_loadable", load_before_it_is_verified),
-}  # fmt: skip
+    "digests are not compared": FLIP,
+    "the digest of a manifest is not its own": FLIP,
+    "a manifest that is gone is no damage": FILE,
+    "neither size nor kind is looked at": FILE,
+    "what is damaged is deleted": FLIP,
+    "what is damaged is not told": FLIP,
+    "the wrong commit is named": FLIP,
+    "the commit of another run is as good": ANOTHER,
+    "a commit is loaded before it is verified": FLIP,
+}
 
 
 @pytest.mark.quick("the wrong commit is named", "what is damaged is not told")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    campaign, place, name, broken = PLANTED[bug]
-    for variant in VARIANTS:  # made before anything is broken
-        damage.find_left(workshop, variant)
-        damage.find_left(workshop, variant, seed=1)
-    if isinstance(place, str):
-        monkeypatch.setattr(f"{place}.{name}", broken)
-    else:
-        monkeypatch.setattr(place, name, broken)
-    assert any(found(campaign, workshop, 1, seed=seed).failures for seed in range(80))
+    monkeypatch.setattr(workshop, "plant", plant(bug))
+    assert any(found(PLANTED[bug], workshop, 1, seed=seed).failures for seed in range(80))

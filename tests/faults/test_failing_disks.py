@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
+from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import failing
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Campaign, Outcome, carry_out
-from tests.faults.planted_files import SERVER
+from tests.faults.planted_files import plant
 
 FULL, REFUSED, READ_ONLY, SLOW = failing.CAMPAIGNS
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with Workshop(tmp_path_factory.mktemp("failing"), server=SERVER) as made:
-        yield made
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("failing"))
 
 
 def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
@@ -38,7 +38,7 @@ def test_a_failing_disk_costs_the_saves_that_it_refuses(campaign: Campaign, work
 @pytest.mark.faults
 @pytest.mark.parametrize("campaign", failing.CAMPAIGNS, ids=lambda campaign: campaign.case)
 def test_a_failing_disk_costs_the_saves_that_it_refuses_in_the_large_count(campaign: Campaign, workshop: Workshop) -> None:
-    assert found(campaign, workshop, campaign.many).failures == ()
+    assert found(campaign, workshop, MANY[campaign.case]).failures == ()
 
 
 PLANTED: Mapping[str, tuple[Campaign, str | int]] = {
@@ -54,5 +54,5 @@ def test_a_planted_bug_is_found(bug: str, workshop: Workshop, monkeypatch: pytes
     found(campaign, workshop, 0)  # is it missing here?
     at = seed if isinstance(seed, int) else [name for name, _ in failing.find_calls(workshop)].index(seed)
     workshop.golden("frozen"), workshop.golden("plain"), workshop.golden("plain", failing.WIDTH)
-    monkeypatch.setattr(workshop, "planted", bug)
+    monkeypatch.setattr(workshop, "plant", plant(bug))
     assert found(campaign, workshop, 1, seed=at).failures

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
+from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns.files import forge, hostile
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import Outcome, carry_out
-from tests.faults.planted_files import SERVER
+from tests.faults.planted_files import plant
 
 (CAMPAIGN,) = hostile.CAMPAIGNS
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with Workshop(tmp_path_factory.mktemp("hostile"), server=SERVER) as made:
-        yield made
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("hostile"))
 
 
 def found(workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
@@ -31,7 +29,7 @@ def test_a_hostile_commit_is_refused_in_words_and_nothing_of_it_runs(workshop: W
 
 @pytest.mark.faults
 def test_hostile_commits_are_refused_in_the_large_count(workshop: Workshop) -> None:
-    assert found(workshop, CAMPAIGN.many, seed=CAMPAIGN.few).failures == ()
+    assert found(workshop, MANY[CAMPAIGN.case], seed=CAMPAIGN.few).failures == ()
 
 
 HOLES = {
@@ -44,6 +42,6 @@ HOLES = {
 
 @pytest.mark.parametrize("hole", HOLES)
 def test_a_planted_hole_is_found(hole: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workshop, "planted", hole)
+    monkeypatch.setattr(workshop, "plant", plant(hole))
     (failure,) = found(workshop, 1, seed=list(forge.HOSTILE).index(HOLES[hole])).failures
     assert failure.what.startswith(HOLES[hole])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import ranks
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.outcome import carry_out
@@ -31,8 +32,8 @@ PLANTS: list[tuple[str, str, dict[str, Any], int]] = [
 
 @pytest.fixture(scope="module")
 def workshop() -> Iterator[Workshop]:
-    with tempfile.TemporaryDirectory(prefix="surefoot-faults-") as folder, Workshop(Path(folder)) as made:
-        yield made
+    with tempfile.TemporaryDirectory(prefix="surefoot-faults-") as folder:
+        yield Workshop(Path(folder))
 
 
 @pytest.mark.parametrize("case", [each if each in QUICK else pytest.param(each, marks=pytest.mark.faults) for each in BY_CASE])
@@ -44,7 +45,7 @@ def test_the_promises_hold_on_several_ranks(case: str, workshop: Workshop) -> No
 @pytest.mark.faults
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None:
-    found = carry_out(BY_CASE[case], workshop, trials=BY_CASE[case].many, seed=LARGE_SEED)
+    found = carry_out(BY_CASE[case], workshop, trials=MANY[case], seed=LARGE_SEED)
     assert found.failures == ()
 
 

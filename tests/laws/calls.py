@@ -33,7 +33,6 @@ FREE = {
     "benchmarks/checkpoint/stall.py": {"torch.save"},
 }
 ENDS = {
-    ("surefoot/prove/campaigns/server.py", "os._exit"),  # of a forked trial: a second each for taking the interpreter apart
     ("surefoot/runtime/comm/watched.py", "os._exit"),  # of a rank whose main thread hangs: no exception reaches it
 }
 CLEARS = "surefoot/train/failure/memory.py"  # between two attempts at a step that found no memory

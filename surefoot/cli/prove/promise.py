@@ -41,9 +41,8 @@ def prove(
         raise InputError(f"--trials is {trials} and --seed {seed}", hint="use 1 trial or more, and a seed of 0 or more")
     if case is not None and case not in promise.cases:
         raise InputError(f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases)}")
-    cases = promise.cases if case is None else (case,)
-    outcomes = _carry_out(cases, trials, seed, quiet=quiet or json)
-    holds = bool(outcomes) and all(each.holds for each in outcomes)
+    outcomes = _carry_out(promise.cases if case is None else (case,), trials, seed, quiet=quiet or json)
+    holds = all(each.holds for each in outcomes)
     if json:
         rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
         options.print_json({"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows})
@@ -74,7 +73,8 @@ def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: 
             print(f"prove: {text}", file=sys.stderr, flush=True)
 
     chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
-    with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder, Workshop(Path(folder)) as workshop:
+    with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
+        workshop = Workshop(Path(folder))
         return [
             carry_out(campaign, workshop, trials=trials or campaign.few, seed=seed, tell=(lambda text: None) if quiet else tell)
             for campaign in chosen
@@ -86,29 +86,21 @@ def _print(promise: Promise, outcomes: list[Outcome], *, holds: bool) -> None:
     from surefoot.core.units import UNKNOWN, format_seconds
 
     print(f"promise {promise.number}: {promise.name}. {promise.words}\n")
-    if outcomes:
-        rows = [
-            (each.case, each.title, f"{each.trials:,}", str(len(each.failures)),
-             UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}", format_seconds(each.elapsed_s))
-            for each in outcomes
-        ]  # fmt: skip
-        print_table(("case", "fault", "trials", "failures", "rate below (95 %)", "time"), rows, right=COUNTED)
-        print()
+    rows = [
+        (each.case, each.title, f"{each.trials:,}", str(len(each.failures)),
+         UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}", format_seconds(each.elapsed_s))
+        for each in outcomes
+    ]  # fmt: skip
+    counted = ("trials", "failures", "rate below (95 %)", "time")
+    print_table(("case", "fault", *counted), rows, right=counted)
+    lines = [""]
     for each in outcomes:
         if each.not_here is not None:
-            print(f"{each.case} cannot be tried here: {each.not_here}")
+            lines.append(f"{each.case} cannot be tried here: {each.not_here}")
         for failure in each.failures:
-            print(f"{each.case}, seed {failure.seed}: {failure.what}")
-            print(f"  again: surefoot prove {promise.number} --case {each.case} --seed {failure.seed} --trials 1")
-    print(f"verdict: {_verdict(outcomes, holds=holds)}")
-
-
-COUNTED = ("trials", "failures", "rate below (95 %)", "time")
-
-
-def _verdict(outcomes: list[Outcome], *, holds: bool) -> str:
+            again = f"surefoot prove {promise.number} --case {each.case} --seed {failure.seed} --trials 1"
+            lines.append(f"{each.case}, seed {failure.seed}: {failure.what}\n  again: {again}")
+    verdict = "it does not hold" if any(each.failures for each in outcomes) else "it cannot be shown here"
     if holds:
-        return f"it held in {sum(each.trials for each in outcomes):,} trials, first seed {outcomes[0].seed}"
-    if any(each.failures for each in outcomes):
-        return "it does not hold"
-    return "it cannot be shown here"
+        verdict = f"it held in {sum(each.trials for each in outcomes):,} trials, first seed {outcomes[0].seed}"
+    print("\n".join([*lines, f"verdict: {verdict}"]))

@@ -1,6 +1,6 @@
 """Fault campaigns: real processes that are killed, real files that are damaged, real disks that are full."""
 
-from surefoot.prove.campaigns import clock, failing, kills, preemption, ranks, rivals
+from surefoot.prove.campaigns import failing, kills, ranks, rivals
 from surefoot.prove.campaigns.files import damage, hostile
 from surefoot.prove.campaigns.power import cut
 from surefoot.prove.outcome import Campaign
@@ -8,8 +8,6 @@ from surefoot.prove.outcome import Campaign
 CAMPAIGNS: tuple[Campaign, ...] = (
     *kills.CAMPAIGNS,
     *cut.CAMPAIGNS,
-    *preemption.CAMPAIGNS,
-    *clock.CAMPAIGNS,
     *rivals.CAMPAIGNS,
     *damage.CAMPAIGNS,
     *hostile.CAMPAIGNS,

@@ -1,4 +1,4 @@
-"""What a forked trial does: train, commit once, or open what a stranger left; and how it says where it stands.
+"""What a forked trial does: train a run, or open one that somebody damaged; and how it reports where it stands.
 
 Marks come from Python's own audit events (https://docs.python.org/3/library/audit_events.html), so nothing that is tested is replaced.
 """
@@ -7,73 +7,87 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
+import gc
 import json
 import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.checkpoint import Commit, Content, Stamp
+from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
 from surefoot.prove.campaigns.probe import Attempt
 from surefoot.train.run import Run
 
-Words = Mapping[str, Any]
-MARKS, GO = "marks", "go"
 TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach although it is no parent of this process
-DAY_S, TEN_YEARS_S = 86_400.0, 315_576_000.0
-CLOCKS: Mapping[str, Callable[[int], float]] = {  # how far a clock is off when it is read for the nth time, in seconds
-    "a day back": lambda n: -DAY_S,
-    "ten years on": lambda n: TEN_YEARS_S,
-    "backwards": lambda n: -2.0 * n,
-    "to and fro": lambda n: TEN_YEARS_S if n % 2 else -DAY_S,
-}
 RUNS_CODE = (
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
 )  # fmt: skip
-SETTLED = 2  # commits that a commit job keeps
 
 
 class Line:
-    """What a child says to the campaign that forked it, and what it waits for: two named pipes."""
+    """The pipe between a trial and its campaign: marks go out, a word comes in."""
 
-    def __init__(self, folder: Path) -> None:
-        self._marks = os.open(folder / MARKS, os.O_WRONLY | os.O_CLOEXEC)
-        self._go = os.open(folder / GO, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
     def mark(self, text: str) -> None:
-        os.write(self._marks, f"{text}\n".encode())
+        self._pipe.send_bytes(text.encode())
 
     def pause(self, text: str) -> None:
-        """Say so and wait for a word."""
+        """Mark and wait for a word."""
         self.mark(text)
-        os.read(self._go, 1)
+        self._pipe.recv_bytes()
 
 
-def train(words: Words, line: Line) -> int:
-    """One attempt at a run; marks each step, and each commit that is begun, named, retired, set aside or read."""
-    attempt = Attempt(**words)
+Job = Callable[[Attempt, Line], int]
+
+
+def begin(job: Job, attempt: Attempt, pipe: Connection, said: Path, plant: Callable[[], None] | None) -> None:
+    """Do one job in a session of its own, with its output in the file `said`. `plant` breaks something first; tests ask for that."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the campaign beside itself had it ignored
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for target in (1, 2):
+        os.dup2(output, target)
+    torch.set_num_threads(1)
+    gc.freeze()  # looking through what was loaded before the fork would copy its pages
+    if plant is not None:
+        plant()
+    try:
+        raise SystemExit(job(attempt, Line(pipe)))
+    except SurefootError as error:
+        os.write(2, f"{type(error).__name__}: {error.message}\n".encode())
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def train(attempt: Attempt, line: Line) -> int:
+    """Train one attempt at a run; mark each step, and each commit that is begun, named, retired, set aside or read."""
     if attempt.pauses:
-        _let_trace()
+        ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
     if 0 in attempt.pauses:
         line.pause("paused 0")
-    _watch(line)
-    _set_clock(attempt.clock)
+    sys.addaudithook(lambda event, given: _mark_commit(line, event, given))
     with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
         line.mark("begun")
+        if attempt.marks_states:
+            line.mark(state_of(run))
         for report in run.steps():
             if run.evaluation_due:
                 run.evaluate()
             line.mark(f"step {report.step}")
+            if attempt.marks_states:
+                line.mark(state_of(run))
             if report.step in attempt.pauses:
                 line.pause(f"paused {report.step}")
             if report.step == attempt.die_at:
@@ -81,102 +95,49 @@ def train(words: Words, line: Line) -> int:
     return run.exit_code
 
 
-def _watch(line: Line) -> None:
+def state_of(run: Run) -> str:
+    return f"state {run.step} {json.dumps(run.state_digests(), sort_keys=True)}"
+
+
+def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
     """Mark what happens to commits: `draft 12`, `name 12`, `retire 3`, `aside 12`, `load 12`, `clear 12`."""
-
-    def hear(event: str, given: tuple[Any, ...]) -> None:
-        if event in ("os.mkdir", "os.rename", "shutil.rmtree", "open"):
-            mark = _told(event, given)
-            if mark is not None:
-                line.mark(mark)
-
-    sys.addaudithook(hear)
-
-
-def _told(event: str, given: tuple[Any, ...]) -> str | None:
-    if not isinstance(given[0], str | os.PathLike):
-        return None
-    path = Path(given[0])
+    if event not in ("os.mkdir", "os.rename", "shutil.rmtree", "open") or not isinstance(given[0], str | os.PathLike):
+        return
+    name, words = Path(given[0]).name, {"draft": commits.DRAFT}
     if event == "open":
-        is_read = path.name == "state.json" and isinstance(given[2], int) and not given[2] & (os.O_WRONLY | os.O_RDWR)
-        return _step("load", path.parent.name) if is_read else None
-    if event == "os.mkdir":
-        return _step("draft", path.name, ".draft-")
-    if event == "shutil.rmtree":
-        return _step("clear", path.name, ".draft-")
-    to = Path(given[1]).name
-    return _step("name", to) or _step("retire", to, commits.GONE) or _step("aside", to, commits.BAD)
+        is_read = name == "state.json" and isinstance(given[2], int) and not given[2] & (os.O_WRONLY | os.O_RDWR)
+        name, words = Path(given[0]).parent.name, {"load": ""} if is_read else {}
+    elif event == "shutil.rmtree":
+        words = {"clear": commits.DRAFT}
+    elif event == "os.rename":
+        name, words = Path(given[1]).name, {"name": "", "retire": commits.GONE, "aside": commits.BAD}
+    for word, prefix in words.items():
+        if name.startswith(prefix) and (hit := manifest.STEP_FOLDER.match(name.removeprefix(prefix))):
+            line.mark(f"{word} {int(hit[1])}")
 
 
-def _step(word: str, name: str, prefix: str = "") -> str | None:
-    hit = manifest.STEP_FOLDER.match(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    return None if hit is None else f"{word} {int(hit.group(1))}"
+def open_run(attempt: Attempt, line: Line) -> int:
+    """Check the commits of a run and open it; mark each commit as whole or damaged, the state that was loaded, and all that is outside.
 
-
-def _set_clock(jump: str | None) -> None:
-    """The time of day as a machine has it whose clock was set, and the time since its start as one has it that was started anew."""
-    if jump is not None:
-        real, since, calls = time.time, time.monotonic, itertools.count(1)
-        begun_s, moved_s = since(), CLOCKS[jump]
-        time.time = lambda: real() + moved_s(next(calls))
-        time.monotonic = lambda: since() - begun_s
-
-
-def content(step: int) -> Content:
-    """What a commit job commits: trained numbers of `step`, frozen ones that are always the same, a text."""
-    draws = torch.Generator().manual_seed(step)
-    frozen = torch.arange(1500, dtype=torch.float32)
-    tensors = {
-        "model.safetensors": {"weight": torch.randn(40, 40, generator=draws), "bias": torch.randn(40, generator=draws)},
-        "frozen.safetensors": {"table": frozen},
-    }
-    return Content(step=step, tensors=tensors, texts={"state.json": f'{{"step": {step}}}'.encode()}, finite=frozenset({"weight"}))
-
-
-def commit(words: Words, line: Line) -> int:
-    """Commit the steps of `steps` one after the other, then, after a word where `hold` is set, `last`; retention follows each."""
-    run = Path(words["run"])
-    for step in words["steps"]:
-        _commit(run, step, words["generation"])
-    if words["hold"]:
-        _let_trace()
-        line.pause("ready")
-    if words["last"] is not None:
-        _commit(run, words["last"], words["generation"])
-    line.mark("acked")
-    return 0
-
-
-def _commit(run: Path, step: int, generation: int) -> None:
-    checkpoint.commit(run, content(step), Stamp(generation=generation))
-    checkpoint.retain(run, keep=SETTLED)
-
-
-def _let_trace() -> None:
-    ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
-
-
-def open_run(words: Words, line: Line) -> int:
-    """Open a run that a stranger left, under a limit of memory; marks whatever happens outside of its folder."""
-    attempt = Attempt(**words["attempt"])
-    limit = _address_space_bytes() + int(words["memory_bytes"])
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _watch_out(attempt.folder, line)
-    steps = manifest.named_steps(attempt.folder)
-    commits.find_best(attempt.folder, steps)
-    for read in (commits.check, _read_all):
-        with contextlib.suppress(RunFolderError):
-            read(manifest.step_folder(attempt.folder, steps[-1]))
-            line.mark(f"whole {steps[-1]}")
+    With `attempt.memory_bytes`, under that limit of memory, beyond what the process holds before.
+    """
+    if attempt.memory_bytes:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + attempt.memory_bytes,) * 2)
+        _watch_out(attempt.folder, line)
+    for folder in sorted((attempt.folder / manifest.FOLDER).glob("step-*")):
+        try:
+            commits.check(folder)
+            line.mark(f"whole {folder.name}")
+        except RunFolderError as error:
+            line.mark(f"damaged {folder.name} {error.message}")
+    with contextlib.suppress(RunFolderError):
+        commits.find_best(attempt.folder, steps := manifest.named_steps(attempt.folder))
+        newest = Commit(attempt.folder, steps[-1])
+        checkpoint.join(newest.json("state.json"), newest.read("") and newest.read("state.safetensors"))
     with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
-        line.mark(f"state {json.dumps(run.state_digests(), sort_keys=True)}")
+        line.mark(state_of(run))
     return 0
-
-
-def _read_all(folder: Path) -> None:
-    one = Commit(folder.parents[1], int(folder.name.removeprefix("step-")))
-    one.read("")
-    checkpoint.join(one.json("state.json"), one.read("state.safetensors"))
 
 
 def _watch_out(run: Path, line: Line) -> None:
@@ -191,19 +152,11 @@ def _watch_out(run: Path, line: Line) -> None:
         if event in RUNS_CODE:
             line.mark(f"outside {event}")
         elif event == "open" and isinstance(given[0], str | os.PathLike):
-            follows = not (isinstance(given[2], int) and given[2] & os.O_NOFOLLOW)
-            if not follows and not os.path.dirname(given[0]):
-                return
-            path = Path(os.path.realpath(given[0]) if follows else os.path.realpath(os.path.dirname(given[0])))
-            is_written = isinstance(given[2], int) and bool(given[2] & (os.O_WRONLY | os.O_RDWR))
-            if not path.is_relative_to(run) and (path.is_relative_to(run.parent) or (is_written and path != Path(os.devnull))):
+            mode = given[2] if isinstance(given[2], int) else 0
+            place = given[0] if not mode & os.O_NOFOLLOW else os.path.dirname(given[0])
+            path = Path(os.path.realpath(place))
+            is_written = mode & (os.O_WRONLY | os.O_RDWR) and path != Path(os.devnull)
+            if place and not path.is_relative_to(run) and (path.is_relative_to(run.parent) or is_written):
                 line.mark(f"outside open {path}")
 
     sys.addaudithook(hear)
-
-
-def _address_space_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-JOBS: dict[str, Callable[[Words, Line], int]] = {"train": train, "commit": commit, "open": open_run}

@@ -1,133 +1,108 @@
-"""kill -9: at random times, at every system call of a save, in a load, in retention, and in the recovery from an earlier kill."""
+"""Signals: kill -9 at random times, in each phase of a run and at every system call of a save; SIGTERM and Ctrl-C with some grace."""
 
 from __future__ import annotations
 
 import random
+import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from surefoot.contract import manifest
-from surefoot.prove.campaigns.power import trace
-from surefoot.prove.campaigns.power.trace import Tracer
-from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
+from surefoot.contract import commits, manifest
+from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+from surefoot.prove.campaigns import strace
+from surefoot.prove.campaigns.probe import EVALUATE_EVERY, EVERY, STEPS, VARIANTS, Attempt
+from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
 from surefoot.prove.outcome import Campaign, Result
 
-TRIES = 8  # of one kill: a fast run may end before it comes
 DEPTH = 3  # kills in a row of which none but the first hits an undisturbed run
+LATER_S = 0.02  # after the place, at most; a save takes about as long
 SAVED = 4 * EVERY  # the step whose save is killed at every call: commits are retired after it
 STRIDE = 1_000_003  # a prime: seeds that follow one another fall far apart, and all seeds of a sweep on each place once
 WAITS = ("futex", "sched_yield")  # as often as the threads of this moment need them; they change nothing outside the process
+ANYWHERE = ("any step", "a save")
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
+PLACES = ("any step", "a save", "an evaluation", "the first step", "going on")
+GRACES_S = (30.0, 5.0, 0.0)
+CODES = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
 
 
-def kill_anywhere(workshop: Workshop, seed: int) -> Result:
-    """One kill at a random time, every second one inside a save; then the run goes on and ends as if nothing had been."""
+def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) -> Result:
+    """A kill at a place, then perhaps more in the recoveries, `depth` at most; then the run goes on as if nothing had been."""
     draws = random.Random(seed)
-    variant = draws.choice(list(VARIANTS))
-    golden = workshop.golden(variant)
-    for _ in range(TRIES):
-        with workshop.scratch("kill") as folder:
-            attempt = Attempt(run=str(folder / "run"), variant=variant)
-            child = workshop.train(attempt)
-            (_kill_in_a_save if seed % 2 else _kill_in_time)(child, draws, workshop)
-            if child.wait() != KILLED:
-                continue  # it came too late
-            where = _find_where(child)
-            wrong = look_at(attempt.folder, golden) or go_on(workshop, attempt, golden)
-            return Result(wrong, (where, variant))
-    return Result(fell=False)
-
-
-def _kill_in_time(child: Child, draws: random.Random, workshop: Workshop) -> None:
-    """Any time between the start and about the end of a run."""
-    time.sleep(draws.uniform(0.0, _time_of_a_run(workshop)))
-    child.kill()
-
-
-def _kill_in_a_save(child: Child, draws: random.Random, workshop: Workshop) -> None:
-    """From the moment on in which a save begins, for about as long as it takes."""
-    step = draws.choice(range(EVERY, STEPS, EVERY))
-    if child.wait_for(f"draft {step}"):
-        time.sleep(draws.uniform(0.0, _time_of_a_save(workshop)))
-        child.kill()
-
-
-def _find_where(child: Child) -> str:
-    """What went on when the kill fell, as far as the marks tell."""
-    drafts, named = (sum(mark.startswith(word) for mark in child.marks) for word in ("draft", "name"))
-    if "begun" not in child.marks:
-        return "before the first step"
-    return "inside a save" if drafts > named else "between saves"
-
-
-def _time_of_a_run(workshop: Workshop) -> float:
-    return _times(workshop)[0]
-
-
-def _time_of_a_save(workshop: Workshop) -> float:
-    return _times(workshop)[1]
-
-
-def _times(workshop: Workshop) -> tuple[float, float]:
-    """Seconds of a whole run and of one save here, measured once: kills are aimed by them."""
-    if "times" not in workshop.kept:
-        with workshop.scratch("times") as folder:
-            started_s = time.monotonic()
-            child = workshop.train(Attempt(run=str(folder / "run")), planted=False)
-            child.wait_for(f"draft {EVERY}")
-            begun_s = time.monotonic()
-            child.wait_for(f"name {EVERY}")
-            save_s = time.monotonic() - begun_s
-            child.wait()
-            workshop.kept["times"] = (time.monotonic() - started_s, save_s)
-    times: tuple[float, float] = workshop.kept["times"]
-    return times
-
-
-def kill_in_phase(workshop: Workshop, seed: int) -> Result:
-    """A kill in a phase of its own, then up to three more in the recoveries; each recovery may be broken off again."""
-    draws = random.Random(seed)
-    phase, variant = PHASES[seed % len(PHASES)], draws.choice(list(VARIANTS))
-    golden = workshop.golden(variant)
-    depth = draws.randint(1, DEPTH)
-    with workshop.scratch("phase") as folder:
+    place, variant = places[seed % len(places)], draws.choice(list(VARIANTS))
+    golden, fell = workshop.golden(variant), 0
+    with workshop.scratch("kill") as folder:
         attempt = Attempt(run=str(folder / "run"), variant=variant)
-        if phase in ("load", "recovery", "clearing"):  # these need a run that was killed before
-            first = workshop.train(attempt)
-            if first.wait_for(f"draft {3 * EVERY}"):
-                first.kill()
-            first.wait()
-        fell = 0
-        for _ in range(depth):
+        if place in ("load", "recovery", "clearing"):  # these need a run that was killed before
+            _break_off(workshop, attempt)
+        for number in range(draws.randint(1, depth)):
             child = workshop.train(attempt)
-            if child.wait_for(_mark_of(phase, attempt.folder)):
-                time.sleep(draws.uniform(0.0, _time_of_a_save(workshop) / 4))
-                child.kill()
+            _come_to("recovery" if number else place, child, attempt.folder, draws)
+            child.kill()
             fell += child.wait() == KILLED
             if (wrong := look_at(attempt.folder, golden)) is not None:
-                return Result(f"{phase}: {wrong}", (phase,))
-            if phase in ("retention", "first save", "last save"):
-                phase = "recovery"
-        if not fell:
-            return Result(fell=False)
-        return Result(go_on(workshop, attempt, golden), (PHASES[seed % len(PHASES)], f"{fell} kills"))
+                return Result(f"{place}: {wrong}", (place,))
+        return (
+            Result(go_on(workshop, attempt, golden), (place, variant, f"{fell} kills"), fell > 0) if fell else Result(fell=False)
+        )
 
 
-def _mark_of(phase: str, run: Path) -> str:
-    newest = max(manifest.steps(run), default=0)
-    left = [path.name for path in (run / manifest.FOLDER).glob(".draft-*")]
-    return {
-        "first save": f"draft {EVERY}", "last save": f"draft {STEPS}", "retention": f"retire {EVERY}", "load": f"load {newest}",
-        "recovery": "begun", "clearing": f"clear {int(left[0].rpartition('-')[2])}" if left else "begun",
-    }[phase]  # fmt: skip
+def _break_off(workshop: Workshop, attempt: Attempt) -> None:
+    """Leave a run that was killed in the middle."""
+    child = workshop.train(attempt)
+    child.wait_for(f"draft {3 * EVERY}")
+    child.kill()
+    child.wait()
+
+
+def _come_to(place: str, child: Child, run: Path, draws: random.Random) -> None:
+    """Wait until a run comes to a place, and a moment more."""
+    drafts = list((run / manifest.FOLDER).glob(f"{commits.DRAFT}*"))
+    child.wait_for({
+        "any step": f"step {draws.randint(1, STEPS - 2)}", "a save": f"draft {draws.randrange(EVERY, STEPS, EVERY)}",
+        "an evaluation": f"step {draws.randrange(EVALUATE_EVERY, STEPS, EVALUATE_EVERY)}", "first save": f"draft {EVERY}",
+        "last save": f"draft {STEPS}", "retention": f"retire {EVERY}", "load": f"load {max(manifest.steps(run), default=0)}",
+        "clearing": f"clear {int(drafts[0].name.rpartition('-')[2])}" if drafts else "begun",
+    }.get(place, "begun"))  # fmt: skip
+    time.sleep(draws.uniform(0.0, LATER_S))
+
+
+def preempt(workshop: Workshop, seed: int) -> Result:
+    """One signal, or two, at a place; with grace no step is lost and the exit code says what happened; then the run goes on."""
+    draws = random.Random(seed)
+    place, grace_s = PLACES[seed % len(PLACES)], GRACES_S[seed // len(PLACES) % len(GRACES_S)]
+    sent, times = draws.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), draws.choice((1, 1, 1, 2))
+    golden = workshop.golden()
+    with workshop.scratch("preempt") as folder:
+        attempt = Attempt(run=str(folder / "run"))
+        if place == "going on":
+            _break_off(workshop, attempt)
+        child = workshop.train(attempt)
+        _come_to(place, child, attempt.folder, draws)
+        for _ in range(times):
+            child.send(sent)
+        if not child.ends_within(grace_s):
+            child.kill()
+        status = child.wait()
+        tags = (place, f"{grace_s:.0f} s of grace", f"{sent.name}{' twice' * (times - 1)}", f"ended with {status}")
+        allowed = {EXIT_OK, CODES[sent], *([KILLED] if grace_s == 0 else []), *([-sent] if times == 2 else [])}
+        newest = max(manifest.steps(attempt.folder), default=0)
+        wrong = look_at(attempt.folder, golden)
+        if wrong is None and status not in allowed:
+            wrong = f"it ended with {status}: {child.said[-300:]}"
+        elif wrong is None and status == CODES[sent] and times == 1 and newest < max(child.steps, default=0):
+            wrong = f"it was given the time to save, did step {child.steps[-1]}, and step {newest} is committed"
+        wrong = wrong or go_on(workshop, attempt, golden)
+        return Result(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
 
 
 def kill_at_call(workshop: Workshop, seed: int) -> Result:
     """A kill at one system call of a save, before it is done: `write` the 7th time, say. Then the run goes on."""
-    golden, places = workshop.golden(), _places(workshop)
-    name, count = places[seed * STRIDE % len(places)]
+    golden, calls = workshop.golden(), _calls(workshop)
+    name, count = calls[seed * STRIDE % len(calls)]
     with workshop.scratch("call") as folder:
         attempt = _one_save(folder / "run")
         child = workshop.train(attempt)
@@ -136,8 +111,8 @@ def kill_at_call(workshop: Workshop, seed: int) -> Result:
             child.go()
             child.wait()
         wrong = look_at(attempt.folder, golden) or go_on(workshop, replace(attempt, pauses=(), die_at=None), golden)
-        fell = f"step {attempt.die_at}" not in child.marks
-        return Result(None if wrong is None else f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell)
+        fell = attempt.die_at not in child.steps
+        return Result(wrong and f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell)
 
 
 def _one_save(run: Path) -> Attempt:
@@ -145,40 +120,26 @@ def _one_save(run: Path) -> Attempt:
     return Attempt(run=str(run), background=False, pauses=(SAVED,), die_at=SAVED + 1)
 
 
-def _places(workshop: Workshop) -> list[tuple[str, int]]:
+def _calls(workshop: Workshop) -> list[tuple[str, int]]:
     """Every system call from the wait to the end of the next step, as its name and how many of that name a thread had made.
 
     Waits for another thread are none: their number is another in every run, so that the kill would seldom fall.
     """
-    if "places" not in workshop.kept:
-        with workshop.scratch("places") as folder:
-            child = workshop.train(_one_save(folder / "run"), planted=False)
-            child.wait_for(f"paused {SAVED}")
-            with Tracer(child, folder / "trace") as tracer:
-                child.go()
-                child.wait()
-                calls = [call for call in tracer.calls() if call.name not in WAITS]
-            workshop.kept["places"] = sorted(
-                {place for thread in {call.thread for call in calls} for place in trace.names(calls, thread)}
-            )
-    places: list[tuple[str, int]] = workshop.kept["places"]
-    return places
-
-
-def _count_places(workshop: Workshop) -> int:
-    return len(_places(workshop))
+    return sorted({(name, number) for name, number, _ in strace.trace_a_save(workshop, SAVED) if name not in WAITS})
 
 
 CAMPAIGNS = (
     Campaign(
-        case="F01", title="kill -9 at any time, every second one inside a save", trial=kill_anywhere, few=20, many=500
+        case="F01", title="kill -9 at any time, every second one inside a save", few=20,
+        trial=partial(kill, places=ANYWHERE, depth=1),
     ),
     Campaign(
         case="F02", title="kill -9 at every system call of a save and of the retention after it", trial=kill_at_call,
-        few=12, many=10_000, sweep=_count_places, missing=trace.missing,
+        few=12, sweep=lambda workshop: len(_calls(workshop)), missing=strace.missing,
     ),
     Campaign(
-        case="F03", title="kill -9 in the first and last save, load, retention, and again while it recovers",
-        trial=kill_in_phase, few=10, many=200,
+        case="F03", title="kill -9 in the first and last save, load, retention, and again while it recovers", few=10,
+        trial=partial(kill, places=PHASES, depth=DEPTH),
     ),
+    Campaign(case="F24", title="SIGTERM with 30, 5 and 0 s of grace, or twice; Ctrl-C", trial=preempt, few=10),
 )  # fmt: skip

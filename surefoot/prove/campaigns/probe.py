@@ -69,12 +69,13 @@ class Attempt:
     width: int = 16
     pauses: tuple[int, ...] = ()
     die_at: int | None = None
-    clock: str | None = None
-    poison: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    marks_states: bool = False
+    memory_bytes: int = 0  # a limit, 0 for none
 
     def spec(self) -> RunSpec:
         tables = {
-            "train": {"length": f"{self.steps} steps", "batch": BATCH},
+            "train": {"length": f"{self.steps} steps", "batch": BATCH, "seed": self.seed},
             "optim": {"name": "adamw", **VARIANTS[self.variant]},
             "evaluate": {"every": f"{EVALUATE_EVERY} steps"},
             "checkpoint": {"every": f"{self.every} steps", "keep": self.keep, "background": self.background},
@@ -83,7 +84,7 @@ class Attempt:
         return RunSpec.model_validate(tables)
 
     def task(self) -> Probe:
-        return Probe(self.width, tuple((sample, value) for sample, value in self.poison))
+        return Probe(self.width)
 
     @property
     def folder(self) -> Path:

@@ -27,7 +27,7 @@ KEPT = (
         words="Every byte that is loaded was verified. A damaged checkpoint is named, set aside and skipped.",
     ),
     Promise(
-        number=3, name="The same result", cases=("F01", "F02", "F03", "F24", "F25"),
+        number=3, name="The same result", cases=("F01", "F02", "F03", "F24"),
         words="A run that was broken off ends bit for bit equal to one that was not: weights, optimiser, random state, order, metrics.",
     ),
     Promise(

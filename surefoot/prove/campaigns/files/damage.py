@@ -7,36 +7,34 @@ told in one event. What stands beside the commits is damaged, too: then the same
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from surefoot.contract import commits, events, ledger, manifest
 from surefoot.contract.events import Fault
-from surefoot.core.errors import RunFolderError, SurefootError
+from surefoot.core.errors import EXIT_OK, RunFolderError, TaskError
+from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.files import mutate
 from surefoot.prove.campaigns.files.mutate import KINDS, Place
-from surefoot.prove.campaigns.probe import EVERY, VARIANTS, Attempt
-from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
+from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
 from surefoot.prove.outcome import Campaign, Result
-from surefoot.train.run import Run, drive
 
 LEFT_AT = 3 * EVERY + 1  # where the run was left: it then has the commits of three saves and that of its best evaluation
 TO_THE_END_EVERY = 40  # of so many trials one goes on to the end, which takes longest
-Digests = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Left:
-    """A run that was left in the middle: its folder, the digests of its state after each step, those of its end."""
+    """A run that was left in the middle: its folder, and the mark of its state after each step."""
 
     attempt: Attempt
-    states: Mapping[int, Digests]
-    end: Digests
+    states: Mapping[int, str]
 
     @property
     def steps(self) -> list[int]:
@@ -55,208 +53,136 @@ class Left:
         own = self.attempt.folder / manifest.FOLDER / folder.name
         if not own.is_dir() or folder.is_symlink():
             return [folder]
+        pairs = [(path, folder / path.name) for path in sorted(own.iterdir())]
         return [
-            found
-            for path in sorted(own.iterdir())
-            if not (found := folder / path.name).is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
-        ]
+            found for path, found in pairs
+            if not found.is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
+        ]  # fmt: skip
 
 
 def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
     """The run of this variant, made once; of another `seed` it is another run with files of the same names and sizes."""
-    key = f"left {variant} {seed}"
-    if key not in workshop.kept:
-        folder = workshop.fresh("left")
-        attempt = Attempt(run=str(folder / "whole"), variant=variant, background=False)
-        spec = attempt.spec().replace(train={"seed": seed})
-        with quiet(), Run(spec, attempt.task(), folder=attempt.folder, quiet=True) as run:
-            states = {0: run.state_digests()}
-            for report in run.steps():
-                if run.evaluation_due:
-                    run.evaluate()
-                states[report.step] = run.state_digests()
-                if report.step == LEFT_AT:
-                    copy_run(attempt.folder, folder / "left")
-            end = run.state_digests()
-        workshop.kept[key] = Left(replace(attempt, run=str(folder / "left")), states, end)
-    left: Left = workshop.kept[key]
-    return left
+    return workshop.once(("left", variant, seed), lambda: _leave(workshop, variant, seed))
 
 
-def quiet() -> contextlib.redirect_stderr[io.StringIO]:
-    """What a run says on the way, kept."""
-    return contextlib.redirect_stderr(io.StringIO())
+def _leave(workshop: Workshop, variant: str, seed: int) -> Left:
+    attempt = Attempt(run=str(workshop.fresh("left") / "run"), variant=variant, background=False, seed=seed)
+    child = workshop.train(replace(attempt, marks_states=True, die_at=LEFT_AT))
+    if child.wait() != KILLED:
+        raise TaskError(f"the run that is to be damaged failed: {child.said[-500:]}", hint="this is a fault of surefoot")
+    return Left(attempt, {int(mark.split()[1]): mark for mark in child.marks if mark.startswith("state")})
 
 
 def copy_run(source: Path, target: Path) -> None:
     """A copy in which files that were one stay one."""
     known: dict[int, Path] = {}
-    for folder, _, names in os.walk(source):
-        into = target / Path(folder).relative_to(source)
-        into.mkdir(mode=0o700)
-        for name in names:
-            path, made = Path(folder, name), into / name
-            first = known.setdefault(path.lstat().st_ino, made)
-            if first is made:
-                shutil.copy2(path, made)
-            else:
-                made.hardlink_to(first)
+
+    def copy(path: str, to: str) -> None:
+        first = known.setdefault(os.lstat(path).st_ino, Path(to))
+        if first == Path(to):
+            shutil.copy2(path, to)
+        else:
+            Path(to).hardlink_to(first)
+
+    shutil.copytree(source, target, copy_function=copy)
 
 
-# ---- the trials
-
-
-def flip_a_bit(workshop: Workshop, seed: int) -> Result:
-    """One bit of one file: every file of each variant in turn, any bit of it."""
+def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -> Result:
+    """One thing done to one file of a run, each kind in turn; then the run is opened."""
     draws = random.Random(seed)
-    left = find_left(workshop, list(VARIANTS)[seed % len(VARIANTS)])
-    name = (files := left.find_files())[seed // len(VARIANTS) % len(files)]
-    with workshop.scratch("flip") as folder:
-        copy_run(left.attempt.folder, folder / "run")
-        path = folder / "run" / name
-        mutate.flip(path, draws.randrange(8 * path.stat().st_size))
-        wrong = find_wrong(left, folder / "run", path, to_the_end=seed % TO_THE_END_EVERY == 0)
-        return Result(wrong and f"a bit of {name} ({left.attempt.variant}): {wrong}", (path.name,))
-
-
-def damage_a_file(workshop: Workshop, seed: int) -> Result:
-    """One thing done to one file of a commit, or to one beside the commits."""
-    draws = random.Random(seed)
-    left = find_left(workshop, draws.choice(list(VARIANTS)))
-    other = find_left(workshop, left.attempt.variant, seed=1)
-    kind, name = list(KINDS)[seed % len(KINDS)], draws.choice(left.find_files())
+    kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
+    left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
+    files = left.find_files()
+    name = files[seed // len(kinds) % len(files)]
     with workshop.scratch("damage") as folder:
         copy_run(left.attempt.folder, folder / "run")
         path = folder / "run" / name
-        KINDS[kind](Place(path, other.attempt.folder, folder, draws))
-        wrong = find_wrong(left, folder / "run", path, to_the_end=seed % TO_THE_END_EVERY == 0)
-        return Result(wrong and f"{kind}: {name} ({left.attempt.variant}): {wrong}", (kind,))
+        kinds[kind](Place(path, other.attempt.folder, folder, draws))
+        wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
+        return Result(wrong and f"{kind}: {name} ({variant}): {wrong}", (path.name if len(kinds) == 1 else kind,))
 
 
 def take_another_run_s_commit(workshop: Workshop, seed: int) -> Result:
     """The whole commit of another run, right in every digest, stands in the place of one: it is refused, and nothing is loaded."""
-    draws = random.Random(seed)
-    variant = draws.choice(list(VARIANTS))
+    variant = list(VARIANTS)[seed % len(VARIANTS)]
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
     with workshop.scratch("another") as folder:
         copy_run(left.attempt.folder, folder / "run")
         newest = manifest.step_folder(folder / "run", left.steps[-1])
         shutil.rmtree(newest)
         shutil.copytree(manifest.step_folder(other.attempt.folder, left.steps[-1]), newest)
-        opened = reopen(left, folder / "run", to_the_end=False)
-        if opened.error is None or newest.name not in opened.error:
-            return Result(f"the commit of another run was taken: step {opened.step}, {opened.error}")
+        child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(folder / "run")))
+        if child.wait() != RunFolderError.exit_code or newest.name not in child.said:
+            return Result(f"the commit of another run was taken: {child.said[-300:]}")
     return Result()
 
 
 # ---- what must hold
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A run that was opened again: after which step it stood, its state then and at its end; or why it was refused."""
-
-    step: int = 0
-    state: Digests | None = None
-    end: Digests | None = None
-    error: str | None = None
-    untyped: str | None = None
-    said: str = ""
-
-
-def reopen(left: Left, run: Path, *, to_the_end: bool) -> Opened:
-    with quiet() as said:
-        try:
-            with Run(left.attempt.spec(), left.attempt.task(), folder=run, quiet=True) as again:
-                step, state = again.step, again.state_digests()
-                if to_the_end:
-                    drive(again)
-                    return Opened(step, state, again.state_digests(), said=said.getvalue())
-        except SurefootError as error:
-            return Opened(error=error.message)
-        except Exception as error:  # noqa: BLE001 - what no caller is told to expect is what is looked for
-            return Opened(untyped=repr(error))
-    return Opened(step, state, said=said.getvalue())
-
-
-def find_wrong(left: Left, run: Path, touched: Path, *, to_the_end: bool) -> str | None:
+def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: bool) -> str | None:
     """What does not hold of a run of which one file was touched."""
+    run = next(path for path in touched.parents if path.name == "run")
+    attempt = replace(left.attempt, run=str(run))
     changed = {folder: left.find_changed(folder) for folder in sorted((run / manifest.FOLDER).glob("step-*"))}
+    # of a manifest that is whole, but another run's, nothing tells whether it or the files beside it are in the wrong place
+    foreign = {folder for folder, files in changed.items() if folder / manifest.FILE in files and _is_manifest(folder)}
+    before, num_rows = {folder: _bytes_of(folder) for folder in changed}, _count_rows(run)
+    child = workshop.fork(jobs.open_run, attempt)
+    status = child.wait()
     for folder, files in changed.items():
-        if (wrong := _find_wrong_check(folder, files)) is not None:
-            return wrong
-    before = {folder.name: _bytes_of(folder) for folder in changed}
-    num_rows = _count_rows(run)
-    opened = reopen(left, run, to_the_end=to_the_end)
-    if opened.untyped is not None:
-        return f"an error that nobody expects: {opened.untyped}"
-    if opened.error is not None:
-        named = (
+        verdict = next(
+            (mark for mark in child.marks if mark.startswith(("whole", "damaged")) and folder.name in mark.split()), ""
+        )
+        named = [folder] if folder in foreign else files
+        if verdict.startswith("damaged") != bool(files) or (files and not any(str(path) in verdict for path in named)):
+            return f"of {folder.name} {[path.name for path in files]} are damaged, and the check says: {verdict}"
+    if status == RunFolderError.exit_code:
+        named_file = (
             touched if any(changed.values()) else run
         )  # a file beside the commits may have changed places with one of a commit
-        is_told = touched.parent == run and str(named) in opened.error
-        return None if is_told else f"the run was refused: {opened.error}"
+        is_told = touched.parent == run and str(named_file) in child.said.rpartition("Error: ")[2]
+        return None if is_told else f"the run was refused: {child.said[-600:]}"
     whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)
+    if status != EXIT_OK or left.states[whole] not in child.marks:
+        return f"step {whole} is whole, and what was loaded is another state than it had: {status}, {child.said[-600:]}"
     damaged = [folder for folder, files in changed.items() if files and _step(folder) > whole]
-    if opened.step != whole or opened.state != left.states[whole]:
-        return f"step {whole} is whole, and what was loaded is another state than it had, after step {opened.step}"
-    if to_the_end and opened.end != left.end:
-        return "the run went on to other bits"
-    if (wrong := _find_wrong_events(run, damaged, before, opened.said, to_the_end=to_the_end)) is not None:
+    if (wrong := _find_wrong_events(run, damaged, before, child)) is not None:
         return wrong
-    lost = whole - num_rows
-    return (
-        f"rows of {lost} steps are lost, and nothing says so"
-        if lost > 0 and f"the rows of {lost} steps" not in opened.said
-        else None
-    )
+    if num_rows < whole and f"the rows of {whole - num_rows} steps" not in child.said:
+        return f"rows of {whole - num_rows} steps are lost, and nothing says so"
+    if to_the_end and (
+        workshop.train(attempt).wait() != EXIT_OK or digests(run, STEPS) != workshop.golden(attempt.variant).states[STEPS]
+    ):
+        return "the run went on to other bits"
+    return None
 
 
-def _count_rows(run: Path) -> int:
-    """How many rows the run will go on with: none where the header is damaged, since the ledger is then set aside."""
-    if not _passes(ledger.read_plan, run):
-        return 0
-    return max(0, (run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
-
-
-def _find_wrong_check(folder: Path, changed: list[Path]) -> str | None:
-    try:
-        commits.check(folder)
-    except RunFolderError as error:
-        if not changed:
-            return f"{folder.name} is whole and does not verify: {error.message}"
-        # of a manifest that is whole, but another run's, nothing tells whether it or the files beside it are in the wrong place
-        is_another = folder / manifest.FILE in changed and _passes(manifest.read, folder)
-        named = [folder] if is_another else changed
-        is_named = any(str(path) in error.message for path in named)
-        return None if is_named else f"{', '.join(map(str, named))} damaged and not named: {error.message}"
-    except Exception as error:  # noqa: BLE001 - see above
-        return f"the check ended with {error!r}"
-    return f"{folder.name} is damaged and verifies" if changed else None
-
-
-def _find_wrong_events(
-    run: Path, damaged: list[Path], before: Mapping[str, Mapping[str, bytes]], said: str, *, to_the_end: bool
-) -> str | None:
+def _find_wrong_events(run: Path, damaged: list[Path], before: Mapping[Path, Mapping[str, bytes]], child: Child) -> str | None:
     told = [event.detail for event in events.read(run) if isinstance(event, Fault) and event.fault == "damaged-commit"]
     if len(told) != len(damaged) or any(sum(f"{folder}" in detail for detail in told) != 1 for folder in damaged):
         return f"{len(damaged)} commits are damaged, and the events tell of {told}"
-    if any(detail not in said for detail in told):
-        return f"the console says {said!r} of {told}"
+    if any(detail not in child.said for detail in told):
+        return f"the console says {child.said!r} of {told}"
     for folder in damaged:
         aside = folder.with_name(f"{commits.BAD}{folder.name}")
-        is_left = folder.exists() and not (to_the_end and _passes(commits.check, folder))  # on its way it may save that step anew
-        if is_left or not aside.is_dir() or _bytes_of(aside) != before[folder.name]:
+        if folder.exists() or not aside.is_dir() or _bytes_of(aside) != before[folder]:
             return f"{folder.name} is damaged, and was not set aside as it was"
     return None
 
 
-def _passes(look: Callable[[Path], object], folder: Path) -> bool:
-    try:
-        look(folder)
-    except RunFolderError:
-        return False
-    return True
+def _count_rows(run: Path) -> int:
+    """How many rows the run will go on with: none where the header is damaged, since the ledger is then set aside."""
+    with contextlib.suppress(RunFolderError):
+        ledger.read_plan(run)
+        return max(0, (run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
+    return 0
+
+
+def _is_manifest(folder: Path) -> bool:
+    with contextlib.suppress(RunFolderError):
+        return bool(manifest.read(folder))
+    return False
 
 
 def _bytes_of(folder: Path) -> dict[str, bytes]:
@@ -268,13 +194,13 @@ def _step(folder: Path) -> int:
 
 
 CAMPAIGNS = (
-    Campaign(case="F05", title="one flipped bit in any file of a run", trial=flip_a_bit, few=200, many=4_000),
     Campaign(
-        case="F06", title="files cut, emptied, zeroed, swapped, spliced, doubled, lost, added, linked",
-        trial=damage_a_file, few=50, many=500,
+        case="F05", title="one flipped bit in any file of a run", few=200,
+        trial=partial(damage, kinds={"a flipped bit": mutate.flip}),
     ),
     Campaign(
-        case="F06-run", title="the commit of another run in the place of one", trial=take_another_run_s_commit,
-        few=4, many=40,
+        case="F06", title="files cut, emptied, zeroed, swapped, spliced, doubled, lost, added, linked", few=50,
+        trial=partial(damage, kinds=KINDS),
     ),
+    Campaign(case="F06-run", title="the commit of another run in the place of one", trial=take_another_run_s_commit, few=4),
 )  # fmt: skip

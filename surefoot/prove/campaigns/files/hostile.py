@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from surefoot.contract import events, manifest
 from surefoot.contract.events import Fault
 from surefoot.core.errors import EXIT_OK, InputError
+from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.files.damage import Left, copy_run, find_left
-from surefoot.prove.campaigns.files.forge import HOSTILE, Commit, gadget
+from surefoot.prove.campaigns.files.forge import HOSTILE, forge, gadget
 from surefoot.prove.campaigns.probe import VARIANTS
-from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.campaigns.workshop import Child, Workshop
 from surefoot.prove.outcome import Campaign, Result
 
 MEMORY_BYTES = 1 << 30  # beyond what the child holds before it opens the run
@@ -32,47 +32,31 @@ def open_a_hostile_commit(workshop: Workshop, seed: int) -> Result:
         copy_run(left.attempt.folder, run)
         newest = manifest.step_folder(run, left.steps[-1])
         if kind in HOSTILE:
-            _make_hostile(newest, outside, kind, draws)
+            forge(HOSTILE[kind], newest, outside, draws)
         else:
             (run / kind.rpartition(" ")[2]).write_bytes(gadget(outside / "canary"))
-        words = {"attempt": asdict(replace(left.attempt, run=str(run))), "memory_bytes": MEMORY_BYTES}
-        child = workshop.fork("open", words)
+        child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(run), memory_bytes=MEMORY_BYTES))
         status = child.wait()
-        wrong = _find_wrong(left, newest, status, child.marks, child.said)
-        if (outside / "canary").exists():
-            wrong = "code of it ran"
+        wrong = "code of it ran" if (outside / "canary").exists() else _find_wrong(left, newest, status, child)
         return Result(wrong and f"{kind}: {wrong}", ("refused" if status else "set aside",))
 
 
-def _make_hostile(folder: Path, outside: Path, kind: str, draws: random.Random) -> None:
-    row = json.loads((folder / manifest.FILE).read_text())
-    row.pop("sha256")
-    one = Commit(folder, row, outside, draws)
-    HOSTILE[kind](one)
-    if one.row and not folder.is_symlink() and not (folder / manifest.FILE).is_symlink():
-        one.sign()
-
-
-def _find_wrong(left: Left, newest: Path, status: int, marks: list[str], said: str) -> str | None:
-    step = int(newest.name.removeprefix("step-"))
-    touched = [mark for mark in marks if mark.startswith("outside")]
-    if touched:
+def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | None:
+    step, run, said = int(newest.name.removeprefix("step-")), newest.parents[1], child.said
+    if touched := [mark for mark in child.marks if mark.startswith("outside")]:
         return f"something outside of the run was touched: {touched[0]}"
     if status not in (EXIT_OK, InputError.exit_code) or "Traceback" in said:
         return f"the child ended with {status}: {said[-600:]}"
     if status == InputError.exit_code:
-        is_named = str(newest.parents[1]) in said or f"step {step}" in said
-        return None if is_named else f"it was refused, and not named: {said}"
-    if f"state {json.dumps(left.states[step], sort_keys=True)}" in marks:
-        return None  # what it says besides does no harm
-    told = [event.detail for event in events.read(newest.parents[1]) if isinstance(event, Fault)]
+        return None if str(run) in said or f"step {step}" in said else f"it was refused, and not named: {said}"
+    told = [event.detail for event in events.read(run) if isinstance(event, Fault)]
     is_aside = not newest.exists() and len(told) == 1 and str(newest) in told[0]
-    return None if is_aside else f"another state was loaded, and the events tell of {told}"
+    # what it says besides does no harm where the state is that of the run
+    return None if is_aside or left.states[step] in child.marks else f"another state was loaded, and the events tell of {told}"
 
 
 CAMPAIGNS = (
     Campaign(
-        case="M01", title="hostile commits with right digests, pickles in every place", trial=open_a_hostile_commit,
-        few=100, many=2_000,
+        case="M01", title="hostile commits with right digests, pickles in every place", trial=open_a_hostile_commit, few=100
     ),
-)  # fmt: skip
+)

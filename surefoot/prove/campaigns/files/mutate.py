@@ -29,59 +29,35 @@ class Place:
         return self.path.parents[1] if manifest.STEP_FOLDER.match(self.path.parent.name) else self.path.parent
 
 
-def flip(path: Path, bit: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ 1 << bit % 8]))
+Kind = Callable[[Place], object]
 
 
-def truncate(at: Place) -> None:
-    os.truncate(at.path, at.draws.randrange(at.path.stat().st_size))
-
-
-def empty(at: Place) -> None:
-    os.truncate(at.path, 0)
+def flip(at: Place) -> None:
+    data = bytearray(at.path.read_bytes())
+    data[at.draws.randrange(len(data))] ^= 1 << at.draws.randrange(8)
+    at.path.write_bytes(data)
 
 
 def zero_a_block(at: Place) -> None:
-    size = at.path.stat().st_size
-    start = at.draws.randrange(size) // BLOCK_BYTES * BLOCK_BYTES
-    with at.path.open("r+b") as file:
-        file.seek(start)
-        file.write(bytes(min(BLOCK_BYTES, size - start)))
-
-
-def lose(at: Place) -> None:
-    at.path.unlink()
+    data = bytearray(at.path.read_bytes())
+    start = at.draws.randrange(len(data)) // BLOCK_BYTES * BLOCK_BYTES
+    data[start : start + BLOCK_BYTES] = bytes(len(data[start : start + BLOCK_BYTES]))
+    at.path.write_bytes(data)
 
 
 def link_by_name(at: Place) -> None:
     """The very bytes, but in a file elsewhere to which a symbolic link leads."""
-    shutil.move(at.path, at.outside / "elsewhere")
-    at.path.symlink_to(at.outside / "elsewhere")
+    at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
 
 
-def link_elsewhere(at: Place) -> None:
-    """A second name outside of the run: no damage."""
-    (at.outside / "linked").hardlink_to(at.path)
+def in_its_place(make: Callable[[Path], object]) -> Kind:
+    """Something else under the name of the file. Whoever opens a pipe to read waits for a writer who never comes."""
 
+    def do(at: Place) -> None:
+        at.path.unlink()
+        make(at.path)
 
-def add_a_file(at: Place) -> None:
-    """One that no manifest names: no damage."""
-    shutil.copy2(at.path, at.path.with_name("more.safetensors"))
-
-
-def make_a_folder(at: Place) -> None:
-    at.path.unlink()
-    at.path.mkdir()
-
-
-def make_a_pipe(at: Place) -> None:
-    """Whoever opens it to read waits for a writer who never comes."""
-    at.path.unlink()
-    os.mkfifo(at.path)
+    return do
 
 
 def swap(at: Place) -> None:
@@ -113,12 +89,15 @@ def duplicate(at: Place) -> None:
 def link_the_folder(at: Place) -> None:
     """The folder of the file lies elsewhere, and a symbolic link leads to it."""
     if at.commits != at.path.parent:
-        shutil.move(at.path.parent, at.outside / "folder")
-        at.path.parent.symlink_to(at.outside / "folder")
+        at.path.parent.symlink_to(at.path.parent.rename(at.outside / "folder"))
 
 
-KINDS: Mapping[str, Callable[[Place], None]] = {
-    "truncated": truncate, "empty": empty, "4 KiB zeroed": zero_a_block, "missing": lose, "swapped": swap, "spliced": splice,
-    "duplicated": duplicate, "extra file": add_a_file, "symbolic link": link_by_name, "linked elsewhere": link_elsewhere,
-    "a folder": make_a_folder, "a pipe": make_a_pipe, "folder linked": link_the_folder,
+KINDS: Mapping[str, Kind] = {
+    "truncated": lambda at: os.truncate(at.path, at.draws.randrange(at.path.stat().st_size)),
+    "empty": lambda at: os.truncate(at.path, 0), "4 KiB zeroed": zero_a_block, "missing": lambda at: at.path.unlink(),
+    "swapped": swap, "spliced": splice, "duplicated": duplicate, "symbolic link": link_by_name,
+    "a folder": in_its_place(Path.mkdir), "a pipe": in_its_place(os.mkfifo), "folder linked": link_the_folder,
+    # no damage: a file that no manifest names, and a second name outside of the run
+    "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(at.path.read_bytes()),
+    "linked elsewhere": lambda at: (at.outside / "linked").hardlink_to(at.path),
 }  # fmt: skip

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from surefoot.core.errors import TaskError
-from surefoot.prove.campaigns.workshop import PATIENCE_S, Child
+from surefoot.prove.campaigns.probe import Attempt
+from surefoot.prove.campaigns.workshop import PATIENCE_S, Child, Workshop
 
-LINE = re.compile(r"^(\d+) +(?:(\d+\.\d+) )?(.*)$")
-CALL = re.compile(r"^(\w+)\((.*)\) += (-?\d+|\?)(.*)$", re.DOTALL)
-RESUMED = re.compile(r"^<\.\.\. (\w+) resumed>(.*)$", re.DOTALL)
+LINE = re.compile(r"^(\d+) +(.*)$")
+CALL = re.compile(r"^(\w+)\((.*)\) += (-?\d+)(.*)$")
+RESUMED = re.compile(r"^<\.\.\. (\w+) resumed>(.*)$")
+ARGUMENT = re.compile(r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+')  # with -xx no string holds a quote or a bracket
 UNFINISHED = " <unfinished ...>"
 LONGEST = 1 << 26  # bytes of a string that strace prints whole
 
@@ -53,28 +56,22 @@ class Tracer:
 
     def __enter__(self) -> Self:
         command = ["strace", "-f", "-xx", "-s", str(LONGEST), "-o", str(self._out), *self._options, "-p", str(self._child.pid)]
-        self._words = self._out.with_name(self._out.name + ".said")
-        with self._words.open("wb") as said:
+        words = self._out.with_name(self._out.name + ".said")
+        with words.open("wb") as said:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
         until_s = time.monotonic() + PATIENCE_S
-        while "attached" not in self._words.read_text(errors="replace"):
+        while "attached" not in (told := words.read_text(errors="replace")):
             if self._process.poll() is not None or time.monotonic() > until_s:
-                told = self._words.read_text(errors="replace")
-                self._stop()
+                self.__exit__()
                 raise TaskError(f"strace did not attach: {told[-300:]}", hint="it may need the right to trace processes")
             time.sleep(0.001)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._child.is_over:
-            self._process.wait()
-        else:
+    def __exit__(self, *error: object) -> None:
+        if not self._child.ends_within(0):
             self._child.kill()
             self._process.terminate()
-            self._process.wait()
+        self._process.wait()
 
     def calls(self) -> list[Call]:
         self._process.wait()
@@ -83,22 +80,16 @@ class Tracer:
 
 def read(path: Path) -> Iterator[Call]:
     """The calls of a trace in the order in which they ended; one that never ended is left out."""
-    begun: dict[int, str] = {}
+    begun: dict[str, str] = {}
     with path.open(encoding="ascii", errors="replace") as lines:
-        for line in lines:
-            hit = LINE.match(line.rstrip("\n"))
-            if hit is None:
-                continue
-            thread, text = int(hit[1]), hit[3]
+        for thread, text in (hit.groups() for line in lines if (hit := LINE.match(line))):
             if text.endswith(UNFINISHED):
                 begun[thread] = text.removesuffix(UNFINISHED)
                 continue
-            again = RESUMED.match(text)
-            if again is not None:
+            if (again := RESUMED.match(text)) is not None:
                 text = begun.pop(thread, f"{again[1]}(") + again[2].lstrip(" ")
-            call = CALL.match(text)
-            if call is not None and call[3] != "?":
-                yield Call(thread, call[1], tuple(split(call[2])), int(call[3]), call[4])
+            if (call := CALL.match(text)) is not None:
+                yield Call(int(thread), call[1], tuple(split(call[2])), int(call[3]), call[4])
 
 
 def split(arguments: str) -> list[str]:
@@ -107,27 +98,7 @@ def split(arguments: str) -> list[str]:
     >>> split('AT_FDCWD, "\\\\x61, b", [{x=1, y=2}], O_RDONLY|O_CLOEXEC')
     ['AT_FDCWD', '"\\\\x61, b"', '[{x=1, y=2}]', 'O_RDONLY|O_CLOEXEC']
     """
-    found, depth, quoted, start = [], 0, False, 0
-    if arguments.count(",") == 0:
-        return [arguments.strip()] if arguments.strip() else []
-    for place in _marks(arguments):
-        letter = arguments[place]
-        if letter == '"':
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif letter in "[{(":
-            depth += 1
-        elif letter in "]})":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            found.append(arguments[start:place].strip())
-            start = place + 1
-    return [*found, arguments[start:].strip()]
-
-
-def _marks(text: str) -> Iterator[int]:
-    return (hit.start() for hit in re.finditer(r'[",\[\](){}]', text))
+    return [found.strip() for found in ARGUMENT.findall(arguments) if found.strip()]
 
 
 def unquote(text: str) -> bytes:
@@ -139,12 +110,41 @@ def unquote(text: str) -> bytes:
     return bytes.fromhex(text.strip('"').replace("\\x", ""))
 
 
-def names(calls: Sequence[Call], thread: int) -> list[tuple[str, int]]:
-    """Each call of a thread as (name, how many of that name it is): what `when=` of strace counts."""
-    counted: dict[str, int] = {}
-    found = []
-    for call in calls:
-        if call.thread == thread:
-            counted[call.name] = counted.get(call.name, 0) + 1
-            found.append((call.name, counted[call.name]))
+def named(descriptor: str) -> str:
+    """The path that strace -y prints with a descriptor, `5<...>`."""
+    return unquote(descriptor.partition("<")[2].partition(">")[0]).decode()
+
+
+def paths(call: Call) -> list[str]:
+    """The paths that a call of strace -y names, each below the folder whose descriptor stands before it."""
+    found, folder = [], ""
+    for given in call.arguments:
+        if given.startswith('"'):
+            found.append(os.path.join(folder, unquote(given).decode()))
+        folder = named(given)
     return found
+
+
+def numbered(calls: Iterable[Call]) -> Iterator[tuple[str, int, Call]]:
+    """The name of each call, how many of that name its thread has made, which is what `when=` of strace counts, and the call."""
+    counts = Counter[tuple[int, str]]()
+    for call in calls:
+        counts[call.thread, call.name] += 1
+        yield call.name, counts[call.thread, call.name], call
+
+
+def trace_a_save(workshop: Workshop, step: int, *options: str, variant: str = "plain") -> list[tuple[str, int, Call]]:
+    """The numbered calls from the end of a step to that of the next one, between which it is saved; traced once."""
+
+    def trace() -> list[tuple[str, int, Call]]:
+        with workshop.scratch("calls") as folder:
+            child = workshop.train(
+                Attempt(run=str(folder / "run"), background=False, pauses=(step,), die_at=step + 1, variant=variant)
+            )
+            child.wait_for(f"paused {step}")
+            with Tracer(child, folder / "trace", *options) as tracer:
+                child.go()
+                child.wait()
+            return list(numbered(tracer.calls()))
+
+    return workshop.once(("calls", step, options, variant), trace)
