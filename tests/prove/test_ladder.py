@@ -294,6 +294,7 @@ def test_a_start_that_does_not_run_ends_the_ladder_in_words(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

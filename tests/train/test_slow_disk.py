@@ -147,7 +147,8 @@ def test_saves_of_an_attached_loop_that_take_longer_than_the_time_between_them_a
 ) -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = surefoot.attach(model=model, optimizer=optimizer, data=[torch.ones(2, 4)] * 60, folder=tmp_path / "a", save=save)
+    data = [torch.ones(2, 4)] * (12 if save == "1 step" else 60)
+    loop = surefoot.attach(model=model, optimizer=optimizer, data=data, folder=tmp_path / "a", save=save)
     for batch in loop.batches():
         time.sleep(0.02 if save.endswith(" s") else 0)
         loop.step_done(model(batch).square().mean())
