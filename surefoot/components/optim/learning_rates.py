@@ -57,7 +57,7 @@ class LearningRates:
 
     def write(self, rates: Sequence[float | Tensor]) -> None:
         for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
-            group["lr"], self._written[number] = rate, _mark(rate)
+            group["lr"], self._written[number] = rate, (rate, 0) if type(rate) is float else _mark(rate)
 
     def keep(self) -> None:
         """Take the values that the groups hold for those that were written here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
@@ -94,6 +94,8 @@ class GuardedUpdate:
         """Read the optimizers again where their owner has changed them: by `load_state_dict`, by `add_param_group`, or by assignment."""
         if len(self.optimizers) != len(self._taken):
             self._take_optimizers()
+        if all(map(_has_same, self.optimizers, self._taken)):
+            return
         for number, (optimizer, taken) in enumerate(zip(self.optimizers, self._taken, strict=True)):
             if _has_same(optimizer, taken):
                 continue
@@ -373,18 +375,30 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """What an optimizer held when it was read: its state, the parameters of each group, its objects, and its fused groups."""
+    """What an optimizer held when it was read: groups, the parameters of each, its state, all objects in them; its fused groups.
 
-    state: Mapping[Tensor, Any]
+    `live` goes through the same objects as they are now, for as long as groups, lists and state are the same.
+    """
+
+    groups: list[dict[str, Any]]
+    lists: list[list[Tensor]]
     parameters: list[list[Tensor]]
+    state: Mapping[Tensor, Any]
+    live: list[Iterable[Any]]
     objects: list[Any]
     fused: FusedGroups
-    is_deep: bool  # whether the entries of its state are kept as they are, so that each is compared
 
     @classmethod
     def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
-        parameters, is_deep = [list(group["params"]) for group in optimizer.param_groups], fused.supports(optimizer)
-        return cls(optimizer.state, parameters, [*_objects_of(optimizer, of_fused, is_deep=is_deep)], of_fused, is_deep)
+        groups, state = optimizer.param_groups, optimizer.state
+        lists = [group["params"] for group in groups]
+        live: list[Iterable[Any]] = [groups, *lists]
+        if of_fused is not None:
+            live.append(state.values())
+        if fused.supports(optimizer):  # what it keeps of a parameter stays the same object, so that each is compared
+            live += [entry.values() for entry in state.values()]
+        live.append((_END,))
+        return cls(groups, lists, [[*each] for each in lists], state, live, [*chain.from_iterable(live)], of_fused)
 
 
 _PARAMETERS, _END = operator.itemgetter("params"), object()
@@ -392,18 +406,13 @@ _PARAMETERS, _END = operator.itemgetter("params"), object()
 
 def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
     """Whether an optimizer holds what it held when it was read: every step asks, so nothing here is a loop of Python's."""
-    if optimizer.state is not taken.state:
+    if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
         return False
-    if len(taken.parameters) > 1 and [*map(len, map(_PARAMETERS, optimizer.param_groups))] != [*map(len, taken.parameters)]:
-        return False
-    return all(map(operator.is_, _objects_of(optimizer, taken.fused, is_deep=taken.is_deep), taken.objects))
-
-
-def _objects_of(optimizer: Optimizer, of_fused: FusedGroups, *, is_deep: bool) -> Iterator[Any]:
-    """The groups of an optimizer, their parameters, the entries of its state where its update is fused, and a mark after the last."""
-    groups, entries = optimizer.param_groups, optimizer.state.values() if of_fused is not None else ()
-    inner = map(dict.values, entries) if is_deep else ()
-    return chain(groups, *map(_PARAMETERS, groups), entries, chain.from_iterable(inner), (_END,))
+    return (
+        all(map(operator.is_, chain.from_iterable(taken.live), taken.objects))
+        and all(map(operator.is_, map(_PARAMETERS, taken.groups), taken.lists))
+        and all(map(operator.eq, map(len, taken.lists), map(len, taken.parameters)))
+    )
 
 
 def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
