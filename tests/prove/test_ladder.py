@@ -300,16 +300,15 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
 ) -> None:
     """One pair a rung, so that nothing can be kept: what is thrown out for other reasons is."""
     words = ["--rung", f"crash: task.use={PLANTED}:Crashes", "--rung", f"wrong: task.use={PLANTED}:WrongGradient"]
-    words += ["--rung", "again: memory.recompute='full'"]
-    code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), "--pairs", "1", "--samples", "512", *words)
+    words += ["--rung", "again: memory.recompute='full'", "--pairs", "1", "--samples", "512"]
+    code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
     assert (code, said) == (0, "")
     crash, wrong, refused = row["rungs"]
-    assert (crash["standing"], refused["standing"]) == ("rejected", "skipped")  # by its numbers' check
+    assert (crash["standing"], crash["time_ratio"], refused["standing"]) == ("rejected", None, "skipped")  # by its numbers' check
     assert refused["reason"].startswith("it is refused here: no block repeats in this Sequential: which")
     assert crash["reason"].startswith("it crashed: step 3: ")
     assert "planted" in crash["reason"]
     assert "Traceback" not in crash["reason"]
-    assert crash["time_ratio"] is None
     assert "the gradient of 2.weight" in wrong["reason"]
     assert wrong["time_ratio"]["n"] == 1
     assert not any(rung["kept"] for rung in row["rungs"])
