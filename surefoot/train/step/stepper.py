@@ -182,7 +182,7 @@ class Stepper:
             self.record = None
 
     def look(self, number: int) -> None:
-        """Forward and backward pass of a step once more, as they were and without the update, for whoever looks on."""
+        """The passes of a step once more, without the update, for whoever looks on; what `_seed_draws` does not seed draws anew."""
         batches = self._place(self.loader.read(number))
         self._buffers.keep()
         for index, update in enumerate(self._updates):

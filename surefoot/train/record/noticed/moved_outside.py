@@ -17,6 +17,7 @@ from surefoot.components import checkpoint
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.optim import leaf_of
 from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.core.units import name_some
 from surefoot.runtime.attributes.values import find_leaves, named_attributes
 from surefoot.train.quiet import restore_entry
 
@@ -181,16 +182,16 @@ def keep_outside(
 
 def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> list[str]:
     """A line where modules of a plain list or dict, which the model does not register, have parameters that no optimizer trains."""
-    known = {id(each) for each in model.parameters()}
+    known, registered = {id(each) for each in model.parameters()}, {id(each) for each in model.modules()}
     known |= {id(leaf_of(each)) for update in updates for each in update.guarded.parameters}
     found: dict[int, str] = {}
     for name, value in walk({"model": model}):
-        for parameter in value.parameters() if isinstance(value, nn.Module) else ():
+        for parameter in value.parameters() if isinstance(value, nn.Module) and id(value) not in registered else ():
             if parameter.requires_grad and id(parameter) not in known:
                 found.setdefault(id(parameter), name)
     if not found:
         return []
-    count, where = len(found), ", ".join(list(dict.fromkeys(found.values()))[:3])
+    count, where = len(found), name_some(list(dict.fromkeys(found.values())), 3)
     what = f"{count} parameters in {where} are" if count > 1 else f"a parameter in {where} is"
     way = "use nn.ModuleList or nn.ModuleDict in place of a list or dict, or requires_grad_(False) where that is meant"
     return [f"{what} not registered in the model, so nothing trains or saves them: {way}"]
