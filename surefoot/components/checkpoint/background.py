@@ -79,8 +79,6 @@ class Saver:
         return True
 
     def _run(self, content: Content, started_s: float) -> None:
-        made: Manifest | None = None
-        problem: SurefootError | None = None
         try:
             files = {file: dict(tensors) for file, tensors in content.tensors.items()}
             copies = self._staging.copy()  # the next update waits for it
@@ -89,11 +87,13 @@ class Saver:
                 file, _, name = key.partition("\n")
                 files.setdefault(file, {})[name] = copy
             made = self._write(replace(content, tensors=files), self._is_confirmed)
+            self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, made)
         except SurefootError as error:
-            problem = error
+            self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, error=error)
         except BaseException as error:  # noqa: BLE001 - told on the thread of the training
             self._crash = error
-        self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, made, problem)
+        finally:
+            self._staging.give_up()  # whatever ended this, nobody waits for a copy that nobody makes
 
     def _is_confirmed(self) -> bool:
         self._confirmed.wait()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import threading
+import os
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not bef
 class TensorBoard:
     """Writes scalars of Step and Evaluated records below `folder`; `purge_step` cuts off what an earlier attempt wrote from there on.
 
+    The file is written here and now. TensorBoard's own writer has a thread for it, and whoever waits for that thread waits forever
+    where it has ended: at a MemoryError between taking a record and saying so.
+
     `wanted` None means: when the extra is installed. Raises MissingExtra when it was asked for and is not.
     """
 
@@ -29,8 +34,7 @@ class TensorBoard:
         self._on = installed if wanted is None else wanted
         self._folder, self._purge_step = folder, purge_step
         self._waiting: list[Event] = []
-        self._writer: Any = None
-        self._hook_before: Callable[[threading.ExceptHookArgs], Any] | None = None
+        self._records: Any = None
         self._since_s = time.monotonic()
 
     def write(self, event: Event) -> None:
@@ -43,32 +47,47 @@ class TensorBoard:
 
     def _flush(self) -> None:
         try:
-            if self._writer is None and self._waiting:
-                from torch.utils.tensorboard import SummaryWriter
-
-                files.check_no_link(self._folder.parent, self._folder.name)
-                self._hush_writers()
-                self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+            if self._records is None and self._waiting:
+                self._open()
             for event in self._waiting:
-                for name, value, step in scalars(event):
-                    self._writer.add_scalar(name, value, step, walltime=event.time_s)
-            for name, value, step in phase_shares([event for event in self._waiting if isinstance(event, Step)]):
-                self._writer.add_scalar(name, value, step)
+                self._add(event.time_s, scalars(event))
+            self._add(time.time(), phase_shares([event for event in self._waiting if isinstance(event, Step)]))
+            if self._records is not None:
+                self._records.flush()
         except Exception as error:
             raise self._given_up(error) from error
         self._waiting.clear()
         self._since_s = time.monotonic()
+
+    def _open(self) -> None:
+        """A new file of TensorBoard's name and form, which begins with its version, and with the step to cut at where there is one."""
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        now_s = time.time()
+        name = f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        folder = files.make_folder(self._folder.parent, self._folder.name)
+        self._records = RecordWriter(files.open_new(folder, name))
+        self._records.write(Record(wall_time=now_s, file_version="brain.Event:2").SerializeToString())
+        if self._purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._records.write(Record(wall_time=now_s, step=self._purge_step, session_log=start).SerializeToString())
+
+    def _add(self, time_s: float, rows: Sequence[tuple[str, float, int]]) -> None:
+        if not rows:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value, _ in rows])
+        self._records.write(Record(wall_time=time_s, step=rows[0][2], summary=summary).SerializeToString())
 
     def close(self) -> None:
         """Write what waits. Raises StorageError when the files cannot be written."""
         if not self._on:
             return
         self._flush()
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        except Exception as error:
-            raise self._given_up(error) from error
         self._turn_off()
 
     def _given_up(self, error: Exception) -> StorageError:
@@ -76,20 +95,11 @@ class TensorBoard:
         self._turn_off()
         return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
 
-    def _hush_writers(self) -> None:
-        """TensorBoard's own thread raises what the disk refused, and hands it to whoever writes next: told once is enough."""
-        before = threading.excepthook
-
-        def hook(arguments: threading.ExceptHookArgs) -> None:
-            if not type(arguments.thread).__module__.startswith("tensorboard."):
-                before(arguments)
-
-        threading.excepthook, self._hook_before = hook, before
-
     def _turn_off(self) -> None:
         self._on = False
-        if self._hook_before is not None:
-            threading.excepthook, self._hook_before = self._hook_before, None
+        if self._records is not None:
+            with contextlib.suppress(OSError):  # a disk that refused the content refuses the rest of it as well
+                self._records.close()
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:
