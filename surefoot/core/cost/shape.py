@@ -100,7 +100,8 @@ def norm_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
 def norm_backward_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
     """Return the FLOPs of a norm's backward pass.
 
-    A weight costs one multiplication and three FLOPs for its gradient, a bias one.
+    Per element a weight adds three FLOPs (its product with the gradient, and its gradient), a bias
+    one.
     """
     return elements * (NORM_BACKWARD[kind] + 3 * weight + bias)
 
