@@ -1,7 +1,8 @@
-"""The commits of a run on disk: found, and held against their manifests, without torch.
+"""Find the checkpoints of a run on disk and check them against their manifests, without torch.
 
-A file is opened without following links, its size and the header of a file of tensors are compared before a byte is taken, and every
-byte is hashed. What is read for loading is hashed in the memory that receives it: nothing lies between the check and the use.
+A file is opened without following links; its size and the header of a safetensors file are compared
+before any data is read, and every byte is hashed. Data that is read for loading is hashed in the
+memory that receives it, so nothing can change between the check and the use.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from surefoot.core.errors import RunFolderError
 from surefoot.core.place import yield_to_others
 
 NUM_THREADS = 2
-MANY_THREADS = 6  # where nothing else is done: while some wait for the disk, others hash
+MANY_THREADS = 6  # where nothing else runs: while some threads wait for the disk, others hash
 NICE = 10
 DIGITS = re.compile(r"[0-9]{1,18}")  # str.isdigit also takes what int() refuses
-SHOWN = 40  # letters of a step that is none
+SHOWN = 40  # characters of an invalid step in a message
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 BAD, GONE, DRAFT, OLD = ".bad-", ".gone-", ".draft-", ".old-"
 
 
 @contextlib.contextmanager
 def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Executor]:
-    """The threads that hash; they yield to the one that writes, which waits for the disk at once again."""
+    """Yield a pool of threads that hash, at a lower priority than the thread that writes.
+
+    The writing thread then resumes at once after waiting for the disk.
+    """
     with ThreadPoolExecutor(
         num_threads, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(nice,)
     ) as pool:
@@ -42,25 +46,39 @@ def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Execut
 
 
 def has_draft(run: Path) -> bool:
-    """Whether a commit of `run` was begun and is not whole: it is being written, or was when its process died."""
+    """Return whether an incomplete checkpoint of `run` exists.
+
+    It is being written, or its process died while writing.
+    """
     return any((run / manifest.FOLDER).glob(f"{DRAFT}*"))
 
 
 def readable_steps(run: Path) -> list[int]:
-    """The steps of a run that may be read, ascending: those that have a folder, and those of which only what was being replaced is left."""
+    """Return the readable steps of a run, ascending.
+
+    These are the steps that have a folder, and the steps of which only the folder that was being
+    replaced is left.
+    """
     folders = (run / manifest.FOLDER).glob(f"{OLD}*")
     found = (manifest.STEP_FOLDER.match(path.name.removeprefix(OLD)) for path in folders)
     return sorted({*manifest.named_steps(run), *(int(match.group(1)) for match in found if match)})
 
 
 def find_folder(run: Path, step: int) -> Path | None:
-    """Where a step is read: its folder, or before the new one has its name, and where a kill left it so, the one that is being replaced."""
+    """Return the folder from which a step is read; None if there is none.
+
+    It is the step's folder, or the folder that is being replaced: as long as the new folder has no
+    name, also where a kill left it so.
+    """
     folder = manifest.step_folder(run, step)
     return next((path for path in (folder, folder.with_name(f"{OLD}{folder.name}")) if path.is_dir()), None)
 
 
 def check(folder: Path) -> Manifest:
-    """Read the manifest and hold every file against it; raises RunFolderError that names the first one that is damaged."""
+    """Read the manifest of a checkpoint and check every file against it.
+
+    Raises RunFolderError that names the first damaged file.
+    """
     made = manifest.read(folder)
     with hashing() as pool:
         for entry in made.files:
@@ -69,7 +87,7 @@ def check(folder: Path) -> Manifest:
 
 
 def check_file(folder: Path, entry: Entry, pool: Executor) -> None:
-    """Hold one file against its entry, every byte of it; raises RunFolderError."""
+    """Check every byte of one file against its manifest entry. Raises RunFolderError."""
     with opened(folder, entry) as file:
         if entry.tensors is None:
             found = digest.begin_read(pool, file, {entry.name: (0, entry.num_bytes)}).finish()[entry.name]
@@ -89,19 +107,22 @@ def _name_damage(path: Path, pieces: Mapping[str, Piece], found: Mapping[str, st
 
 
 def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piece]) -> str:
-    """The digest of a file of tensors: over its header's, and its tensors' in the order of the file."""
+    """Return the digest of a safetensors file, from its header and the digests of its tensors."""
     order = sorted(pieces, key=lambda name: (pieces[name].start, pieces[name].num_bytes, name))
     return digest.combine([bytes.fromhex(digest.of_bytes(header)), *(bytes.fromhex(found[name]) for name in order)])
 
 
 def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
-    """Where each tensor lies in its file, whose tensors begin at byte `data`: its first byte, and the one after its last."""
+    """Return (first byte, byte after the last) of each tensor, with the data starting at `data`."""
     return {name: (data + piece.start, data + piece.start + piece.num_bytes) for name, piece in pieces.items()}
 
 
 @contextlib.contextmanager
 def opened(folder: Path, entry: Entry) -> Iterator[int]:
-    """A descriptor of a file of a commit, read-only; raises RunFolderError for a link, a missing file or one of another size."""
+    """Open a file of a checkpoint for reading, as a descriptor.
+
+    Raises RunFolderError for a link, a missing file or a file of another size.
+    """
     path = folder / entry.name
     try:
         descriptor = files.open_descriptor(folder, entry.name)
@@ -115,7 +136,7 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
     except RunFolderError as error:
         if str(path) in error.message:
             raise
-        raise RunFolderError(f"{path}: {error.message}", hint=error.hint) from None  # it was cut while it was read
+        raise RunFolderError(f"{path}: {error.message}", hint=error.hint) from None  # the file was truncated while it was read
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     finally:
@@ -123,7 +144,10 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
 
 
 def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
-    """The header of a file of tensors, which must say what the manifest says; raises RunFolderError."""
+    """Return the header of a safetensors file, checked against the manifest.
+
+    Raises RunFolderError.
+    """
     pieces = entry.tensors or {}
     num_data = sum(piece.num_bytes for piece in pieces.values())
     if entry.num_bytes - num_data > manifest.MAX_BYTES:
@@ -148,7 +172,11 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
 
 
 def find_step(run: Path, step: int | str) -> int:
-    """The step that `step` names: a number or its digits, "last", or "best" by the scores in the manifests. Raises RunFolderError."""
+    """Return the step that `step` names: a number or its digits, "last", or "best" by score.
+
+    "best" uses the scores in the manifests, and is the last step where there is no score. Raises
+    RunFolderError.
+    """
     run = Path(run)
     steps = manifest.steps(run)
     if not steps:
@@ -167,13 +195,16 @@ def find_step(run: Path, step: int | str) -> int:
 
 
 def find_best(run: Path, steps: list[int]) -> int | None:
-    """The best of `steps` by the scores in their manifests, the earliest of equals; None where none has a score that is a number."""
+    """Return the step with the best score in its manifest, the earliest of equals.
+
+    None where no step has a finite score.
+    """
     ranked = rank(run, steps)
     return ranked[0] if ranked else None
 
 
 def rank(run: Path, steps: list[int]) -> list[int]:
-    """The steps that have a score, the best first."""
+    """Return the steps that have a finite score, the best first."""
     scored = []
     for step in steps:
         with contextlib.suppress(RunFolderError):
@@ -185,7 +216,7 @@ def rank(run: Path, steps: list[int]) -> list[int]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged commit out of sight, to a name that is free; nothing of it is deleted."""
+    """Rename a damaged checkpoint to a free hidden name, and return that path."""
     number = 1
     while (aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))).exists():
         number += 1
@@ -197,7 +228,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Out of sight at once, then deleted: neither a kill nor a power cut in between leaves half of what looks like a commit."""
+    """Delete a checkpoint: hide it by renaming, then delete.
+
+    Neither a kill nor a power cut in between leaves a partial folder that looks like a checkpoint.
+    """
     hidden = folder.with_name(f"{GONE}{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -206,7 +240,7 @@ def remove(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on disk once this returns."""
+    """Sync a folder, so that the names in it are on disk once this returns."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,9 @@
-"""SHA-256 of what is on disk or in memory, in chunks, so that all cores work: the one place that says what a digest is made of.
+"""SHA-256 of data on disk or in memory, in chunks that all cores hash in parallel.
 
-The digest of bytes is SHA-256 over the SHA-256 digests of their 16 MiB chunks. The digest of a file of tensors is SHA-256 over the
-digest of its header and those of its tensors in the order of the file. Chunks are hashed side by side where a processor has no
-instructions for SHA-256 (`native/lanes.py`), else each by hashlib; both let other threads run.
+This module defines every digest. The digest of bytes is SHA-256 over the SHA-256 digests of their
+16 MiB chunks. The digest of a safetensors file is SHA-256 over the digest of its header and those
+of its tensors in the order of the file. On a processor without instructions for SHA-256 several
+chunks are hashed at once (`native/lanes.py`), else each chunk by hashlib; both release the GIL.
 """
 
 from __future__ import annotations
@@ -28,36 +29,39 @@ if sys.platform != "win32":
 
 CHUNK_BYTES = 16 << 20
 DIRECT = getattr(os, "O_DIRECT", 0)  # Linux; open(2)
-BLOCK_BYTES = 4096  # of which a direct read or write takes whole ones, in memory that begins at one
+BLOCK_BYTES = 4096  # direct reads and writes take whole blocks, in block-aligned memory
 READ_BYTES = 2 << 20  # whole blocks
-LANE_BYTES = 1 << 19  # the same, where a thread reads up to 16 chunks side by side
-LARGE_BYTES = 1 << 20  # from this mean size on parts come faster directly than through the cache
+LANE_BYTES = 1 << 19  # whole blocks, where a thread reads up to 16 chunks at once
+LARGE_BYTES = 1 << 20  # from this mean size on direct reads are faster than reads through the cache
 HUGE_BYTES = 2 << 20  # of a huge page, on most processors
 
 
 def combine(digests: Iterable[bytes]) -> str:
-    """The digest over digests, as hex."""
+    """Return the digest over digests, as hex."""
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def chunks(num_bytes: int) -> list[tuple[int, int]]:
-    """Where each chunk begins and ends; one empty chunk for no bytes."""
+    """Return (start, end) of each chunk; one empty chunk for no bytes."""
     return [(start, min(start + CHUNK_BYTES, num_bytes)) for start in range(0, max(num_bytes, 1), CHUNK_BYTES)]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Digests that threads are at work on: for each name those of its chunks, in their order."""
+    """Digests that threads are computing: for each name those of its chunks, in order."""
 
-    parts: Mapping[str, list[tuple[Future[list[bytes]], int]]]  # the group that each is hashed with, and its place there
+    parts: Mapping[str, list[tuple[Future[list[bytes]], int]]]  # the group that a chunk is hashed with, its index there
 
     def finish(self) -> dict[str, str]:
-        """The digest under each name, as hex; waits for them. Raises what a thread raised."""
+        """Wait for the threads and return the digest under each name, as hex.
+
+        Raises what a thread raised.
+        """
         return {name: combine(group.result()[place] for group, place in parts) for name, parts in self.parts.items()}
 
 
 def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
-    """Begin to hash buffers (of bytes) that must not change until the last of them is done."""
+    """Start hashing byte buffers, which must not change until the last one is done."""
     spans = [(name, span) for name, buffer in buffers.items() for span in chunks(len(buffer))]
     return _begin(pool, [(name, _Held(buffers[name][start:stop])) for name, (start, stop) in spans])
 
@@ -65,9 +69,10 @@ def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
 def begin_read(
     pool: Executor, descriptor: int, spans: Mapping[str, tuple[int, int]], into: Mapping[str, memoryview] | None = None
 ) -> Pending:
-    """Begin to hash parts of an open file, each from a first byte to the one after its last.
+    """Start hashing parts of an open file, each given as (first byte, byte after the last).
 
-    `into` holds the memory that receives a part, where one is wanted: what was hashed is what is held.
+    `into` maps a name to the memory that receives its part, if wanted: the bytes hashed are the
+    bytes stored.
     """
     work: list[tuple[str, _Chunk]] = []
     for name, (start, stop) in spans.items():
@@ -78,7 +83,7 @@ def begin_read(
 
 
 def of_bytes(data: Any) -> str:
-    """The digest of a buffer, on this thread alone."""
+    """Return the digest of a buffer, computed in this thread."""
     buffer = memoryview(data).cast("B")
     return combine(hashlib.sha256(buffer[start:stop]).digest() for start, stop in chunks(len(buffer)))
 
@@ -94,7 +99,7 @@ class _Held:
         return len(self.buffer)
 
     def parts(self, room: memoryview) -> Iterator[memoryview]:
-        """Its bytes, in parts of which all but the last are whole blocks of SHA-256: one, which needs no room."""
+        """Yield the chunk's bytes; `room` is not used."""
         yield self.buffer
 
 
@@ -108,7 +113,10 @@ class _Stored:
     into: memoryview | None
 
     def parts(self, room: memoryview) -> Iterator[memoryview]:
-        """Its bytes, in parts that lie in `room`, of which all but the last are whole blocks of SHA-256."""
+        """Read the chunk and yield its bytes in parts stored in `room`.
+
+        All parts but the last are whole blocks of SHA-256.
+        """
         done = 0
         for window in windows(self.descriptor, self.start, self.num_bytes, room):
             if self.into is not None:
@@ -121,7 +129,7 @@ _Chunk = _Held | _Stored
 
 
 def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
-    """Chunks side by side where that is faster, and each alone where it is not."""
+    """Start hashing chunks, several at once where that is faster."""
     found: dict[int, tuple[Future[list[bytes]], int]] = {}
     for group in lanes.share_out([chunk.num_bytes for _, chunk in work]):
         digests = pool.submit(_hash, [work[i][1] for i in group])
@@ -147,7 +155,7 @@ def _hash(group: Sequence[_Chunk]) -> list[bytes]:
 
 
 def _rooms(group: Sequence[_Chunk]) -> list[memoryview]:
-    """Memory that each chunk of a file is read into, a part at a time."""
+    """Return a read buffer for each chunk of a file."""
     stored = [chunk.num_bytes for chunk in group if isinstance(chunk, _Stored)]
     if not stored:
         return [memoryview(b"")] * len(group)
@@ -157,16 +165,20 @@ def _rooms(group: Sequence[_Chunk]) -> list[memoryview]:
 
 
 def of_file(path: Path) -> str:
-    """The plain SHA-256 of a whole file, as `sha256sum` prints it."""
+    """Return the plain SHA-256 of a whole file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- past the page cache: what is only checked, or loaded once, drives nothing else out of memory
+# ---- past the page cache: data that is only checked, or loaded once, evicts nothing else
 
 
 def read_directly(descriptor: int, sizes: Collection[int]) -> None:
-    """Read parts of these sizes of an open file directly from now on, where its system can; small ones come faster through the cache."""
+    """Switch an open file to direct reads if parts of these sizes are large on average.
+
+    Small parts are read faster through the cache. Nothing changes where the file system has no
+    direct reads.
+    """
     if sum(sizes) >= len(sizes) * LARGE_BYTES:
         try:
             set_direct(descriptor, wanted=True)
@@ -176,11 +188,12 @@ def read_directly(descriptor: int, sizes: Collection[int]) -> None:
 
 
 def make_room(num_bytes: int) -> memoryview:
-    """Memory that begins at a page, in huge pages where the system has them.
+    """Return page-aligned memory, in huge pages where the system has them.
 
-    A direct read into small ones is cut where they do not lie side by side, and takes up to twice as long.
+    A direct read into small pages is split where they are not adjacent, and takes up to twice as
+    long.
     """
-    memory = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)  # of this process alone: shared memory gets no huge pages
+    memory = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)  # private to this process: shared memory gets no huge pages
     if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -192,9 +205,10 @@ def _whole_blocks(num_bytes: int) -> int:
 
 
 def windows(descriptor: int, start: int, num_bytes: int, room: memoryview) -> Iterator[memoryview]:
-    """The bytes from `start` on, in parts that lie in `room` (from `make_room`) and hold until the next is asked for.
+    """Read the bytes from `start` on and yield them in parts stored in `room` (from `make_room`).
 
-    All but the last are of whole blocks of SHA-256. Raises RunFolderError for a file that ends early.
+    A part is valid until the next one is requested. All parts but the last are whole blocks of
+    SHA-256. Raises RunFolderError for a file that ends early.
     """
     stop = start + num_bytes
     while start < stop:
@@ -211,7 +225,10 @@ def windows(descriptor: int, start: int, num_bytes: int, room: memoryview) -> It
 
 
 def _read_blocks(descriptor: int, blocks: memoryview, start: int, needed: int) -> int:
-    """Fill `blocks`, or their first `needed` bytes, unless the file ends before; gives how many bytes were had."""
+    """Fill `blocks`, or their first `needed` bytes, and return the number of bytes read.
+
+    It is smaller where the file ends before.
+    """
     done = 0
     while done < min(needed, len(blocks)) and (count := _read_some(descriptor, blocks[done:], start + done)):
         done += count
@@ -229,7 +246,10 @@ def _read_some(descriptor: int, block: memoryview, start: int) -> int:
 
 
 def set_direct(descriptor: int, *, wanted: bool) -> bool:
-    """Let an open file be read and written past the page cache, or not; gives whether that changed. Raises OSError where it cannot be."""
+    """Switch direct reads and writes of an open file on or off; return whether that changed.
+
+    Raises OSError where the file system refuses.
+    """
     if not DIRECT:
         return False
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

@@ -1,7 +1,8 @@
-"""What a run writes into `events.jsonl`: one JSON object a line, versioned, append-only, readable without torch.
+"""The records of a run in `events.jsonl`: one JSON object per line, append-only, with a version.
 
-Every record has `v` (format version), `kind`, `generation` (which attempt at the run wrote it) and `time_s` (seconds since 1970).
-Units stand in the names. A reader tolerates a torn last line and keeps the newest generation of a step.
+They are readable without torch. Every record has `v` (format version), `kind`, `generation` (the
+attempt that wrote it) and `time_s` (seconds since 1970). Units are part of the names. A reader
+tolerates a truncated last line, and of a repeated step keeps the newest generation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from surefoot.core.units import LARGEST
 
 VERSION = 1
 FILE = "events.jsonl"
-CLOSED = ("finished", "stopped")  # the outcomes of a run that has nothing left to train, unless its loop was left
+CLOSED = ("finished", "stopped")  # the outcomes of a run that has nothing left to train, unless its loop was left early
 PHASES = (
     "data", "copy", "forward", "backward", "optimiser", "communication", "checkpoint", "evaluation", "logging", "other",
 )  # fmt: skip
@@ -30,7 +31,7 @@ PHASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every record has."""
+    """The fields of every record."""
 
     kind: ClassVar[str] = ""
     generation: int
@@ -40,13 +41,13 @@ class Event:
         row = {"v": VERSION, "kind": self.kind, **vars(self)}
         try:
             return _encode(row) + "\n"
-        except ValueError:  # a number that is none
+        except ValueError:  # a non-finite number
             return _encode(_finite(row)) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Event):
-    """A run, or another attempt at it, began."""
+    """A run, or another attempt at it, started."""
 
     kind: ClassVar[str] = "started"
     spec_id: str
@@ -75,7 +76,7 @@ class Started(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Event):
-    """The steps since the record before, summed up at `step` (the last of them)."""
+    """Summary of the `num_steps` steps since the previous record; `step` is the last of them."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -104,7 +105,10 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Dtypes(Event):
-    """What parameters and operators were in, as observed in the first step of an attempt; operators in that of the run alone."""
+    """Dtypes of parameters and operators, observed in the first step of an attempt.
+
+    Operators are recorded in the first step of the run only.
+    """
 
     kind: ClassVar[str] = "dtypes"
     step: int
@@ -114,7 +118,10 @@ class Dtypes(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Event):
-    """The peak of a step as predicted and as measured, and the error: predicted less measured, as a share of that."""
+    """Predicted and measured peak memory of a step.
+
+    `error` is (predicted - measured) / measured.
+    """
 
     kind: ClassVar[str] = "memory"
     step: int
@@ -143,7 +150,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """The state after `step` is on disk, synced and named by a manifest."""
+    """A checkpoint of the state after `step` is on disk, synced and named by a manifest."""
 
     kind: ClassVar[str] = "committed"
     step: int
@@ -155,7 +162,11 @@ class Committed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(Compilation, Event):
-    """Code was compiled in the steps up to `step`: why again (None: for the first time), and why its graph ends before the code does."""
+    """Code was compiled in the steps up to `step`.
+
+    `why_again` is the reason of a recompilation (None for the first compilation), `ended_early` the
+    reason of a graph break.
+    """
 
     kind: ClassVar[str] = "compiled"
     step: int
@@ -163,7 +174,7 @@ class Compiled(Compilation, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Event):
-    """Something went wrong, and what was done about it."""
+    """A fault and the action that was taken."""
 
     kind: ClassVar[str] = "fault"
     step: int
@@ -176,7 +187,10 @@ class Fault(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
-    """The run ended: `outcome` is finished, stopped, interrupted or failed; `cause` says why in words."""
+    """End of an attempt.
+
+    `outcome` is finished, stopped, interrupted or failed; `cause` is the reason in words.
+    """
 
     kind: ClassVar[str] = "ended"
     step: int
@@ -194,7 +208,7 @@ class Ended(Event):
 KINDS: dict[str, type[Event]] = {
     kind.kind: kind for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
 }
-UNREADABLE = "\ufffd"  # what is read in the place of bytes that are no UTF-8
+UNREADABLE = "\ufffd"  # the replacement for bytes that are not UTF-8
 HEAD = f'{{"v": {VERSION}, "kind": "'  # of every line
 _TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: a record is written every few steps
@@ -205,7 +219,7 @@ _PLAIN: dict[str, type | tuple[type, ...]] = {
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a number that is none is written as its name."""
+    """Replace non-finite numbers by their names, since JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -214,11 +228,18 @@ def _finite(value: Any) -> Any:
 
 
 def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> Iterator[Event]:
-    """The events of a run in the order written; a torn last line, holes of zeros and kinds of a later version are left out.
+    """Yield the events of a run in the order written.
 
-    With `only` those of some kinds: the others, which may be millions, are passed over without a look into them. A damaged line is
-    left out too, and named in `damaged`. Raises RunFolderError when the folder holds no events, no line is one, or the format is
-    newer.
+    A truncated last line, lines of zeros (after a power cut) and kinds of a later version are left
+    out, and so are damaged lines.
+
+    Args:
+        folder: the run folder.
+        only: kinds to read; others, of which there may be millions, are skipped unparsed.
+        damaged: list that receives a message for each damaged line.
+
+    Raises:
+        RunFolderError: the folder holds no events, no line is an event, or the format is newer.
     """
     path = folder / FILE
     passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()
@@ -234,7 +255,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
             row = _row(line)
             if row is None:
                 if "\0" in line:
-                    continue  # a power cut left it: what was not synced yet, and so belongs to no commit
+                    continue  # a power cut left it: these bytes were not synced, and so belong to no checkpoint
                 if not line.endswith("\n"):
                     break
                 found.append(f"{path}:{number} is no event: {line[:60].rstrip()!r}")
@@ -242,7 +263,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
             if row.get("v", 0) > VERSION:
                 newer = newer or f"{path}:{number} is of format {row['v']}, newer than {VERSION}"
                 continue
-            if newer and row["kind"] != Started.kind:  # no attempt of a newer surefoot goes on in the format of this one
+            if newer and row["kind"] != Started.kind:  # an attempt does not mix the formats of two versions
                 found.append(newer)
                 newer = ""
             event = _made(row, f"{path}:{number}", found) if row["kind"] in KINDS and row["kind"] not in passed else None
@@ -266,12 +287,12 @@ def _open(folder: Path) -> TextIO:
 
 
 def _kind_of(line: str) -> str:
-    """The kind of a whole line as it is written here; "" of any other."""
+    """Return the kind of a complete line as this version writes it; "" for any other line."""
     return line[len(HEAD) : line.find('"', len(HEAD))] if line.startswith(HEAD) and line.endswith("}\n") else ""
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """The object of one line, None for a line that is none."""
+    """Return the JSON object of a line; None for a line without a valid one."""
     if UNREADABLE in line:
         return None
     try:
@@ -283,7 +304,10 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:
-    """The event of a row; None, and a line in `damaged`, for one that lacks a value or has one of another type."""
+    """Return the event of a row, or None.
+
+    None, with a message in `damaged`, for a missing value or one of another type.
+    """
     kind: Callable[..., Event] = KINDS[row["kind"]]
     types = _TYPES[row["kind"]]
     values = {key: _read_numbers(key, value, types[key]) for key, value in row.items() if key in types}
@@ -299,7 +323,7 @@ def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | Non
 
 
 def _fits(value: Any, type_: str) -> bool:
-    """Whether a value is what a field's annotation says; no count of a run is larger than those of a spec."""
+    """Return whether a value has the annotated type; counts may not exceed those of a spec."""
     if type_.startswith("Mapping[str, "):
         return isinstance(value, dict) and all(_fits(part, type_[13:-1]) for part in value.values())
     if type_.startswith("tuple["):
@@ -312,7 +336,7 @@ def _fits(value: Any, type_: str) -> bool:
 
 
 def _read_numbers(key: str, value: Any, type_: str) -> Any:
-    """A number that is none, back from its name."""
+    """Return a value with the names "nan", "inf" and "-inf" of float fields converted back."""
     if isinstance(value, Mapping) and type_ == "Mapping[str, Any]" and key == "summary":
         names = ("loss", "value", "best_value")
         return {name: _read_numbers(name, part, "float" if name in names else "Any") for name, part in value.items()}
@@ -322,7 +346,10 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
 
 
 def find_end(folder: Path, spec_id: str) -> Ended | None:
-    """How the newest attempt of the run in `folder` ended, where that run is of the spec `spec_id` and has nothing left to train."""
+    """Return the end of the newest attempt, if the run in `folder` has nothing left to train.
+
+    None otherwise, and where the run is of another spec than `spec_id`.
+    """
     past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
     starts = [event for event in past if isinstance(event, Started)]
     end = past[-1] if past else None
@@ -332,13 +359,16 @@ def find_end(folder: Path, spec_id: str) -> Ended | None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the newest attempt of a run came to its end."""
+    """Return whether the newest attempt of a run finished."""
     past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
     return bool(past) and isinstance(past[-1], Ended) and past[-1].outcome == "finished"
 
 
 def newest(events: Iterable[Event]) -> list[Event]:
-    """Of each step only what its newest generation wrote: an attempt that went back overrules what it repeats."""
+    """Return the events without the steps that a later attempt repeated.
+
+    Faults and ends of all attempts are kept.
+    """
     kept: list[Event] = []
     for event in events:
         if isinstance(event, Started):

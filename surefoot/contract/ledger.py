@@ -1,7 +1,9 @@
-"""`ledger.bin`: which samples each step consumed, 16 bytes a step, appended; read and held against the plan without torch.
+"""`ledger.bin`: the samples that each step consumed, 16 bytes per step, append-only.
 
-A header of 256 bytes says the plan: the order is arithmetic, so a step's samples follow from it. A row is (step, generation, checksum
-of the samples' ids in the order they were read). Rows reach the disk before the commit of their step does.
+It is read and checked against the plan without torch. A header of 256 bytes holds the plan: the
+order is arithmetic, so the samples of a step follow from it. A row is (step, generation, checksum
+of the samples' ids in the order they were read). Rows reach the disk before the checkpoint of their
+step does.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ FORMAT = 1
 HEADER_BYTES = 256
 LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
-MOST_HELD_BYTES = 4096 * ROW.size  # held back at most: a kill loses them together with the steps that they belong to
+MOST_HELD_BYTES = 4096 * ROW.size  # buffered at most: a kill loses these rows together with the steps that they belong to
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What decides which samples a step consumes: `samples` in the set, their order's `seed` and `shuffle`, the batch and its ramp.
+    """The values that determine which samples a step consumes.
 
-    With a `window` so many runs of `chunk` samples are shuffled at a time.
+    `samples` is the size of the set, `seed` and `shuffle` define the order, `ramp` the growth of
+    the batch. With a `window`, chunks of `chunk` samples are shuffled `window` at a time.
     """
 
     samples: int
@@ -55,20 +58,21 @@ class Row(NamedTuple):
 
 
 def checksum(ids: Any) -> int:
-    """Of the ids of a step's samples (int64 array), in the order they were read."""
+    """Return a checksum of the ids of a step's samples (int64 array, in reading order)."""
     return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
 
 
 class Appended:
-    """A file that begins with a header and is only appended to: what `add` was given is on disk once `sync` returns.
+    """A file with a header that is only appended to; rows of `add` are on disk once `sync` returns.
 
-    `end_of(size)` says where the last whole row ends: a killed attempt may leave a part of one. Raises StorageError.
+    `end_of(size)` returns the end of the last complete row: a killed attempt may leave a partial
+    one. Raises StorageError.
     """
 
     def __init__(self, path: Path, header: bytes, end_of: Callable[[int], int]) -> None:
         self._path, self._descriptor = path, -1
         close_in_children(self)
-        self._rows, self._num_written = bytearray(), 0  # since the last sync; so many bytes of them stand in the file
+        self._rows, self._num_written = bytearray(), 0  # rows since the last sync, and how many of their bytes are in the file
         self._is_spoiled = False
         try:
             self._descriptor = files.open_descriptor(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -85,7 +89,7 @@ class Appended:
     def add(self, rows: bytes) -> None:
         self._rows += rows
         if len(self._rows) - self._num_written >= MOST_HELD_BYTES:
-            with contextlib.suppress(OSError):  # kept until `sync`, which says so
+            with contextlib.suppress(OSError):  # the rows are kept until `sync`, which reports the error
                 self._flush()
 
     def sync(self) -> None:
@@ -103,7 +107,11 @@ class Appended:
         self._rows, self._num_written = bytearray(), 0
 
     def _flush(self) -> None:
-        """Write the rows; what the disk refuses is taken back whole, and tried again with the next."""
+        """Write the buffered rows.
+
+        After an error the file is truncated to its previous size, and the rows are written again
+        later.
+        """
         if len(self._rows) == self._num_written:
             return
         size = os.fstat(self._descriptor).st_size
@@ -115,7 +123,10 @@ class Appended:
         self._num_written = len(self._rows)
 
     def _write_anew(self) -> None:
-        """After a failed fsync the next one says nothing of what that was to write: another file takes the place of this one."""
+        """Replace the file by a new one with the synced content and the buffered rows.
+
+        After a failed fsync the next fsync reports nothing about the data that was lost.
+        """
         draft = self._path.with_name(f".{FILE}.draft")
         draft.unlink(missing_ok=True)
         descriptor = files.open_descriptor(draft.parent, draft.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL)
@@ -144,9 +155,10 @@ class Appended:
 
 
 class Ledger:
-    """Appends to a run's ledger; one whose header is damaged is set aside, and its rows count as lost.
+    """Writer of a run's ledger.
 
-    Raises StorageError when the disk refuses, RunFolderError when the file is of another plan.
+    A ledger with a damaged header is renamed, and its rows count as lost. Raises StorageError when
+    the disk refuses, RunFolderError when the file has another plan.
     """
 
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
@@ -160,11 +172,14 @@ class Ledger:
         self._file.add(ROW.pack(step, self._generation, checksum(ids)))
 
     def count_lost(self, step: int) -> int:
-        """How many rows a run that stands after `step` has lost: one that was written before its commit was is gone by damage alone."""
+        """Return how many rows are missing for a run that resumes after `step`.
+
+        A row is written before the checkpoint of its step, so only damage can remove it.
+        """
         return max(0, step - read_after(self._folder) - (self._file.num_synced - HEADER_BYTES) // ROW.size)
 
     def sync(self) -> None:
-        """Everything added is on disk once this returns."""
+        """Write the added rows to disk."""
         self._file.sync()
 
     def close(self) -> None:
@@ -174,7 +189,7 @@ class Ledger:
 def _header(plan: Plan, after: int = 0) -> bytes:
     row = {"surefoot ledger": FORMAT, **asdict(plan), **({"after": after} if after else {})}
     if not plan.ramp:
-        del row["ramp"]  # so that an older surefoot reads what it knows
+        del row["ramp"]  # so that an older surefoot can read the header
     if not plan.window:
         del row["chunk"], row["window"]
     text = json.dumps(row, separators=(",", ":") if plan.ramp else None).encode()
@@ -184,10 +199,11 @@ def _header(plan: Plan, after: int = 0) -> bytes:
 
 
 def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
-    """Begin the ledger of a fork after `step`: with what its history consumed, as attempt 0, where that went by the same plan.
+    """Start the ledger of a fork after `step`, with the rows of its parent as attempt 0.
 
-    Where the plan is another the ledger says that it begins after `step`. Raises StorageError when the disk refuses, RunFolderError
-    where the parent has no ledger that can be read.
+    With another plan than the parent's, the ledger records that it starts after `step` instead.
+    Raises StorageError when the disk refuses, RunFolderError where the parent has no readable
+    ledger.
     """
     is_same = read_plan(parent) == plan
     begins = read_after(parent) if is_same else step
@@ -203,12 +219,15 @@ def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan of a run's ledger. Raises RunFolderError for a folder without one, or one that is damaged."""
+    """Return the plan of a run's ledger. Raises RunFolderError if it is missing or damaged."""
     return _read_header(folder)[0]
 
 
 def read_after(folder: Path) -> int:
-    """The step after which a ledger begins: 0, but for a fork that goes on by another plan. Raises RunFolderError."""
+    """Return the step after which a ledger starts: 0, except for a fork with another plan.
+
+    Raises RunFolderError.
+    """
     return _read_header(folder)[1]
 
 
@@ -231,7 +250,10 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
 
 
 def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
-    """What a header says, or what is wrong with it. Raises RunFolderError for another format."""
+    """Return the plan and the start of a header, or a description of what is wrong with it.
+
+    Raises RunFolderError for another format.
+    """
     try:
         row = json.loads(header)
         if row.pop("surefoot ledger") != FORMAT:
@@ -249,7 +271,10 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
 
 
 def _find_no_number(plan: Plan, after: object) -> str | None:
-    """What of a header is of another type than `_header` writes, in words: JSON also has 14e7, "8" and null."""
+    """Return a description of the first mistyped value of a header, or None.
+
+    JSON also has 14e7, "8" and null, which `_header` never writes.
+    """
     numbers = {
         "samples": plan.samples,
         "seed": plan.seed,
@@ -274,13 +299,16 @@ def _set_damaged_aside(folder: Path) -> None:
     if path.is_file():
         with files.opened(folder, FILE) as file:
             header = file.read(HEADER_BYTES)
-    is_whole = len(header) == HEADER_BYTES  # a kill leaves a part of the first write
+    is_whole = len(header) == HEADER_BYTES  # a kill may leave a part of the first write
     if is_whole and isinstance(_parse(header, path), str):
         path.replace(folder / BAD_FILE)
 
 
 def read(folder: Path) -> Iterator[Row]:
-    """Every row in the order written; half a row at the end, which a kill leaves, and zeros, which a power cut leaves, are left out."""
+    """Yield every row in the order written.
+
+    A partial row at the end (after a kill) and zeros (after a power cut) are left out.
+    """
     with files.opened(folder, FILE) as file:
         file.seek(HEADER_BYTES)
         while len(data := file.read(ROW.size * 4096)) >= ROW.size:
@@ -288,7 +316,10 @@ def read(folder: Path) -> Iterator[Row]:
 
 
 def consumed(rows: Iterator[Row]) -> tuple[list[Row], int]:
-    """The rows that count, and how many were overruled: an attempt that went back to step n takes over from there."""
+    """Return the rows that count, and how many were overruled.
+
+    An attempt that went back to step n overrules the rows from step n on.
+    """
     kept: list[Row] = []
     overruled = 0
     for row in rows:

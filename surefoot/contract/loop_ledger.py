@@ -1,8 +1,10 @@
-"""`ledger.bin` of a loop of the user's own: which samples each batch held, as they were consumed; read and judged without torch.
+"""`ledger.bin` of a user-written loop: the samples of each batch as consumed, without a plan.
 
-The order is the loader's own, so there is no plan to hold it against: the ids stand here themselves, 4 bytes each. A header of 256
-bytes says what a pass promises. A row is a batch: (step, generation, pass, place in the pass, number of ids), then the ids; none
-where the data do not say which samples a batch holds, and the place alone is known.
+It is read and checked without torch. The user's loader chooses the order, so the ids themselves are
+stored, 4 bytes each. A header of 256 bytes holds what an epoch guarantees. A row is a batch: (step,
+generation, epoch, index in the epoch, number of ids), then the ids; there are none where the data
+do not identify the samples of a batch, and only the index is known. Names and messages call an
+epoch a pass.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ FORMAT = "loop 1"
 HEAD = struct.Struct("<IIIII")
 ID_BYTES = 4
 MOST_IDS = 1 << 32
-MOST_ATTEMPTS = 1 << 16  # more between two rows are damage
-NEAR, LONG_CHAIN = 64, 3  # rows that damage may cost at once; rows that follow each other are rows
+MOST_ATTEMPTS = 1 << 16  # a larger difference between two rows is damage
+NEAR, LONG_CHAIN = 64, 3  # rows that damage may remove at once; rows needed in a sequence to be accepted as rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What a pass over the data is: `samples` in the set (None: unknown), each `once`, and `all` of them where no batch is left out.
+    """Guarantees of an epoch over the data.
 
-    With `digests` the samples of a batch are not known, and four numbers of 32 bits stand for them: a digest of the batch.
+    `samples` is the size of the set (None: unknown), `once` that an epoch has no sample twice,
+    `all` that a complete epoch has every sample. With `digests` the samples of a batch are not
+    known, and a digest of the batch as four 32-bit numbers is stored in place of their ids.
     """
 
     samples: int | None = None
@@ -43,7 +47,10 @@ class Promise:
 
 
 class Batch(NamedTuple):
-    """One batch of a loop: the step it was consumed by, and where it stood. Passes and places count from 0; `ids` may be unknown."""
+    """A batch of a loop: the step that consumed it, and its index in its epoch.
+
+    Epochs and indices count from 0. `ids` is empty where the samples are not known.
+    """
 
     step: int
     generation: int
@@ -53,7 +60,7 @@ class Batch(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Bytes of the file that are no rows, behind a row of `step`."""
+    """Bytes of the file that are not rows, after a row of `step`."""
 
     start: int
     end: int
@@ -61,7 +68,10 @@ class Damage(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What a loop consumed that it should not have, or did not: `lost`, `twice`, `out of order`, `damaged`."""
+    """A wrong batch or row.
+
+    `kind` is `lost`, `twice`, `out of order`, `other samples` or `damaged`.
+    """
 
     kind: str
     step: int
@@ -70,7 +80,10 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConsumed:
-    """What a loop consumed, in `attempts` (generations); `num_overruled` batches were read again after a kill."""
+    """Result of checking a loop's ledger.
+
+    `attempts` are the generations; `num_overruled` batches were read again after a kill.
+    """
 
     promise: Promise
     last: int
@@ -79,7 +92,7 @@ class LoopConsumed:
     num_overruled: int
     num_samples: int
     num_passes: int
-    num_compared: int  # of the overruled ones, with what was read in their place
+    num_compared: int  # overruled batches that were compared with the batches read in their place
     faults: tuple[Fault, ...]
 
     @property
@@ -88,7 +101,10 @@ class LoopConsumed:
 
 
 class LoopLedger:
-    """Appends to a loop's ledger. Raises StorageError when the disk refuses, RunFolderError when the file is of other data."""
+    """Writer of a loop's ledger.
+
+    Raises StorageError when the disk refuses, RunFolderError when the file is for other data.
+    """
 
     def __init__(self, folder: Path, promise: Promise, generation: int) -> None:
         path, self._generation = folder / FILE, generation
@@ -97,7 +113,7 @@ class LoopLedger:
         found = read_promise(folder)
         if replace(found, digests=promise.digests) != promise:
             raise RunFolderError(f"{path} is of other data: {found}, now {promise}", hint="give another folder")
-        self._leaves_out = promise.digests and not found.digests  # a ledger that was begun without digests stays so
+        self._leaves_out = promise.digests and not found.digests  # a ledger that was started without digests stays without
 
     def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
         ids = () if self._leaves_out else ids
@@ -112,7 +128,7 @@ class LoopLedger:
 
 
 def is_of_a_loop(folder: Path) -> bool:
-    """Whether a run's ledger is that of a loop of the user's own."""
+    """Return whether a run's ledger is that of a user-written loop."""
     try:
         with files.opened(folder, FILE) as file:
             return bool(json.loads(file.read(HEADER_BYTES))["surefoot ledger"] == FORMAT)
@@ -121,7 +137,7 @@ def is_of_a_loop(folder: Path) -> bool:
 
 
 def read_promise(folder: Path) -> Promise:
-    """What the data of a loop promise. Raises RunFolderError for a ledger that is damaged."""
+    """Return what the data of a loop guarantee. Raises RunFolderError for a damaged ledger."""
     try:
         with files.opened(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
@@ -132,15 +148,15 @@ def read_promise(folder: Path) -> Promise:
 
 
 def read(folder: Path, damaged: list[Damage] | None = None) -> Iterator[Batch]:
-    """Every batch in the order written; a part of one at the end, which a kill leaves, is left out.
+    """Return every batch in the order written, without a partial one at the end (after a kill).
 
-    So are rows that are damaged, which are named in `damaged`: what stands behind them is found again.
+    Damaged rows are left out and listed in `damaged`; reading resumes at the next valid row.
     """
     return (row for row, _ in _scan(folder, damaged))
 
 
 def _scan(folder: Path, damaged: list[Damage] | None = None) -> Iterator[tuple[Batch, int]]:
-    """Every batch, and where its row ends in the file."""
+    """Yield every batch, and the position in the file where its row ends."""
     with files.opened(folder, FILE) as file:
         size, at, before = file.seek(0, os.SEEK_END), HEADER_BYTES, None
         while at < size:
@@ -169,7 +185,10 @@ def _num_bytes(batch: Batch) -> int:
 
 
 def _read_head(file: BinaryIO, at: int, size: int) -> Batch | None:
-    """The row at a place in the file, with as many zeros as it has ids; None where there is none, or a part of one."""
+    """Return the row at a position in the file, without its ids; None for no row or a partial one.
+
+    Its `ids` are a range of the same length.
+    """
     file.seek(at)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -181,7 +200,10 @@ def _read_head(file: BinaryIO, at: int, size: int) -> Batch | None:
 
 
 def _follows(row: Batch, behind: Batch) -> bool:
-    """Whether a row is what a loop writes next: the next batch, or one of a later attempt, which may go back."""
+    """Return whether a loop writes `behind` directly after `row`.
+
+    That is the next batch, or a batch of a later attempt, which may go back.
+    """
     here, after = (row.number_of_pass, row.place + 1), (row.number_of_pass + 1, 0)
     found = behind.number_of_pass, behind.place
     if behind.generation != row.generation:
@@ -191,7 +213,10 @@ def _follows(row: Batch, behind: Batch) -> bool:
 
 
 def _count_chain(file: BinaryIO, at: int, size: int) -> tuple[int, bool]:
-    """How many rows from `at` on follow each other, at most LONG_CHAIN; and whether they end with the file."""
+    """Return the number of consecutive rows from `at`, and whether the file ends there.
+
+    Counts up to LONG_CHAIN.
+    """
     row, num_rows = _read_head(file, at, size), 0
     while row is not None:
         num_rows, at = num_rows + 1, at + _num_bytes(row)
@@ -203,13 +228,16 @@ def _count_chain(file: BinaryIO, at: int, size: int) -> tuple[int, bool]:
 
 
 def _goes_on(file: BinaryIO, at: int, size: int) -> bool:
-    """Whether rows go on at a place in the file, whatever stands before it: a loop may really have left out a batch."""
+    """Return whether valid rows follow at a position, whatever precedes it.
+
+    A loop may really have left out a batch.
+    """
     num_rows, is_last = _count_chain(file, at, size)
     return num_rows == LONG_CHAIN or is_last
 
 
 def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> int | None:
-    """Where the next row begins that several others follow, or the end of the file; None where there is none."""
+    """Return the position of the next row that is confirmed by the rows after it, or None."""
     for at in range(start, size - HEAD.size + 1, ID_BYTES):
         row = _read_head(file, at, size)
         if row is not None and _is_near(before, row):
@@ -221,7 +249,7 @@ def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> in
 
 
 def _is_near(before: Batch | None, row: Batch) -> bool:
-    """Whether a row may stand a few rows behind `before`; None is the beginning of the file."""
+    """Return whether a row may come a few rows after `before`; None is the start of the file."""
     if before is None:
         return row.generation < MOST_ATTEMPTS and row.step <= NEAR and row.number_of_pass == 0 and row.place <= NEAR
     if row.generation != before.generation:
@@ -232,11 +260,15 @@ def _is_near(before: Batch | None, row: Batch) -> bool:
 
 
 def _is_damaged(file: BinaryIO, places: tuple[int, int, int], size: int, row: Batch | None, before: Batch | None) -> bool:
-    """Whether a row is damaged: `places` are where it begins, where it says that it ends, and where another row was found."""
+    """Return whether a row is damaged.
+
+    `places` are the position of the row, its stated end, and the position where another row was
+    found.
+    """
     at, end, found = places
     if row is None or found == end:
         return row is None
-    if _goes_on(file, end, size):  # a loop may really have left out a batch; but no row holds the next one
+    if _goes_on(file, end, size):  # a loop may really have left out a batch; but no row contains the next one
         inside = _read_head(file, found, size)
         return found < end and inside is not None and _follows(row, inside)
     is_as_before = before is not None and found - at == _num_bytes(before)
@@ -244,7 +276,10 @@ def _is_damaged(file: BinaryIO, places: tuple[int, int, int], size: int, row: Ba
 
 
 def consumed(batches: Iterator[Batch]) -> tuple[list[Batch], int]:
-    """The batches that count, and how many were overruled: an attempt that went back to step n takes over from there."""
+    """Return the batches that count, and how many were overruled.
+
+    An attempt that went back to step n overrules the batches from step n on.
+    """
     kept: list[Batch] = []
     overruled = 0
     for batch in batches:
@@ -256,7 +291,10 @@ def consumed(batches: Iterator[Batch]) -> tuple[list[Batch], int]:
 
 
 def check(run: Path) -> LoopConsumed:
-    """Read the ledger of `run` and judge what was consumed. Raises RunFolderError for one that is damaged."""
+    """Read the ledger of `run` and check what was consumed.
+
+    Raises RunFolderError if it is damaged.
+    """
     promise = read_promise(run)
     damaged: list[Damage] = []
     rows = list(read(run, damaged))
@@ -277,7 +315,10 @@ def _told_of_damage(damage: Damage) -> Fault:
 
 
 def begin_fork(parent: Path, folder: Path, step: int) -> None:
-    """Write the ledger that a fork after `step` begins with: what its history consumed, as attempt 0. Raises StorageError."""
+    """Write the ledger that a fork after `step` starts with: its parent's batches, as attempt 0.
+
+    Raises StorageError.
+    """
     rows = [batch for batch in consumed(read(parent))[0] if batch.step <= step]
     file = LoopLedger(folder, read_promise(parent), 0)
     for row in rows:
@@ -287,7 +328,10 @@ def begin_fork(parent: Path, folder: Path, step: int) -> None:
 
 
 def find_sample(run: Path, sample: int) -> list[Batch]:
-    """The batches that held `sample` and were not overruled. Raises RunFolderError for one that the set has not."""
+    """Return the batches that held `sample` and were not overruled.
+
+    Raises RunFolderError for a sample that the set does not have.
+    """
     samples = read_promise(run).samples
     if sample < 0 or samples is None or sample >= samples:
         told = (
@@ -298,7 +342,10 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
 
 
 def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[Fault]]:
-    """Compare the batches that were overruled with those read in their place: how many, and those that are others."""
+    """Compare the overruled batches with those read in their place.
+
+    Returns the number of comparisons, and a fault for each difference.
+    """
     final = {(batch.number_of_pass, batch.place): batch for batch in kept}
     again = [(batch, final.get((batch.number_of_pass, batch.place))) for batch in rows]
     pairs = [(batch, now) for batch, now in again if now is not None and now is not batch and batch.ids and now.ids]
@@ -315,7 +362,10 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[Fault]]
 
 
 def _places(kept: list[Batch]) -> Iterator[Fault]:
-    """One batch after another, one pass after another; a pass may be left before its end, and a step may hold several batches."""
+    """Yield a fault for each batch that is not the next of its epoch, and for each skipped step.
+
+    An epoch may be left before its end, and a step may hold several batches.
+    """
     step, number, place = 0, 0, -1
     for batch in kept:
         expected = (number, place + 1) if batch.number_of_pass == number else (number + 1, 0)
@@ -334,7 +384,10 @@ def _places(kept: list[Batch]) -> Iterator[Fault]:
 
 
 def _samples(kept: list[Batch], promise: Promise) -> Iterator[Fault]:
-    """Each sample once a pass, and all of them in a pass that came to its end: the next one has begun."""
+    """Yield a fault for each sample that an epoch has twice, and for samples that it left out.
+
+    Samples can be missing only in a complete epoch: one after which the next epoch started.
+    """
     if not promise.once:
         return
     passes: dict[int, Counter[int]] = {}

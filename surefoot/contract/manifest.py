@@ -1,7 +1,9 @@
-"""A commit's manifest: which files it holds, what is in each, and their digests. Read, checked and written without torch.
+"""The manifest of a checkpoint: its files, the tensors in each, and their digests.
 
-A commit exists only when its manifest does: `checkpoints/step-000000001234/manifest.json` is written last, inside a hidden draft
-folder that is renamed only after everything in it is synced. docs/reference/checkpoints.md describes the format for a second reader.
+It is read, checked and written without torch. A checkpoint exists only when its manifest does:
+`checkpoints/step-000000001234/manifest.json` is written last, inside a hidden draft folder that is
+renamed only after everything in it is synced. docs/reference/checkpoints.md specifies the format
+for other readers.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ FILE = "manifest.json"
 FOLDER = "checkpoints"
 UNLINK = "put the run folder itself on the other disk and link that; or mount the disk at checkpoints/"
 MAX_BYTES = 64 << 20
-MAX_NESTED = 1 << 20  # lists and objects in a manifest: more than fit with a digest beside each tensor's four
-MAX_TEXT_BYTES = 1 << 30  # of a file that holds no tensors: it is read whole
-MAX_COUNT = 2**48  # numbers in one tensor, bytes in one file: more is no checkpoint of today
+MAX_NESTED = 1 << 20  # lists and objects in a manifest; with four and a digest per tensor MAX_BYTES hold fewer
+MAX_TEXT_BYTES = 1 << 30  # of a file without tensors, which is read whole
+MAX_COUNT = 2**48  # elements of a tensor, bytes of a file: more is not a plausible checkpoint
 MAX_DIMS = 64
 MAX_STEP = 10**12  # the name of a folder has twelve digits
-STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")  # \d would take the digits of other scripts, $ a newline
+STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")  # \d would match the digits of other scripts, $ a newline
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-RANK_FILE = re.compile(r"^(.+)\.rank-[0-9]{5}\.safetensors\Z")  # what one of several ranks wrote of a file
+RANK_FILE = re.compile(r"^(.+)\.rank-[0-9]{5}\.safetensors\Z")  # the part of a file that one of several ranks wrote
 BETTER = ("higher", "lower")
-# what safetensors calls a dtype, and its bytes
+# the dtype names of safetensors, and their bytes
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -43,9 +45,10 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One tensor of a file, or one rank's part of it: `shape` numbers at `offset` of the whole, which has `whole`, held by `owner`.
+    """A tensor of a file, or a rank's part of it.
 
-    `start` is where its bytes begin after the header.
+    The part has `shape` and is at `offset` of a tensor of shape `whole`; rank `owner` held it.
+    `start` is the offset in bytes of its data after the header.
     """
 
     dtype: str
@@ -67,7 +70,10 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One file of a commit. A file of tensors says what it holds; `since` is the step that wrote it, earlier where it was linked."""
+    """A file of a checkpoint; a safetensors file lists its tensors.
+
+    `since` is the step that wrote the file: an earlier one if the file was linked.
+    """
 
     name: str
     num_bytes: int
@@ -78,7 +84,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a commit says of itself; `score` is the evaluation of its step, if there was one, `parent` what a fork came from."""
+    """The content of a manifest.
+
+    `score` is the evaluation at this step, if there was one, `parent` the origin of a fork.
+    """
 
     step: int
     generation: int
@@ -96,11 +105,14 @@ class Manifest:
 
     @property
     def is_whole_state(self) -> bool:
-        """Whether a run can go on from it, or only its weights are held."""
+        """Whether a run can resume from this checkpoint; else it holds only the weights."""
         return any(entry.name == "state.json" for entry in self.files)
 
     def as_text(self) -> str:
-        """JSON with its own digest over everything else; a score that is no number is null, since JSON has none."""
+        """Return the manifest as JSON, with a digest over everything else.
+
+        A non-finite score becomes null, since JSON has no such numbers.
+        """
         row = asdict(self)
         if row["score"] is not None:
             row["score"] = {key: None if is_no_number(value) else value for key, value in row["score"].items()}
@@ -108,7 +120,7 @@ class Manifest:
 
 
 def find_excess(shape: Sequence[int]) -> str | None:
-    """What of a tensor's shape no manifest holds, in words; None where one holds it.
+    """Return a description of what is too large in a tensor's shape; None for a valid shape.
 
     >>> find_excess([1] * 65), find_excess([2, 3])
     ('65 dimensions, more than 64', None)
@@ -124,7 +136,7 @@ def is_no_number(value: Any) -> bool:
 
 
 def file_of(name: str) -> str:
-    """The file that `name` is, or that it is one rank's part of.
+    """Return the name of the whole file of which `name` is a rank's part; else `name`.
 
     >>> file_of("optimizer.rank-00001.safetensors"), file_of("model.safetensors")
     ('optimizer.safetensors', 'model.safetensors')
@@ -134,7 +146,7 @@ def file_of(name: str) -> str:
 
 
 def name_of_rank(file: str, rank: int) -> str:
-    """What a rank calls its part of `file`."""
+    """Return the name of a rank's part of `file`."""
     return f"{file.removesuffix('.safetensors')}.rank-{rank:05d}.safetensors"
 
 
@@ -147,12 +159,16 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def steps(run: Path) -> list[int]:
-    """The steps of a run that have a folder with a manifest, ascending."""
+    """Return the steps of a run that have a folder with a manifest, ascending."""
     return [step for step in named_steps(run) if (step_folder(run, step) / FILE).is_file()]
 
 
 def named_steps(run: Path) -> list[int]:
-    """The steps of a run that have a folder, ascending; one without a manifest lost it, since it is there before the name is."""
+    """Return the steps of a run that have a folder, ascending.
+
+    A folder without a manifest has lost it: a folder gets its name only after its manifest is
+    written.
+    """
     folder = run / FOLDER
     if folder.is_symlink():
         raise RunFolderError(f"{folder} is a symbolic link, and commits are not read or written through one", hint=UNLINK)
@@ -166,7 +182,10 @@ def named_steps(run: Path) -> list[int]:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a step folder, its own digest, names, sizes and types checked; raises RunFolderError that names the file."""
+    """Return the manifest of a step folder, with its digest, names, sizes and types checked.
+
+    Raises RunFolderError that names the file.
+    """
     path = folder / FILE
     for each in (folder, *([folder.parent] if folder.parent.name == FOLDER else [])):
         if each.is_symlink():
@@ -204,16 +223,16 @@ def _read_row(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> bytes:
-    """The bytes of a manifest: of a regular file of its own, and not more than one has."""
+    """Return the bytes of a manifest: a regular file of at most `MAX_BYTES`."""
     with files.opened(path.parent, path.name) as file:
-        text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # so much memory is taken before a byte is read
+        text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # memory is allocated before a byte is read
     if (excess := find_excess_text(text)) is not None:
         raise RunFolderError(f"{path} is no manifest: it {excess}")
     return text
 
 
 def find_excess_text(text: bytes) -> str | None:
-    """Why the text of a manifest is not read, in words; None where it is one that is read."""
+    """Return why the text of a manifest is refused, in words; None if it is accepted."""
     if len(text) > MAX_BYTES:
         return f"is larger than {MAX_BYTES >> 20} MiB"
     too_many = text.count(b"[") + text.count(b"{") > MAX_NESTED  # each takes twenty times its text in memory
@@ -221,7 +240,10 @@ def find_excess_text(text: bytes) -> str | None:
 
 
 def parse_json(text: bytes, path: Path) -> Any:
-    """JSON in which every key of an object stands once. Raises RunFolderError that names the file."""
+    """Return parsed JSON, in which no object has a key twice.
+
+    Raises RunFolderError with the file.
+    """
     try:
         return json.loads(text.decode(), object_pairs_hook=_without_twice)
     except RunFolderError as error:
@@ -238,7 +260,10 @@ def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _made(row: dict[str, Any]) -> Manifest:
-    """Every value has its type and its bounds: a digest protects from accidents, not from a stranger."""
+    """Return the manifest of a row, with the type and range of every value checked.
+
+    The digest protects from accidents, not from an attacker.
+    """
     files = tuple(entry_from(entry) for entry in _typed(row.pop("files"), list))
     names = [entry.name for entry in files]
     _demand(len(set(names)) == len(names), "a file is named twice")
@@ -259,7 +284,7 @@ def _made(row: dict[str, Any]) -> Manifest:
 
 
 def _is_plain(value: Any) -> bool:
-    """What a later manifest can repeat: no depth, and no number that a text cannot hold."""
+    """Return whether a value is null, a string, or a number in the range of a float."""
     return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
@@ -268,7 +293,10 @@ def _check_layout(row: Mapping[str, Any]) -> None:
 
 
 def check_score(row: Mapping[str, Any]) -> None:
-    """Raise RunFolderError unless commits can be ranked by a score: a finite number or none, and which of two is better."""
+    """Raise RunFolderError unless checkpoints can be ranked by a score.
+
+    It needs a finite value or null, and whether higher or lower is better.
+    """
     value = row.get("value")
     is_number = _is_plain(value) and not isinstance(value, str | bool)
     _demand(is_number, f"the value of its score is {str(value)[:40]}, which is no finite number")
@@ -280,7 +308,7 @@ def check_score(row: Mapping[str, Any]) -> None:
 
 
 def _check_parts(files: Sequence[Entry]) -> None:
-    """Of a tensor that stands in parts every row is there once."""
+    """Check that the parts of each tensor contain every row exactly once."""
     found: dict[tuple[str, str], list[Piece]] = {}
     for entry in files:
         for name, piece in (entry.tensors or {}).items():
@@ -300,7 +328,7 @@ def _check_parts(files: Sequence[Entry]) -> None:
 
 
 def entry_from(row: dict[str, Any]) -> Entry:
-    """One file's row of a manifest, checked. Raises RunFolderError."""
+    """Return the checked entry of one file of a manifest. Raises RunFolderError."""
     tensors = row.get("tensors")
     pieces = None if tensors is None else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
     made = Entry(**{**row, "tensors": pieces})
@@ -339,7 +367,10 @@ def _size(value: Any) -> int:
 
 
 def _check_tiling(name: str, pieces: Mapping[str, Piece], num_bytes: int) -> None:
-    """Tensors follow one another without gap or overlap: every byte of the file is one tensor's, or the header's."""
+    """Check that the tensors follow one another without gap or overlap.
+
+    Every byte of the file then belongs to one tensor, or to the header.
+    """
     end = 0
     for piece in sorted(pieces.values(), key=lambda each: (each.start, each.num_bytes)):
         _demand(piece.start == end, f"{name}: tensors overlap or leave a gap")

@@ -1,7 +1,8 @@
-"""One writer for a run folder, and a generation that rises with every attempt.
+"""A lock for one writer per run folder, and a generation that increases with every attempt.
 
-The lock is the kernel's (flock on `run.lock`): it goes with the process, however that dies. Where there is no flock (Windows),
-the file is created exclusively and must be removed by hand after a crash.
+The lock is a kernel lock (flock on `run.lock`): it is released when the process ends, however that
+happens. Where there is no flock (Windows), nothing is locked, and only the generation shows that a
+later attempt took the folder.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ except ImportError:  # pragma: no cover - not on Linux
 
 FILE = "run.lock"
 WIDTH_BYTES = 256
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for each start of a kernel, the same in all its containers
-LARGEST_TIME_S = 1e11  # of what a file may claim
-NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its number right after it has the lock
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for each boot of a kernel, the same in all its containers
+LARGEST_TIME_S = 1e11  # largest time that a file may claim
+NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its process id right after it gets the lock
 
 
 class RunLock:
-    """Held by the one process that may write a run folder; `generation` counts the attempts from 1."""
+    """The lock of the process that may write a run folder; `generation` counts attempts from 1."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """Take the lock of `folder`; the generation rises above the file's and above `after`.
+        """Lock `folder`; the generation is one above the file's and above `after`.
 
-        Raises RunFolderError, naming the owner, when another process holds it, or when the file cannot be written.
+        Raises RunFolderError, naming the owner, when another process holds the lock, or when the
+        file cannot be written.
         """
-        self._path = folder.absolute() / FILE  # it stays the same file when the working folder changes
+        self._path = folder.absolute() / FILE  # absolute, so that it does not depend on the working folder
         self._descriptor = -1
         self._process = os.getpid()
         close_in_children(self)
@@ -59,7 +61,10 @@ class RunLock:
 
     @classmethod
     def following(cls, folder: Path, generation: int) -> Self:
-        """The lock that another process holds, for one that works with it: it can tell whether it still stands, and releases nothing."""
+        """Return an object for the lock of another process, for a process that works with it.
+
+        It can check whether the lock is still valid, and releases nothing.
+        """
         made = cls.__new__(cls)
         made._path, made._descriptor, made._process, made.generation = folder.absolute() / FILE, -1, os.getpid(), generation
         return made
@@ -68,13 +73,17 @@ class RunLock:
         while True:
             self._descriptor = files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT)
             self._lock(folder)
-            with contextlib.suppress(FileNotFoundError):  # a launcher that gave the folder back removed the file we locked
+            with contextlib.suppress(FileNotFoundError):  # a launcher may have removed the file that was locked
                 if os.path.samestat(os.fstat(self._descriptor), self._path.lstat()):
                     return
             self.release()
 
     def _lock(self, folder: Path) -> None:
-        """Raise RunFolderError when another holds it. Until that one wrote its number the file names nobody, or one that is dead."""
+        """Raise RunFolderError when another process holds the lock.
+
+        Until the owner has written its process id, the file names nobody or a process that has
+        ended.
+        """
         until_s = time.monotonic() + NAMED_WITHIN_S
         while not self._is_locked():
             owner = _read(self._descriptor).get("process", "unknown")
@@ -88,7 +97,10 @@ class RunLock:
             time.sleep(LOOK_S)
 
     def _is_locked(self) -> bool:
-        """Lock the file, unless another has; gives whether it is, or there is no flock that could refuse."""
+        """Try to lock the file; return False if another process holds it.
+
+        True where there is no flock.
+        """
         if fcntl is not None:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +113,7 @@ class RunLock:
         return generation if isinstance(generation, int) else 0
 
     def _write(self) -> None:
-        """In place and padded: a full disk cannot lose the generation that was there."""
+        """Write the owner in place, padded: a full disk cannot lose the previous generation."""
         row = {
             "generation": self.generation, "process": os.getpid(), "host": socket.gethostname()[:64], "boot": read_boot_id(),
             "since_s": time.time(),
@@ -119,15 +131,21 @@ class RunLock:
             raise
 
     def still_ours(self) -> bool:
-        """Whether it is certain that no later attempt took the folder; asked again before every commit."""
+        """Return whether certainly no later attempt took the folder.
+
+        Checked before every checkpoint; False where the disk does not answer.
+        """
         return self._stands() is True
 
     def is_lost(self) -> bool:
-        """Whether it is certain that one did, or that the folder is gone: a disk that does not answer is neither."""
+        """Return whether certainly a later attempt took the folder, or the folder is gone.
+
+        False where the disk does not answer.
+        """
         return self._stands() is False
 
     def describe_loss(self) -> str:
-        """Why this attempt may not write: the folder is gone, or which attempt took it over."""
+        """Return why this attempt may not write: the folder is gone, or a later attempt took it."""
         folder = self._path.parent
         if not self._path.exists():
             return f"{folder} is gone: it was moved or deleted"
@@ -146,7 +164,7 @@ class RunLock:
             if fcntl is not None and os.getpid() == self._process:
                 with contextlib.suppress(
                     OSError
-                ):  # a loader's workers hold the file too: closing ours alone would leave it locked
+                ):  # workers of a loader hold the file too: closing this descriptor alone would leave it locked
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
@@ -160,7 +178,10 @@ class RunLock:
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The attempt that took a run's lock last, as `run.lock` records it, and whether a process holds it; what is not known is None."""
+    """The attempt that last took a run's lock, as `run.lock` records it, and whether it is held.
+
+    Unknown values are None.
+    """
 
     is_held: bool | None
     generation: int | None
@@ -171,7 +192,7 @@ class Owner:
 
 
 def read_boot_id() -> str | None:
-    """Return what names this start of this kernel; None where the system has no such name."""
+    """Return the id of this boot of the kernel; None where the system has none."""
     try:
         return files.read_bytes(BOOT_ID.parent, BOOT_ID.name).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -179,8 +200,11 @@ def read_boot_id() -> str | None:
 
 
 def find_owner(folder: Path) -> Owner:
-    """Return who took the lock of the run in `folder` last, and whether it is held. Called before the records are read, so that a run
-    that ends in between is not taken for one that died."""
+    """Return who last took the lock of the run in `folder`, and whether it is held.
+
+    Call it before reading the records, so that a run that ends in between does not look like a dead
+    one.
+    """
     is_held = probe(folder)
     descriptor = _open_to_read(folder)
     row = {} if descriptor is None else _read(descriptor)
@@ -199,7 +223,7 @@ def _whole(value: object) -> int | None:
 
 
 def probe(folder: Path) -> bool | None:
-    """Whether a process of this host holds the lock of the run in `folder`; None where the kernel cannot be asked."""
+    """Return whether a process of this host holds the run lock in `folder`; None if unknown."""
     if fcntl is None:
         return None
     if not os.path.lexists(folder / FILE):
@@ -217,15 +241,15 @@ def probe(folder: Path) -> bool | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process writes the run in `folder` now; False where that cannot be known."""
+    """Return whether a process writes the run in `folder` now; False if unknown."""
     return probe(folder) is True
 
 
 @contextlib.contextmanager
 def keep_out(folder: Path) -> Iterator[None]:
-    """No process of this host begins to write the run in `folder` inside the block; nothing is written.
+    """Keep processes of this host from starting to write the run in `folder` inside the block.
 
-    Raises RunFolderError where one writes it already.
+    Nothing is written. Raises RunFolderError where a process writes the run already.
     """
     descriptor = _open_to_read(folder)
     try:
@@ -248,7 +272,7 @@ def _share(descriptor: int, folder: Path) -> None:
 
 
 def _open_to_read(folder: Path) -> int | None:
-    """A descriptor of the lock file, never of what a link points at; None where it cannot be opened."""
+    """Return a descriptor of the lock file without following a link; None if unreadable."""
     try:
         return files.open_descriptor(folder, FILE)
     except OSError:
@@ -256,7 +280,7 @@ def _open_to_read(folder: Path) -> int | None:
 
 
 def read_generation(folder: Path) -> int:
-    """The newest attempt at the run in `folder`, 0 where that is not known."""
+    """Return the newest generation of the run in `folder`; 0 if unknown."""
     try:
         generation = json.loads(files.read_bytes(folder, FILE))["generation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -265,13 +289,13 @@ def read_generation(folder: Path) -> int:
 
 
 def _is_alive(process: object) -> bool:
-    """Whether a process of this machine has that number."""
+    """Return whether a process of this host has that process id."""
     if not isinstance(process, int) or process <= 0:
         return False
     try:
         os.kill(process, 0)
     except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)  # another user's
+        return isinstance(error, PermissionError)  # a process of another user
     return True
 
 

@@ -1,4 +1,7 @@
-"""The parameters of a task's constructor, read from its source without importing it; and the check of [task] against them."""
+"""Read the parameters of a task's constructor from its source, and check [task] against them.
+
+The task is not imported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a task: its name, its annotation as an expression, its default as source text."""
+    """A parameter of a task: name, annotation as an expression, default as source text."""
 
     name: str
     annotation: ast.expr | None
@@ -34,10 +37,11 @@ class Parameter:
 
 
 def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    """Hold the keys of [task] against the constructor of `use`.
+    """Check the keys of [task] against the constructor of `use`.
 
-    Raises TaskError when the file or class is missing, SpecError for an unknown key, a missing one, or a wrong type.
-    What cannot be seen without importing (an inherited constructor from elsewhere) is left to the import.
+    Raises TaskError when the file or class is missing, SpecError for an unknown key, a missing one,
+    or a wrong type. What only an import can show (a constructor inherited from another module) is
+    not checked.
     """
     parameters = find_parameters(use)
     if parameters is None:
@@ -60,13 +64,13 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
 
 
 def takes_folder(use: str) -> bool | None:
-    """Whether the task has a parameter `folder`; None when that cannot be seen without importing it."""
+    """Return whether the task has a parameter `folder`; None when only an import can show that."""
     parameters = find_parameters(use)
     return None if parameters is None else any(parameter.name == "folder" for parameter in parameters)
 
 
 def find_source(use: str) -> Path | None:
-    """The file that holds the task, found without importing anything; None when it is not a plain source file."""
+    """Return the file of a task, found without importing it; None if it is no source file."""
     module, colon, _ = use.partition(":")
     if module.endswith(".py"):
         return Path(module)
@@ -92,7 +96,10 @@ def _is_file(path: Path) -> bool:
 
 
 def find_parameters(use: str) -> list[Parameter] | None:
-    """The constructor's parameters of the class that `use` names; None when they cannot be seen without importing."""
+    """Return the constructor's parameters of `use`; None when only an import can show them.
+
+    Raises TaskError where the file or the class is missing or not valid Python.
+    """
     _, colon, name = use.partition(":")
     path = find_source(use)
     if path is None:
@@ -121,20 +128,20 @@ def find_parameters(use: str) -> list[Parameter] | None:
 
 
 def find_unguarded_run(path: Path) -> int | None:
-    """The line of a script that starts a Run or an attach whenever it is imported; None where nothing says so without running it.
+    """Return the line of a script that starts a Run or an attach on import; None if there is none.
 
-    What stands under an `if`, and what follows one that may end the script, is left to the import.
+    Statements under an `if`, and those after a statement that may end the script, are not checked.
     """
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # the import tells it better
+        return None  # the import reports it better
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     return _find_start(tree.body, _names_of_starters(tree) - functions.keys(), functions)
 
 
 def _names_of_starters(tree: ast.Module) -> set[str]:
-    """What Run and attach are called in a script."""
+    """Return the names of Run and attach in a script."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "surefoot":
@@ -146,7 +153,7 @@ def _names_of_starters(tree: ast.Module) -> set[str]:
 
 
 def _find_start(body: Sequence[ast.stmt], starters: set[str], functions: Mapping[str, ast.FunctionDef]) -> int | None:
-    """The line in `body`, or in a function that it calls, where a run starts without a condition."""
+    """Return the line in `body`, or in a function called there, that always starts a run."""
     for node in body:
         if isinstance(node, ast.If | ast.While | ast.Match):
             if _may_end(node) and not _is_main_guard(node):
@@ -169,7 +176,7 @@ def _find_start(body: Sequence[ast.stmt], starters: set[str], functions: Mapping
 
 
 def _may_end(node: ast.stmt) -> bool:
-    """Whether a statement may leave the script or the function before what follows it."""
+    """Return whether a statement may leave the script or the function."""
     calls = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
     leaves = any(isinstance(each, ast.Return | ast.Raise | ast.Break | ast.Continue) for each in ast.walk(node))
     return leaves or not {"exit", "_exit", "quit", "abort", "skip"}.isdisjoint(calls)
@@ -180,7 +187,7 @@ def _is_main_guard(node: ast.stmt) -> bool:
 
 
 def _first_public(tree: ast.Module) -> str | None:
-    """The first name of `__all__`, where that is a plain list."""
+    """Return the first name of `__all__`, if that is a plain list."""
     for node in tree.body:
         if (
             isinstance(node, ast.Assign | ast.AnnAssign)
@@ -194,7 +201,10 @@ def _first_public(tree: ast.Module) -> str | None:
 
 
 def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Whether `name` is imported, assigned or defined under a condition: then only an import can tell what it is."""
+    """Return whether `name` is imported, assigned, or defined under a condition.
+
+    Only an import can show what such a name is.
+    """
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) and any(
             (alias.asname or alias.name) in (name, "*") for alias in node.names
@@ -254,7 +264,10 @@ def _of_field(item: ast.AnnAssign) -> Parameter:
 
 
 def _fits(value: Any, annotation: ast.expr) -> bool:
-    """Whether a TOML value fits an annotation; what is not a simple type always does."""
+    """Return whether a TOML value fits an annotation.
+
+    True for an annotation that is not a simple type.
+    """
     if isinstance(annotation, ast.Constant):
         return value is None if annotation.value is None else _fits_text(value, annotation.value)
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
@@ -267,7 +280,7 @@ def _fits(value: Any, annotation: ast.expr) -> bool:
 
 
 def _fits_text(value: Any, text: object) -> bool:
-    """An annotation in quotes."""
+    """Return whether a value fits an annotation in quotes."""
     if not isinstance(text, str):
         return True
     try:

@@ -1,4 +1,4 @@
-"""A spec from TOML, with bases, overrides, and the place that each value came from; and back to TOML."""
+"""Read a spec from TOML, with bases, overrides and the origin of each value; write it to TOML."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za
 
 @dataclass(frozen=True)
 class Origin:
-    """A spec with the place of each value: `optim.lr` -> `mine.toml:7`, `--set`, or nothing for a default."""
+    """A spec with the origin of each value: `optim.lr` -> `mine.toml:7` or `--set`.
+
+    A default has no origin.
+    """
 
     spec: RunSpec
     places: Mapping[str, str] = field(default_factory=dict)
 
 
 def builtin_folder() -> Path:
-    """Where the recipes of the built-in tasks lie, found without importing them."""
+    """Return the folder of the built-in tasks and their recipes, found without importing them."""
     found = importlib.util.find_spec("surefoot")
     if found is None or found.origin is None:
         raise SpecError("the package surefoot cannot be found")
@@ -47,16 +50,25 @@ def builtin_names() -> list[str]:
 
 
 def read(given: str, overrides: Sequence[tuple[str, Any, str]] = (), *, decided: Collection[str] = ()) -> Origin:
-    """The spec that `given` names: a TOML file, a built-in task's name, or `file.py:Task`; `overrides` are (key, value, origin).
+    """Return the spec that `given` names.
 
-    A command that sets some keys itself names them in `decided`: what has an effect beside other values of those is not refused.
-    Raises SpecError with file, line and the nearest right name.
+    Args:
+        given: a TOML file, a built-in task's name, or `file.py:Task`.
+        overrides: (key, value, origin) of each override.
+        decided: keys that the calling command sets itself; a key that has an effect only with other
+            values of these is not refused.
+
+    Raises:
+        SpecError: with file, line and the nearest valid name.
     """
     return _made(_tables_of(given, Path.cwd(), depth=0), overrides, decided=decided)
 
 
 def read_written(path: Path | str) -> RunSpec:
-    """The spec in a file that surefoot wrote, for a process of its own: it was checked, and nothing in it is refused for being idle."""
+    """Return the spec in a file that surefoot wrote for one of its processes.
+
+    It was checked before, so keys without effect are accepted.
+    """
     stated = _tables_of(str(path), Path.cwd(), depth=0)
     return _made(stated, (), allowed=find_idle_keys(stated[0])).spec
 
@@ -64,9 +76,11 @@ def read_written(path: Path | str) -> RunSpec:
 def read_of_run(
     run: Path, overrides: Sequence[tuple[str, Any, str]] = (), *, task: str | None = None, checks_task: bool = True
 ) -> Origin:  # fmt: skip
-    """The spec of the run in a folder. `task` (`file.py:Task`) names the same task in another place, with the same parameters.
+    """Return the spec of the run in a folder.
 
-    With `checks_task` false the task need not be there. Raises RunFolderError for a folder that is no run, SpecError as `read` does.
+    `task` (`file.py:Task`) names the same task at another path, with the same parameters. With
+    `checks_task` false the task may be missing. Raises RunFolderError for a folder that is not a
+    run, SpecError as `read` does.
     """
     try:
         files.check_no_link(run, FILE)
@@ -89,7 +103,7 @@ def _made(
     stated: tuple[dict[str, Any], dict[str, str]], overrides: Sequence[tuple[str, Any, str]], *, checks_task: bool = True,
     allowed: Collection[str] = (), decided: Collection[str] = (),
 ) -> Origin:  # fmt: skip
-    """The spec of tables with overrides; keys in `allowed` may have no effect."""
+    """Return the spec of tables with overrides; keys in `allowed` may have no effect."""
     tables, places = stated
     before = find_idle_keys(tables)
     for key, value, origin in overrides:
@@ -107,7 +121,10 @@ def _made(
 
 
 def _without_overruled(tables: dict[str, Any], places: dict[str, str], kept: Collection[str]) -> dict[str, Any]:
-    """The tables without what a later file or flag has left without effect, as `momentum` where it names another optimizer."""
+    """Return the tables without keys that a later file or flag made ineffective.
+
+    An example is `momentum` where the later file names another optimizer.
+    """
     made, gone = leave_out_idle(tables, kept)
     for key in gone:
         places.pop(key, None)
@@ -119,18 +136,24 @@ def _short(key: str) -> str:
 
 
 def _key_in(message: str) -> tuple[str, ...]:
-    """The dotted key that a message speaks of, as in `schedule.cycle is ...`: the schedule checks itself and knows no file."""
+    """Return the dotted key in a message such as `schedule.cycle is ...`.
+
+    The schedule checks itself and knows no file.
+    """
     found = re.search(r"\b([a-z_]+)\.([a-z_]+)\b", message)
     return found.groups() if found else ("schedule",)
 
 
 def write(spec: RunSpec) -> str:
-    """The TOML of `spec`, without keys that have their default value; `read` gives the same spec again."""
+    """Return the TOML of `spec` without default values; `read` returns the same spec from it."""
     return tomli_w.dumps(spec.as_tables())
 
 
 def parse_set(text: str) -> tuple[str, Any, str]:
-    """`table.key=value` of `--set`; the value is read as TOML, else as a string."""
+    """Return key, value and origin of a `--set table.key=value`.
+
+    The value is parsed as TOML, else used as a string.
+    """
     key, equals, value = text.partition("=")
     if not equals or key.count(".") < 1 or not all(key.split(".")):
         raise SpecError(f"--set {text!r} is not table.key=value", hint="for example --set optim.lr=0.01")
@@ -163,7 +186,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
     text = _read_text(path)
     try:
         stated = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # besides its own, tomllib lets out a giant integer's and a deep nesting's
+    except (ValueError, RecursionError) as error:  # tomllib lets through errors of huge integers and of deep nesting
         classes = re.findall(r"^class (\w+)", text, re.MULTILINE) if path.suffix == ".py" else []
         ways = f"name its class: {path.name}:{classes[0]}" if classes else "surefoot init NEW writes one that runs"
         raise SpecError(f"{path} is not TOML, the form of a spec: {error}", hint=ways) from None
@@ -194,7 +217,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
             into[key] = value
             line = lines.get(f"{table}.{key}", lines.get(table, 1))
             places[f"{table}.{key}"] = f"{path.name}:{line}"
-        places[table] = f"{path.name}:{lines.get(table, 1)}"  # of what is wrong with the table as a whole
+        places[table] = f"{path.name}:{lines.get(table, 1)}"  # for what is wrong with the table as a whole
     return (tables if base is None else _without_overruled(tables, places, kept)), places
 
 
@@ -202,7 +225,7 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is larger than 1 MiB, which no spec is")
-        return path.read_text(encoding="utf-8-sig")  # with the mark that editors on Windows write at the beginning, or without
+        return path.read_text(encoding="utf-8-sig")  # with or without the byte order mark that editors on Windows write
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file, which is saved as UTF-8") from None
     except OSError as error:
@@ -210,7 +233,7 @@ def _read_text(path: Path) -> str:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """`table.key` -> line number; tomllib does not keep it."""
+    """Return the line number of each `table.key`, which tomllib does not keep."""
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -261,7 +284,7 @@ def _override(tables: dict[str, Any], places: dict[str, str], key: str, value: A
 
 
 def rows(origin: Origin) -> list[tuple[str, Any, str]]:
-    """Every value of the spec as (key, value, where it came from), defaults included."""
+    """Return every value of the spec as (key, value, origin), defaults included."""
     dumped = origin.spec.model_dump(mode="python")
     dumped["task"] = {"use": origin.spec.task.use, **origin.spec.task.parameters}
     dumped["schedule"] = origin.spec.schedule.effective()

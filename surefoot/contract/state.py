@@ -1,4 +1,4 @@
-"""What one step did, and what a run holds at a step. Reading a value of a StepReport is what waits for the device."""
+"""The result of a step, and the state of a run. Reading a value of a StepReport synchronizes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ if TYPE_CHECKING:
 
 
 def master_of(parameter: Tensor) -> Tensor:
-    """What the optimiser moves: the fp32 master of a parameter that is stored in fewer bits, or itself where it has none."""
+    """Return the tensor that the optimizer updates.
+
+    That is the fp32 master of a parameter stored in fewer bits, or the parameter itself.
+    """
     master: Tensor = getattr(parameter, "master", parameter)
     return master
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """What the model computes with: the parameter that `tensor` is the master of, or itself."""
+    """Return the model parameter of which `tensor` is the master, or `tensor` itself."""
     parameter: Tensor = getattr(tensor, "served", tensor)
     return parameter
 
 
 class Owner(Protocol):
-    """Who tells a model's parameters that their parts have moved."""
+    """Owner of sharded parameters; `publish` writes updated rows back to the model."""
 
     def publish(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows `start`, `start + 1`, ... of a tensor of shape `whole`, which this rank holds and moves."""
+    """The rows from `start` on of a tensor of shape `whole`, which this rank stores and updates."""
 
     start: int
     whole: tuple[int, ...]
@@ -39,13 +42,13 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part | None:
-    """Which part of a whole `tensor` is; None where it is all of it."""
+    """Return which part of a whole tensor `tensor` is; None where it is all of it."""
     part: Part | None = getattr(tensor, "part", None)
     return part
 
 
 def laid_by(kept: Tensor, moved: Tensor) -> Tensor:
-    """`kept`, known as the same part of a whole that `moved` is."""
+    """Mark `kept` as the same part of a whole tensor as `moved`, and return it."""
     part = part_of(moved)
     if part is not None:
         kept.part = part  # type: ignore[attr-defined]
@@ -53,9 +56,9 @@ def laid_by(kept: Tensor, moved: Tensor) -> Tensor:
 
 
 def laid_as(kept: Tensor, moved: Tensor) -> Tensor:
-    """What an optimiser keeps of each number of `moved`, laid out in memory as that is: fused kernels go through both side by side.
+    """Return the optimizer state `kept` with the strides of `moved`, as fused kernels require.
 
-    A file holds every tensor row by row, and the filters of a model may stand channels last.
+    A file stores every tensor in row-major order, while convolution weights may be channels last.
     """
     if kept.shape != moved.shape or kept.stride() == moved.stride() or not kept.is_floating_point():
         return kept
@@ -64,7 +67,10 @@ def laid_as(kept: Tensor, moved: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The loss scale after a step, and whether its gradients overflowed; read when they are asked for."""
+    """The loss scale after a step, and whether its gradients overflowed.
+
+    Tensors are read from the device on demand.
+    """
 
     scale: float | Tensor
     overflowed: bool | Tensor
@@ -72,9 +78,12 @@ class Scaling:
 
 @dataclass(slots=True)
 class StepReport:
-    """What one optimiser step did. Nothing waits for the device until `loss`, `gradient_norm` or `applied` is read.
+    """Report of one optimizer step; reading its values waits for the device.
 
-    `step` counts from 1, `epoch` is the fraction of the data seen, `num_samples` what this step consumed.
+    These are `loss`, `gradient_norm` and `applied`; nothing waits before they are read.
+
+    `step` counts from 1, `epoch` is the fraction of the data seen, `num_samples` the number of
+    samples that this step consumed.
     """
 
     step: int
@@ -90,34 +99,43 @@ class StepReport:
 
     @property
     def terms(self) -> dict[str, float | None]:
-        """Each term's mean: its total over its count, None where the count is 0."""
+        """Mean of each term: its total over its count, None where the count is 0."""
         return {name: float(total) / float(count) if float(count) else None for name, (total, count, _) in self.totals.items()}
 
     @property
     def loss(self) -> float | None:
-        """The weighted sum of the terms' means over the whole global batch; None where no update ran in this step, or no item counted."""
+        """Weighted sum of the terms' means over the whole global batch.
+
+        None where no update ran in this step, or no item counted.
+        """
         if not any(float(count) for _, count, _ in self.totals.values()):
             return None
         return sum(weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count))
 
     @property
     def gradient_norm(self) -> float | None:
-        """The global norm before clipping; None where several updates have several."""
+        """Global norm before clipping; None with several updates, of which each has a norm."""
         return None if self.norm is None else float(self.norm)
 
     @property
     def empty_updates(self) -> tuple[str, ...]:
-        """The updates whose loss counted no item in the whole global batch: they were skipped."""
+        """Updates that were skipped, since their loss counted no item in the whole global batch."""
         return tuple(name for name, keys in self.updates.items() if not any(float(self.totals[key][1]) for key in keys))
 
     @property
     def applied(self) -> bool:
-        """False when the step was skipped: its gradient was not finite, or its loss counted no item."""
+        """Whether the weights were updated.
+
+        False if the step was skipped: its gradient was non-finite, or its loss counted no item.
+        """
         return bool(self.was_applied)
 
     @property
     def overflowed(self) -> bool:
-        """Whether gradients overflowed fp16 though the losses are finite, which the loss scale answers."""
+        """Whether gradients overflowed fp16 although the losses are finite.
+
+        The loss scale is reduced then.
+        """
         return self.scaling is not None and bool(self.scaling.overflowed)
 
     @property
@@ -128,7 +146,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where the time went: seconds by phase (those without any left out), wall seconds by step, and the steps that stood out.
+    """Time of steps: seconds by phase (empty phases left out), wall seconds by step, and outliers.
 
     An outlier has `step`, `elapsed_s` and `cause`.
     """
@@ -140,7 +158,11 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """One compilation of one function: `why_again` is None for its first, `ended_early` names the line and reason of a graph break."""
+    """A compilation of a function.
+
+    `why_again` is the reason of a recompilation, None for the first compilation; `ended_early`
+    names the line and reason of a graph break.
+    """
 
     function: str
     file: str
@@ -153,7 +175,7 @@ class Compilation:
 
     @property
     def words(self) -> str:
-        """In a line for a person."""
+        """The compilation as one line of text."""
         where = f"{self.function} ({PurePath(self.file).name}:{self.line})" if self.function else "code"
         what = "the backward pass" if self.is_backward else where
         again = "" if self.why_again is None else f" again: {self.why_again}"

@@ -1,6 +1,7 @@
-"""What the user writes: a task, its source, its loss, its updates, its metrics; and the one place that loads it by name.
+"""The protocol of a task (its source, loss, updates, metrics), and loading a task by name.
 
-Nothing here imports torch when imported. Optional parts of a task are looked up once, in `resolve`; absent is None.
+Importing this module does not import torch. Optional parts of a task are looked up once, in
+`resolve`; a missing part is None.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ if TYPE_CHECKING:
 Batch = Any
 Output = Any
 Guarantee = Literal["proven", "replayed", "none"]
-OnRanks = Literal["replicated", "per_rank"]  # an entry of a task's state() is the same on all ranks, or each rank has its own
+OnRanks = Literal["replicated", "per_rank"]  # an entry of a task's state(): the same on all ranks, or one per rank
 SHOULD_HAVE = ("model", "data", "forward", "loss")
 MAY_HAVE = (
     "augment", "counts", "metrics", "blocks", "tensor_plan", "parameter_groups", "optimizer", "schedule", "state", "updates",
 )  # fmt: skip
-OF_A_FILE = "surefoot_task_"  # begins the name of the module that a task file is
-_imported: ContextVar[tuple[str, ...]] = ContextVar("imported", default=())  # what surefoot imports now, outermost first
+OF_A_FILE = "surefoot_task_"  # prefix of the module name of a task file
+_imported: ContextVar[tuple[str, ...]] = ContextVar("imported", default=())  # modules that surefoot is importing, outermost first
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples by number: knows how to read any of them, never the order in which they come."""
+    """Data that returns samples by number; it does not decide their order."""
 
     guarantee: Guarantee
     digest: str
@@ -48,7 +49,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, ids: np.ndarray) -> Batch:
-        """The batch of the samples `ids` (int64, shape (batch,)), in that order."""
+        """Return the batch of the samples `ids` (int64, shape (batch,)), in that order."""
         ...
 
     def describe(self) -> str: ...
@@ -56,12 +57,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a loss: `total` is the *sum* over `count` items; the step divides it by the count of the whole global batch.
+    """A term of a loss: `total` is the *sum* over `count` items, not their mean.
 
-    `total` is a scalar tensor that carries a gradient, `count` an int (or a scalar tensor), `weight` multiplies the term's mean.
+    The step divides `total` by the count of the whole global batch. `total` is a scalar tensor with
+    a gradient, `count` an int (or a scalar tensor), `weight` multiplies the term's mean.
 
-    A `fixed` term does not depend on the batch (a penalty on weights, boundary points): it counts once a step. Where the step is split
-    over microbatches or ranks, the mean of the term over them is taken, and `counts(batch)` need not name it.
+    A `fixed` term does not depend on the batch (a penalty on weights, boundary points): it counts
+    once per step. Where the step is split over microbatches or ranks, the mean of the term over
+    them is used, and `counts(batch)` need not contain it.
     """
 
     name: str
@@ -72,7 +75,10 @@ class Term:
 
 
 class Loss:
-    """A sum of terms, each a total with its own count. `additive=False` marks one that may not be split over microbatches."""
+    """A sum of terms, each a total with its count.
+
+    With `additive=False` the loss may not be split over microbatches.
+    """
 
     __slots__ = ("additive", "terms")
 
@@ -82,7 +88,10 @@ class Loss:
 
     @classmethod
     def sum(cls, total: Tensor, count: int | Tensor, *, name: str = "loss", additive: bool = True) -> Loss:
-        """A loss of one term: `total` summed over `count` items, as `cross_entropy(..., reduction="sum")` gives it."""
+        """Return a loss of one term: `total`, the sum over `count` items.
+
+        `cross_entropy(..., reduction="sum")` returns such a sum.
+        """
         return cls(Term(name, total, count), additive=additive)
 
     def __repr__(self) -> str:
@@ -90,7 +99,10 @@ class Loss:
 
 
 def as_loss(made: object, name: str) -> Loss:
-    """`made`, which the loss of `name` gave; raises TaskError when it is something else than a Loss of scalars."""
+    """Return `made`, the result of the loss of `name`, if it is a Loss of scalars.
+
+    Raises TaskError otherwise.
+    """
     if not isinstance(made, Loss):
         raise TaskError(
             f"the loss of {name} is a {type(made).__name__}, not a Loss",
@@ -108,9 +120,10 @@ def as_loss(made: object, name: str) -> Loss:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimiser update of a step: what it minimises, over which parameters, every how many steps.
+    """An optimizer update of a step: its loss, its parameters, and every how many steps it runs.
 
-    `loss(model, batch) -> Loss`; `optimizer` None means that the spec's optimiser is built over `parameters`.
+    `loss(model, batch) -> Loss`; with `optimizer` None the spec's optimizer is built over
+    `parameters`.
     """
 
     name: str
@@ -128,14 +141,15 @@ class Metric(Protocol):
     def merge(self, other: Any) -> Metric: ...
 
     def value(self) -> float | None:
-        """The value over all that was merged, None if nothing was."""
+        """Return the value over everything that was merged; None if nothing was."""
         ...
 
 
 class Task(Protocol):
-    """The four methods a task must have. Optional ones: see `Resolved`.
+    """The four methods that a task must have. For optional ones see `Resolved`.
 
-    `updates(model)` stands in for `loss` in training; `forward` then says what the model is used for in evaluation and prediction.
+    A task with `updates(model)` needs no `loss` for training; its `forward` is used in evaluation
+    and prediction.
     """
 
     def model(self) -> nn.Module: ...
@@ -149,7 +163,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A task with each optional part looked up once; what the task does not have is None."""
+    """A task with each optional part looked up once; a part that the task does not have is None."""
 
     task: Task
     name: str
@@ -169,7 +183,7 @@ class Resolved:
 
 
 def resolve(task: Task, importable: str | None = None) -> Resolved:
-    """Look every optional part of `task` up, once.
+    """Look up every optional part of `task` once.
 
     Raises TaskError when one of model, data, forward, loss is missing, or a part is not callable.
     """
@@ -177,7 +191,7 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     if isinstance(task, type):
         raise TaskError(f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()")
     missing = [part for part in SHOULD_HAVE if not callable(getattr(task, part, None))]
-    if callable(getattr(task, "updates", None)):  # they say what is trained; forward says what the finished model is used for
+    if callable(getattr(task, "updates", None)):  # `updates` defines the training; `forward` is for evaluation and prediction
         evaluated = any(callable(getattr(task, part, None)) for part in ("metrics", "loss"))
         missing = [part for part in missing if part != "loss" and (part != "forward" or evaluated)]
     if missing:
@@ -201,9 +215,10 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
 
 
 def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
-    """Import the class that `use` names and build it: a built-in's name, `file.py:Class` or `package.module:Class`.
+    """Import the class that `use` names and build it with `parameters`.
 
-    Raises TaskError when it cannot be found or built; the user's own exception is chained.
+    `use` is a built-in task's name, `file.py:Class` or `package.module:Class`. Raises TaskError
+    when the class cannot be found or built; the user's exception is chained.
     """
     module_name, _, class_name = use.partition(":")
     module = _find_main(module_name, class_name)
@@ -241,7 +256,10 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
 
 
 def _find_main(module_name: str, class_name: str) -> ModuleType | None:
-    """The script that runs now, where it is the module of that name and holds the class: importing it would run it once more."""
+    """Return the running script if it is the named module and holds the class.
+
+    Importing it would run it once more.
+    """
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if module_name.endswith(".py"):
@@ -253,7 +271,7 @@ def _find_main(module_name: str, class_name: str) -> ModuleType | None:
 
 @contextlib.contextmanager
 def _importing(name: str) -> Iterator[None]:
-    """Mark that surefoot imports the module or file `name`, so that a run that the import starts is refused."""
+    """Record that surefoot imports `name`, so that a run that the import starts is refused."""
     token = _imported.set((*_imported.get(), name))
     try:
         yield
@@ -262,9 +280,12 @@ def _importing(name: str) -> Iterator[None]:
 
 
 def check_not_importing() -> None:
-    """Raise TaskError for a run that is started by the import of a script: by surefoot, for its task, or by a spawned process."""
+    """Raise TaskError for a run that is started by the import of a script.
+
+    The script is imported by surefoot for its task, or by a spawned process.
+    """
     names = _imported.get()
-    # the mark by which multiprocessing itself refuses to start processes while a spawned one imports the script
+    # the attribute by which multiprocessing refuses to start processes while a spawned one imports the script
     is_spawned = getattr(getattr(sys.modules.get("multiprocessing"), "current_process", lambda: None)(), "_inheriting", False)
     if names or is_spawned:
         raise _unguarded(f"{names[-1] if names else getattr(sys.modules.get('__mp_main__'), '__file__', 'the script')}")
@@ -278,26 +299,29 @@ def _unguarded(where: str) -> TaskError:
 
 
 def _where(error: BaseException) -> str:
-    """The user's own line that led to `error`, as ` (my_task.py:3, in <module>)`."""
+    """Return the line of user code that led to `error`, as ` (my_task.py:3, in <module>)`."""
     own = frames.find_user_frame(error)
     return "" if own is None else f" ({own.filename}:{own.lineno}, in {own.name})"
 
 
 def find_use(task: object) -> str | None:
-    """The name by which a fresh process imports the class of `task`; None for one of a notebook or of a function's inside."""
+    """Return the name by which a fresh process can import the class of `task`.
+
+    None for a class defined in a notebook or inside a function.
+    """
     kind = type(task)
     module = sys.modules.get(kind.__module__)
     if module is None or getattr(module, kind.__qualname__, None) is not kind:
         return None
     file = Path(getattr(module, "__file__", None) or "")
     found = getattr(module, "__spec__", None)
-    if found is not None and (file.parent / "__init__.py").is_file():  # of a package: its own imports need its full name
+    if found is not None and (file.parent / "__init__.py").is_file():  # in a package: its relative imports need the full name
         return f"{found.name}:{kind.__name__}"
     return f"{file.resolve()}:{kind.__name__}" if file.suffix == ".py" else None
 
 
 def is_named(task: object, use: str) -> bool:
-    """Whether `use` names the class of `task`."""
+    """Return whether `use` names the class of `task`."""
     kind, path = type(task), signature.find_source(use)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     same_file = path is not None and file is not None and path.resolve() == Path(file).resolve()
@@ -305,9 +329,10 @@ def is_named(task: object, use: str) -> bool:
 
 
 def find_arguments(task: object) -> dict[str, Any] | None:
-    """The arguments that make an equal task, read from attributes of the parameters' own names; None where one cannot be known.
+    """Return the arguments that make an equal task; None where one cannot be known.
 
-    Dataclasses keep them so by themselves, and so does `self.width = width`. Values that are the default are left out.
+    They are read from attributes with the names of the parameters, which dataclasses have, and
+    classes that set `self.width = width`. Arguments that equal the default are left out.
     """
     try:
         parameters = inspect.signature(type(task)).parameters.values()
@@ -327,20 +352,26 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether TOML can write it."""
+    """Return whether TOML can represent the value."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, bool | int | float | str)
 
 
 def task_files() -> list[str]:
-    """The task files that this process has imported: another one has to before it can have what is defined in them."""
+    """Return the task files that this process has imported.
+
+    Another process must import them before it can unpickle objects defined in them.
+    """
     return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(OF_A_FILE)]
 
 
 def import_file(path: Path) -> Any:
-    """A task file as a module. Raises TaskError where there is none, and where it would start a run."""
-    if str(path.resolve()) in _imported.get():  # it loads a run of its own task: what it has defined so far is used
+    """Import a task file and return its module.
+
+    Raises TaskError where the file is missing, and where importing it would start a run.
+    """
+    if str(path.resolve()) in _imported.get():  # the file starts a run of its task: use what it has defined so far
         return sys.modules[f"{OF_A_FILE}{path.stem}"]
     if not path.is_file():
         raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
@@ -348,7 +379,7 @@ def import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")
-    if (line := signature.find_unguarded_run(path)) is not None:  # before anything of it runs, as what clears its run folder
+    if (line := signature.find_unguarded_run(path)) is not None:  # before any of it runs: it may clear its run folder
         raise _unguarded(f"{path}:{line}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

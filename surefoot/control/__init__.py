@@ -1,1 +1,1 @@
-"""The control wing: plans runs and reads what they wrote, without torch."""
+"""Modules that plan runs, launch them and read what they wrote, without torch."""

@@ -1,4 +1,4 @@
-"""An axis of a drawing: from where to where, and the round numbers along it."""
+"""An axis of a drawing: its range, and the round numbers along it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeGuard
 
-DECADES = 4  # of a log axis, at most: a cosine that ends near 0 would flatten all else
-LARGEST, TINY = 1e300, 1e-300  # beyond them the arithmetic of an axis is no longer that of numbers
+DECADES = 4  # of a log axis, at most: a cosine that ends near 0 would flatten everything else
+LARGEST, TINY = 1e300, 1e-300  # beyond these values the arithmetic of an axis overflows or underflows
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`, by powers of ten where it is `log`."""
+    """An axis from `low` to `high`, logarithmic if `log`."""
 
     low: float
     high: float
     log: bool = False
 
     def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high one.
+        """Return the relative position of a value: 0 at the low end, 1 at the high end.
 
         >>> Axis(0, 8).share(2), Axis(1, 100, log=True).share(10)
         (0.25, 0.5)
@@ -30,7 +30,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers along it, at most `most` of them; of a log axis every power of ten."""
+        """Return at most `most` round numbers along the axis; every power of ten on a log axis."""
         if not self.log:
             return round_numbers(self.low, self.high, most)
         decades = range(round(math.log10(self.low)), math.floor(math.log10(self.high) + 1e-9) + 1)
@@ -38,12 +38,15 @@ class Axis:
 
 
 def is_drawn(value: float | None) -> TypeGuard[float]:
-    """Whether an axis can hold it: None, what is not finite and what is beyond all measure are left out of a drawing."""
+    """Return whether an axis can show a value: not None, finite and below `LARGEST`."""
     return value is not None and abs(value) < LARGEST
 
 
 def find_axis(values: Iterable[float | None], *, log: bool = False, decades: int = DECADES) -> Axis | None:
-    """From the least to the greatest value; a linear axis starts at 0 where that costs little. None without a value to draw."""
+    """Return the axis from the smallest to the largest value; None without a value to draw.
+
+    A linear axis starts at 0 where that wastes little space.
+    """
     drawn = [value for value in values if is_drawn(value)]
     positive = [value for value in drawn if value > TINY]
     if log and positive:
@@ -61,7 +64,7 @@ def find_axis(values: Iterable[float | None], *, log: bool = False, decades: int
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most `most` of them.
+    """Return at most `most` round numbers from `low` to `high`: 1, 2, 2.5 or 5 times powers of ten.
 
     >>> round_numbers(0, 1, 5), round_numbers(0, 4680, 4)
     ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 2000.0, 4000.0])

@@ -1,23 +1,24 @@
-"""Every exception of surefoot; each says what was given, what is allowed and what to do.
+"""The exceptions of surefoot; each says what was given, what is allowed and what to do.
 
     SurefootError                   base; never raised itself
     |-- InputError            2     found before any work: nothing was written
-    |   |-- SpecError               a run specification: file, line, nearest right name
-    |   |-- TaskError               a task that cannot be found, lacks a method or breaks the contract
-    |   |-- DataError               data that is missing, truncated or of another format
-    |   |   `-- OtherDataError      data that are read again to resume, and are not those that were trained on
-    |   |-- RunFolderError          a folder that is no run, or the run of another spec
+    |   |-- SpecError               a wrong run specification: file, line, nearest valid name
+    |   |-- TaskError               a task that is missing, lacks a method or breaks the contract
+    |   |-- DataError               data that is missing, truncated or in another format
+    |   |   `-- OtherDataError      data read again to resume that differs from the trained data
+    |   |-- RunFolderError          a folder that is not a run, or the run of another spec
     |   `-- MissingExtra            an optional package that is not installed
-    `-- RunError                    the run began and could not go on; an Ended event holds the cause
-        |-- UserCodeError     3     the user's own code raised
-        |-- NumbersError      4     non-finite or diverged numbers
+    `-- RunError                    the run started and failed; an Ended event has the cause
+        |-- UserCodeError     3     user code raised an exception
+        |-- NumbersError      4     non-finite or diverged values
         |-- StorageError      5     the run folder can no longer be written
         |-- BadRecordError    6     a record could not be read
-        |-- OutOfMemory       7     a step needed more memory than there is
-        `-- LostRank          8     another rank of the run is gone, or did not begin
+        |-- OutOfMemory       7     a step needed more memory than available
+        `-- LostRank          8     another rank of the run failed, or did not start
 
-The number is the process's exit code. Besides: 0 done, 1 a verdict that does not hold, 70 an error of our own, 129 ended by
-SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.
+The number is the exit code of the process. Other exit codes: 0 success, 1 a failed verdict, 70 an
+internal error, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM,
+152 ended by SIGXCPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EXIT_CPU_TIME = 152
 
 
 class SurefootError(Exception):
-    """The base of the tree: a message, a hint that says what to do, and the exit code of the process."""
+    """Base of all errors: a message, a hint on what to do, and the exit code of the process."""
 
     exit_code = EXIT_INTERNAL
 
@@ -52,13 +53,16 @@ class SurefootError(Exception):
 
 
 class InputError(SurefootError):
-    """What was given cannot be run; nothing was written."""
+    """An input that cannot be run; nothing was written."""
 
     exit_code = 2
 
 
 class SpecError(InputError):
-    """A run specification that is wrong; `where` is `file:line` or the flag that gave the value, `key` its table and key."""
+    """A wrong run specification.
+
+    `where` is `file:line` or the flag that gave the value, `key` its table and key.
+    """
 
     def __init__(
         self, message: str, *, hint: str | None = None, where: str | None = None, key: tuple[str, ...] | None = None
@@ -72,19 +76,19 @@ class TaskError(InputError):
 
 
 class DataError(InputError):
-    """Data that is missing, truncated, or of another format."""
+    """Data that is missing, truncated, or in another format."""
 
 
 class OtherDataError(DataError):
-    """Data that are read again to resume, and are not those that were trained on."""
+    """Data that is read again to resume, and differs from the data that was trained on."""
 
 
 class RunFolderError(InputError):
-    """A folder that is no run, the run of another spec, or one that another process writes."""
+    """A folder that is not a run, the run of another spec, or one that another process writes."""
 
 
 class MissingExtra(InputError):
-    """An optional package that is not installed; names the extra that brings it."""
+    """An optional package that is not installed; names the extra that installs it."""
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(
@@ -97,7 +101,10 @@ class MissingExtra(InputError):
 
 @contextmanager
 def needing(package: str, *modules: str, extra: str, needed_for: str) -> Iterator[None]:
-    """Imports of `modules` inside raise MissingExtra where one is not installed; one that is there and broken raises its own error."""
+    """Raise MissingExtra for an import of `modules` inside the block that is not installed.
+
+    A package that is installed and broken raises its own error.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -107,7 +114,7 @@ def needing(package: str, *modules: str, extra: str, needed_for: str) -> Iterato
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-IN_TEXT = re.compile(r"\(os error ([0-9]+)\)")  # how libraries in Rust say it
+IN_TEXT = re.compile(r"\(os error ([0-9]+)\)")  # the error number in messages of Rust libraries
 MENDS = {
     **dict.fromkeys(FULL, "free some space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write there"),
@@ -120,7 +127,7 @@ MENDS = {
 
 
 def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
-    """What mends a write that the system refused with `error`, or what to do `instead`.
+    """Return what to do about a write that failed with `error`, or what to do `instead`.
 
     >>> hint_unwritten(OSError(errno.ENOSPC, "No space left on device"), "give another --run")
     'free some space, or give another --run'
@@ -132,7 +139,7 @@ def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
 
 
 def hint_unread(error: OSError) -> str:
-    """What to do about a file that the system did not open for reading.
+    """Return what to do about a file that could not be opened for reading.
 
     >>> hint_unread(PermissionError(errno.EACCES, "Permission denied"))
     'ask its owner for the right to read it'
@@ -145,48 +152,51 @@ def hint_unread(error: OSError) -> str:
 
 
 class RunError(SurefootError):
-    """The run began and could not go on."""
+    """A run that started and could not continue."""
 
 
 class UserCodeError(RunError):
-    """The user's own code raised; the message shows the user's own frame, the cause is chained."""
+    """An exception in user code; the message shows the user's frame, the cause is chained."""
 
     exit_code = 3
 
 
 class NumbersError(RunError):
-    """Loss, gradients or weights became non-finite, or the loss diverged."""
+    """Non-finite loss, gradients or weights, or a diverged loss."""
 
     exit_code = 4
 
 
 class StorageError(RunError):
-    """The run folder can no longer be written; `is_full` where what was missing is room on the disk, or in its user's share."""
+    """A run folder that can no longer be written.
+
+    `is_full` is True if the disk is full, or the user's quota is used up.
+    """
 
     exit_code = 5
     is_full = False
 
     @classmethod
     def of(cls, error: OSError, message: str) -> StorageError:
-        """What a disk refused with `error`, in the words of `message`."""
+        """Return the error for a write that failed with `error`, with the text `message`."""
         made = cls(message, hint=hint_unwritten(error))
         made.is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return made
 
 
 class BadRecordError(RunError):
-    """A record could not be read while the run went on."""
+    """A record that could not be read during the run."""
 
     exit_code = 6
 
 
 class OutOfMemory(RunError):
-    """A step, or an evaluation, needed more memory than there is."""
+    """A step or an evaluation that needed more memory than available."""
 
     exit_code = 7
 
 
 class LostRank(RunError):
-    """Another rank of the run is gone, or did not begin; the first that failed says why."""
+    """Another rank that failed or did not start; the first failed rank reports the reason."""
 
     exit_code = 8

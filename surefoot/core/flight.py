@@ -1,7 +1,8 @@
-"""What a rank does, told to whoever launched it, in memory that both have: a few numbers, written without waiting, read at any time.
+"""Flight record of a rank: a few numbers in memory shared with its launcher.
 
-The launcher makes one file of memory for each rank, and another that takes the stacks of its threads when it is asked by
-`core.signals.STACKS_SIGNAL`.
+The rank writes them without waiting, and the launcher reads them at any time. The launcher makes
+one in-memory file for the record of each rank, and another for the stacks of its threads, which the
+rank writes on `core.signals.STACKS_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 Result = TypeVar("Result")
-RANGE = "ranks: "  # what ranks do together is called so in a trace, and what follows
-KEPT = 16  # collectives of which kind and size are remembered
+RANGE = "ranks: "  # prefix of the name of a collective in a trace
+KEPT = 16  # number of the newest collectives whose kind and size are recorded
 NUM_BYTES = 64 + 8 * KEPT
-BUSY = -2  # in the place of a microbatch
-ROW = struct.Struct("<6q")  # step, microbatch, collectives begun, kind of the last, its bytes, when it was begun (0: it is over)
+BUSY = -2  # value of the microbatch while a rank is busy alone
+ROW = struct.Struct("<6q")  # step, microbatch, collectives started, kind of the last, its bytes, its start (0: it has ended)
 FIELD = struct.Struct("<q")
 STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
-RECALL, RECALLED = 48, 0x7265_6361_6C6C  # where a launcher writes that it ends the ranks to begin them anew, and what
-DISMISSED = 0x6469_736D_6973  # written in the same place: the rank is to end itself at once
-RECENT = struct.Struct(f"<{KEPT}q")  # of collective n in place n % KEPT: its size times 16 and its kind
+RECALL, RECALLED = 48, 0x7265_6361_6C6C  # where a launcher writes that it restarts the ranks, and the value
+DISMISSED = 0x6469_736D_6973  # value at the same offset: the rank must end itself at once
+RECENT = struct.Struct(f"<{KEPT}q")  # collective n at index n % KEPT: its size * 16 + its kind
 
 
 class Kind(IntEnum):
-    """What ranks do together."""
+    """Kinds of collectives."""
 
     NONE = 0
     SUM = 1
@@ -52,15 +53,17 @@ class Kind(IntEnum):
         }[self]  # fmt: skip
 
     def range(self, num_bytes: int) -> str:
-        """What it is called in a trace."""
+        """Return the name of the collective in a trace."""
         return f"{RANGE}{self.words} of {num_bytes} bytes"
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where a rank is: its `step` and `microbatch`, its `count`-th collective, and how long it has been in that one, or None.
+    """State of a rank: its step, its microbatch and its collective.
 
-    `recent` holds kind and bytes of the newest collectives by their number; bytes are -1 where ranks may differ in them.
+    `count` is the number of collectives started, `waits_s` the seconds in the current collective,
+    None outside of one. `recent` maps the numbers of the newest collectives to their kind and
+    bytes; bytes are -1 where they may differ between ranks.
     """
 
     step: int
@@ -73,13 +76,16 @@ class Record:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it saves, or does something else that only one rank does."""
+        """Whether the rank saves, or does something else that only one rank does."""
         return self.microbatch == BUSY
 
 
 class Seen(NamedTuple):
-    """One rank as its launcher sees it: its record, the letter of its state (proc(5)), its stack, innermost frame first, and the file that
-    it waits for, as `read of /data/part.tar`."""
+    """Observation of one rank by its launcher.
+
+    It holds the flight record, the letter of the process state (proc(5)), the stack, innermost
+    frame first, and the file that the rank waits for, such as `read of /data/part.tar`.
+    """
 
     rank: int
     record: Record
@@ -89,7 +95,10 @@ class Seen(NamedTuple):
 
 
 class Flight:
-    """The writing end, in the rank; `files` are the descriptors of its record and of the stacks that it writes when asked."""
+    """The writing end of a flight record, in the rank.
+
+    `files` are the descriptors of the record and of the stacks.
+    """
 
     def __init__(self, descriptor: int, stacks: int = -1) -> None:
         self.files = (descriptor, stacks)
@@ -97,16 +106,16 @@ class Flight:
         self._count = 0
 
     def step(self, number: int) -> None:
-        """A step begins."""
+        """Record that a step starts."""
         ROW.pack_into(self._map, 0, number, -1, self._count, 0, 0, 0)
 
     def microbatch(self, number: int) -> None:
-        """A pass of this step begins."""
+        """Record that the forward and backward pass of a microbatch starts."""
         FIELD.pack_into(self._map, MICROBATCH, number)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """This rank does what the others do not, and may take its time over it."""
+        """Record that this rank works alone inside the block, and may make the others wait."""
         FIELD.pack_into(self._map, MICROBATCH, BUSY)
         try:
             yield
@@ -114,9 +123,10 @@ class Flight:
             FIELD.pack_into(self._map, MICROBATCH, -1)
 
     def during(self, kind: Kind, num_bytes: int, job: Callable[[], Result], *, is_of_all: bool = True) -> Result:
-        """Do what all ranks do together, or (`is_of_all`) those of an axis, which may hold more than those of another.
+        """Run `job`, a collective, and record it.
 
-        Where it ends in an error the record stays as it is: whoever looks on sees in what.
+        With `is_of_all` False only the ranks of an axis take part, and sizes may differ between
+        them. If `job` raises, the record is left as it is, so that it shows the failed collective.
         """
         self._count += 1
         FIELD.pack_into(self._map, COUNT, self._count)
@@ -130,29 +140,29 @@ class Flight:
 
 
 def make_file(name: str) -> int:
-    """A file of memory that lives as long as somebody has it open; gives its descriptor."""
+    """Make an in-memory file that lives as long as a process has it open; return its descriptor."""
     descriptor = open_nameless(name)
     os.ftruncate(descriptor, NUM_BYTES)
     return descriptor
 
 
 def recall(descriptor: int) -> None:
-    """Tell a rank that it will be ended to begin anew: its end is not that of the run."""
+    """Tell a rank that its end will be a restart, not the end of the run."""
     os.pwrite(descriptor, FIELD.pack(RECALLED), RECALL)
 
 
 def is_recalled(descriptor: int | None) -> bool:
-    """Whether this rank's launcher told it so; False where nobody looks on."""
+    """Return whether the launcher announced a restart; False without a launcher."""
     return _is_written(descriptor, RECALLED)
 
 
 def dismiss(descriptor: int) -> None:
-    """Tell a rank to end itself at once, as a lost rank does: it, or another one, keeps the others waiting."""
+    """Make a rank end itself at once as a lost rank: it, or another rank, blocks the others."""
     os.pwrite(descriptor, FIELD.pack(DISMISSED), RECALL)
 
 
 def is_dismissed(descriptor: int) -> bool:
-    """Whether this rank was told so."""
+    """Return whether the launcher told this rank to end itself."""
     return _is_written(descriptor, DISMISSED)
 
 
@@ -161,12 +171,15 @@ def _is_written(descriptor: int | None, value: int) -> bool:
         return False
     try:
         return os.pread(descriptor, FIELD.size, RECALL) == FIELD.pack(value)
-    except OSError:  # a process that a rank began has its variables, and not its files
+    except OSError:  # a child process of a rank has its environment, and not its files
         return False
 
 
 def open_nameless(name: str) -> int:
-    """A file of memory, or one that has no name any more; gives its descriptor. `name` is for those who look at a process from outside."""
+    """Return the descriptor of an in-memory file, or of a temporary file without a name.
+
+    `name` is shown by tools that inspect the process.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -174,7 +187,7 @@ def open_nameless(name: str) -> int:
 
 
 def read(descriptor: int) -> Record:
-    """What a rank wrote last."""
+    """Return the flight record in a file."""
     step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack_from(content := os.pread(descriptor, NUM_BYTES, 0))
     waits_s = (time.monotonic_ns() - since_ns) / 1e9 if since_ns else None
     kept = RECENT.unpack_from(content, ROW.size + 16)

@@ -1,6 +1,6 @@
-"""What this machine is: processor, cores, memory; its peaks as measured, and what makers publish of theirs.
+"""Hardware: processor, cores and memory of this host, measured peaks and published peaks.
 
-A peak that nobody measured or published is None and prints n/a.
+A peak that was neither measured nor published is None and prints as n/a.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from surefoot.core.process.memory import find_limit
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most that a device does: FLOP/s of dense products by dtype, bytes/s of a copy (read and written), and the same within a cache.
+    """Peak performance of a device.
 
-    `threads` are the processor threads that did it, None on a device that has none; `source` says who says so.
+    `flops_per_s` holds FLOP/s of dense matmuls by dtype, `bytes_per_s` the bandwidth of a copy
+    (bytes read plus written), `cache_bytes_per_s` the same within a cache. `threads` is the number
+    of CPU threads used, None for other devices; `source` says where the values come from.
     """
 
     device: str
@@ -48,7 +50,7 @@ _PUBLISHED = (
 
 
 def find_published(device: str) -> Peaks | None:
-    """What the maker publishes of a GPU, by the whole name that its driver gives; None for one that is not in the table.
+    """Return the published peaks of a GPU by its full driver name; None if it is not in the table.
 
     >>> find_published("NVIDIA H200").flops_per_s["bf16"], find_published("NVIDIA H200 NVL")
     (989400000000000.0, None)
@@ -61,7 +63,10 @@ def find_published(device: str) -> Peaks | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One host as the operating system describes it; `memory_bytes` and `cores` are what this process may use, in its container too."""
+    """A host as described by the operating system.
+
+    `memory_bytes` and `cores` are what this process may use, also in a container.
+    """
 
     system: str
     processor: str
@@ -74,12 +79,12 @@ class Machine:
 
 
 def count_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def find_machine() -> Machine:
-    """Describe this host."""
+    """Return the description of this host."""
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=_processor_name() or platform.processor() or platform.machine(),
@@ -90,7 +95,7 @@ def find_machine() -> Machine:
 
 
 def find_processor_flags() -> frozenset[str]:
-    """The instruction sets that Linux lists of the processor, as `avx512_bf16`; empty where nothing lists them."""
+    """Return the instruction sets of the processor, such as `avx512_bf16`; empty if unknown."""
     listed = _of_processor("flags") or _of_processor("Features") or ""  # x86, ARM
     return frozenset(listed.split())
 
@@ -100,7 +105,7 @@ def _processor_name() -> str | None:
 
 
 def _of_processor(key: str) -> str | None:
-    """What /proc/cpuinfo says of the first processor."""
+    """Return a value of /proc/cpuinfo for the first processor; None if it is missing."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,7 @@
-"""Where this process stands: its rank among others and its host. The only reader of the environment; arguments win over it."""
+"""The rank and host of this process, and the only reader of the environment.
+
+Arguments take precedence over environment variables.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from surefoot.core.errors import InputError
 from surefoot.core.process import launchers
 from surefoot.core.process.forked import call_in_children
 
-# what a run records of its environment: the variables that can change numbers or speed
-FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of what a rank tells its launcher
-LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 meets the others
-FORKS = "SUREFOOT_FORKS"  # the descriptor of the socket over which a process is asked to fork ranks
+# environment variables that a run records: those that can change results or speed
+FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of the flight record and the stacks of a rank
+LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 accepts the others
+FORKS = "SUREFOOT_FORKS"  # the descriptor of the socket over which a process is requested to fork ranks
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 RECORDED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
@@ -30,15 +33,16 @@ MEANT = {
     "RANK": "ranks count from 0: set RANK to a number below WORLD_SIZE", "WORLD_SIZE": "set WORLD_SIZE to the number of ranks, or unset it",
     "LOCAL_RANK": "set LOCAL_RANK to the number of this rank on its host, from 0", "MASTER_PORT": "a port is a number from 1 to 65535",
 }  # fmt: skip
-TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # and those that say how ranks talk
+TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # prefixes of variables that configure communication
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One process among `world_size`: `rank` over all hosts, `local_rank` on its own.
+    """A process among `world_size`: `rank` over all hosts, `local_rank` on its host.
 
-    All of them meet at `meeting`:`port`, where rank 0 listens, by the socket `listens` if its launcher opened one; or the launcher does
-    (`has_agent`: torchrun). `restart` counts how often the launcher began them anew.
+    The ranks rendezvous at `meeting`:`port`, where rank 0 listens, by the socket `listens` if its
+    launcher opened one; or the launcher does (`has_agent`: torchrun). `restart` is the number of
+    restarts by the launcher.
     """
 
     rank: int = 0
@@ -51,18 +55,19 @@ class Place:
     has_agent: bool = False
     has_interface: bool = False
     restart: int = 0
-    told: tuple[int, int] | None = None  # where the launcher looks on: the flight record, the stacks
+    told: tuple[int, int] | None = None  # descriptors of the flight record and the stacks, if a launcher watches
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether all ranks are on this host, as far as the address says."""
+        """Whether all ranks are on this host, according to the rendezvous address."""
         return self.meeting in ("localhost", "::1") or self.meeting.startswith("127.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (torchrun's names).
 
-        Raises InputError when one is not a whole number, the rank lies outside the world, or several ranks have nowhere to meet.
+        Raises InputError when one is not an integer, the rank is out of range, or several ranks
+        have no rendezvous address.
         """
         values = {name: _whole(environ, name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))}
         if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
@@ -105,17 +110,17 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def here() -> Place:
-    """The place of this very process."""
+    """Return the `Place` of this process, from its environment."""
     return Place.from_environ(os.environ)
 
 
 def has_other_ranks() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several ranks."""
+    """Return whether a launcher such as torchrun started this process as one of several ranks."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def check_launcher() -> None:
-    """Raise InputError where srun, mpirun or another launcher started several processes that have not been told of each other."""
+    """Raise InputError for one of several processes without rank variables, as srun starts them."""
     tasks = launchers.find_tasks(os.environ)
     if tasks is not None:
         message, line = launchers.describe(tasks)
@@ -123,23 +128,23 @@ def check_launcher() -> None:
 
 
 def flight_file() -> int | None:
-    """The descriptor of the memory that this process and its launcher have, where there is one."""
+    """Return the descriptor of this rank's flight record; None without a launcher that reads it."""
     return _whole(os.environ, FLIGHT, 0) if FLIGHT in os.environ else None
 
 
 def recorded_variables() -> dict[str, str]:
-    """The variables that a run writes into its Started event."""
+    """Return the environment variables that a run records in its Started event."""
     talking = sorted(name for name in os.environ if name.startswith(TALKING))
     return {name: os.environ[name] for name in (*RECORDED, *talking) if name in os.environ}
 
 
 def variables_with(prefix: str) -> dict[str, str]:
-    """The variables whose names begin so."""
+    """Return the environment variables whose names start with `prefix`."""
     return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def set_variable(name: str, value: str) -> Callable[[], None]:
-    """Set a variable of this process; gives what puts back what was there."""
+    """Set an environment variable of this process; return a function that restores it."""
     before = os.environ.get(name)
     os.environ[name] = value
 
@@ -153,7 +158,10 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
 
 
 def take_forks() -> int | None:
-    """The socket over which this process is to be asked for ranks, if it is one; what it begins is not told so again."""
+    """Return the socket over which ranks are requested, if this process is a fork server.
+
+    The variable is removed, so that child processes do not inherit it.
+    """
     given = os.environ.pop(FORKS, "")
     with contextlib.suppress(OSError, OverflowError):
         return int(given) if given.isdecimal() and stat.S_ISSOCK(os.fstat(int(given)).st_mode) else None
@@ -161,33 +169,40 @@ def take_forks() -> int | None:
 
 
 def quiet_profiler() -> Callable[[], None]:
-    """Let torch's profiler keep notes of its own stages to itself, unless the environment says what it may tell; gives what ends that."""
+    """Silence the log of torch's profiler about its stages; return a function that undoes it.
+
+    Nothing changes if the environment sets the log level.
+    """
     return (lambda: None) if PROFILER_LOG in os.environ else set_variable(PROFILER_LOG, "99")
 
 
 def has_chosen_allocator() -> bool:
-    """Whether the environment says how memory is to be allocated, or by what."""
+    """Return whether the environment configures or replaces the memory allocator."""
     return any(name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES") for name in os.environ)
 
 
 def has_threads() -> bool:
-    """Whether the environment says how many threads a process computes with."""
+    """Return whether the environment sets the number of compute threads."""
     return "OMP_NUM_THREADS" in os.environ
 
 
 def whole_path(path: str | Path) -> Path:
-    """The path from the root, `~` resolved too: it stays the same file when the working folder changes."""
+    """Return the absolute path with `~` expanded, which does not depend on the working folder."""
     return Path(path).expanduser().absolute()
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/surefoot`, or `~/.cache/surefoot`."""
+    """Return `$XDG_CACHE_HOME/surefoot`, or `~/.cache/surefoot`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "surefoot"
 
 
 def child_environment(*, threads: int | None = None) -> dict[str, str]:
-    """The environment for a process of ours: this one's, with the thread counts given and this interpreter's folder first on PATH."""
+    """Return the environment for a process that surefoot starts.
+
+    It is that of this process, with the given thread counts, and with the folder of this
+    interpreter first on PATH.
+    """
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", "")))
     if threads is not None:
@@ -196,17 +211,18 @@ def child_environment(*, threads: int | None = None) -> dict[str, str]:
 
 
 def yield_to_others(nice: int) -> None:
-    """Lower the priority of this thread by `nice`, where threads have one of their own (Linux); those it starts inherit it."""
+    """Lower the priority of this thread by `nice`, on Linux; threads that it starts inherit it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
 
 
 def close_in_children(owner: Any) -> None:
-    """Close `owner._descriptor` in every process that is forked from this one, and set it to -1 there.
+    """Close `owner._descriptor` in every process forked from this one, and set it to -1 there.
 
-    A lock or a file that a forked worker inherits would stay held, or open, for as long as that worker lives, also after its parent
-    was killed. A program that is started instead (exec) inherits neither: the descriptors are opened with O_CLOEXEC.
+    A lock or a file that a forked worker inherits would stay held, or open, as long as that worker
+    lives, also after its parent was killed. A program that is started with exec inherits neither:
+    the descriptors are opened with O_CLOEXEC.
     """
     call_in_children(owner, _close_inherited)
 

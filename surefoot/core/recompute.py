@@ -1,7 +1,8 @@
-"""Recomputation: what its words mean, and which blocks to compute again so that the rest fits into a budget of bytes. Pure arithmetic.
+"""Activation checkpointing: its settings, and the choice of blocks for a memory budget.
 
-A block that is kept holds its inputs and all that its backward pass needs, from its forward pass on. One that is computed again
-holds its inputs alone, and the rest for the time of its own backward pass, when every block before it still holds what it holds.
+Pure arithmetic. A block that is kept holds its inputs and everything that its backward pass needs,
+from its forward pass on. A recomputed block holds only its inputs; during its backward pass it
+holds everything, while every block before it still holds what it holds.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from surefoot.core.errors import SpecError
 from surefoot.core.units import format_bytes, parse_bytes
 
 Kind = Literal["none", "full", "every", "operators", "budget"]
-RESOLUTION = 1 << 13  # times are counted in so small parts of all blocks' time; rounding 24 blocks costs under 0.15 %
+RESOLUTION = 1 << 13  # unit of time, as a share of all blocks' time; rounding 24 blocks costs under 0.15 %
 WORDS = '"none", "full", "every 2", "operators", or a budget as "12 MiB"'
 
 
 @dataclass(frozen=True)
 class How:
-    """What is computed again: no block, all, every `number`-th, the cheap operators of all, or as few as fit into `number` bytes."""
+    """Choice of what the backward pass recomputes.
+
+    "none": no block; "full": all blocks; "every": every `number`-th block; "operators": the cheap
+    operators of all blocks; "budget": as few blocks as fit into `number` bytes.
+    """
 
     kind: Kind
     number: int = 0
 
     @classmethod
     def parse(cls, text: str) -> How:
-        """Read "none", "full", "every N", "operators" or a number of bytes. Raises SpecError for anything else.
+        """Read "none", "full", "every N", "operators" or a number of bytes. Raises SpecError.
 
         >>> How.parse("every 3"), How.parse("12 MiB")
         (How(kind='every', number=3), How(kind='budget', number=12582912))
@@ -48,7 +53,10 @@ class How:
 
 @dataclass(frozen=True)
 class Cost:
-    """A block: the bytes of its inputs, those of all else that its backward pass needs, and the time to compute them again."""
+    """Cost of a block: bytes of its inputs, bytes of everything else that backward needs, seconds.
+
+    `again_s` is the time to recompute it.
+    """
 
     name: str
     input_bytes: int
@@ -61,12 +69,12 @@ class Cost:
 
 
 def smallest_budget(costs: Sequence[Cost]) -> int:
-    """The least that the blocks can hold: with each computed again, where one block whole and the inputs of all before it are most."""
+    """Return the smallest possible peak in bytes: that with each block recomputed."""
     return peak_bytes(costs, range(len(costs)))
 
 
 def peak_bytes(costs: Sequence[Cost], again: Container[int]) -> int:
-    """The most that the blocks hold at a time where those numbered in `again` are computed again.
+    """Return the peak bytes of the blocks when those with an index in `again` are recomputed.
 
     >>> blocks = [Cost("a", 1, 10, 1.0), Cost("b", 1, 10, 1.0)]
     >>> peak_bytes(blocks, ()), peak_bytes(blocks, {0}), peak_bytes(blocks, {1}), peak_bytes(blocks, {0, 1})
@@ -80,10 +88,11 @@ def peak_bytes(costs: Sequence[Cost], again: Container[int]) -> int:
 
 
 def choose(costs: Sequence[Cost], budget_bytes: int) -> frozenset[int]:
-    """The numbers of the blocks to compute again, in the least time, so that all hold at most `budget_bytes` at any time.
+    """Return the indices of the blocks to recompute so that the peak is within `budget_bytes`.
 
-    A dynamic program over what is held after each block: of two choices that hold as much only the faster goes on. A larger budget
-    never takes more time. Raises SpecError, with the smallest budget that can be met, where this one cannot.
+    The choice takes the least time. A dynamic program over the bytes held after each block keeps
+    only the faster of two choices with equal bytes. A larger budget never takes more time. Raises
+    SpecError, with the smallest possible budget, where this one cannot be met.
 
     >>> sorted(choose([Cost("a", 1, 10, 3.0), Cost("b", 1, 10, 1.0), Cost("c", 1, 10, 1.0)], 30))
     [1]

@@ -1,4 +1,4 @@
-"""What the signals that end a program do: by which name they are told, with which exit code, and who hears them."""
+"""Signals that end a program: their names, exit codes and handlers."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from typing import Any
 from surefoot.core.errors import EXIT_CPU_TIME, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_SIGNAL
 from surefoot.core.process.forked import Owner
 
-ENDINGS = {  # signal -> what it does to a run, its name for a person, the exit code
+ENDINGS = {  # signal -> what it does to a run, its display name, the exit code
     "SIGINT": ("interrupted by Ctrl-C", "Ctrl-C", EXIT_INTERRUPTED),
     "SIGTERM": ("ended by SIGTERM", "SIGTERM", EXIT_TERMINATED),
     "SIGHUP": ("ended by SIGHUP", "SIGHUP", EXIT_HUNG_UP),
     "SIGUSR2": ("ended by SIGUSR2", "SIGUSR2", EXIT_USER_SIGNAL),
     "SIGXCPU": ("ended by SIGXCPU", "SIGXCPU", EXIT_CPU_TIME),
 }
-OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")  # heard where nobody else does: submitit has a handler of its own for SIGUSR2
+OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")  # handled only where no handler is set: submitit has one for SIGUSR2
 # asks a rank for the stacks of its threads: no scheduler sends it, as SIGUSR1 and SIGUSR2 are sent
 STACKS_SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-# a person presses Ctrl-C twice; a scheduler's signals meet a busy machine
+# seconds in which repeats are ignored: a user presses Ctrl-C twice; a scheduler's signals meet a busy machine
 ECHO_S = {"SIGINT": 1.0, **dict.fromkeys(("SIGTERM", "SIGHUP", "SIGUSR2", "SIGXCPU"), 5.0)}
-_before: dict[int, Any] = {}  # of what this process listens to: what each signal did before the first
+_before: dict[int, Any] = {}  # what each signal did before this process first set a handler
 
 
-_forking = threading.local()  # the signals that a thread which forks had blocked before
+_forking = threading.local()  # the signals that a forking thread had blocked before
 
 
 def _hold_back() -> None:
-    """A SIGTERM to a child is not lost that comes before the child has put back what it does."""
+    """Block SIGTERM during a fork, so that none is lost before the child restores its handler."""
     _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _before else None
 
 
@@ -49,7 +49,10 @@ def _let_through() -> None:
 
 
 def _leave_to_child() -> None:
-    """What this process set for SIGTERM is not its children's: `terminate()`, and leaving a Pool, send it to end them."""
+    """Restore the previous SIGTERM handler in a child process.
+
+    `Process.terminate()` and the end of a Pool send SIGTERM to end children.
+    """
     before = _before.pop(signal.SIGTERM, None)
     _before.clear()
     if before is not None:
@@ -62,14 +65,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False) -> Callable[[], None]:
-    """Let a signal call `on_signal`; gives what puts back what it did before. With `has_echo` those that follow soon do nothing:
-    a scheduler sends it to every process of a job, their launcher among them, which sends it to its ranks too.
+    """Make a signal call `on_signal`; return a function that restores the previous handler.
 
-    A process that this one forks hears SIGTERM as before. Other signals reach a whole job: the first one does nothing there, so that
-    workers outlive the step that needs them, and a second one does what it did before.
+    With `has_echo`, repeats within a short time are ignored: a scheduler sends a signal to every
+    process of a job, their launcher among them, which forwards it to its ranks.
 
-    Nothing changes outside the main thread, which alone hears signals, nor in a process that was told to ignore this one, or that has a
-    handler for one of `OURS_BY_DEFAULT`.
+    In a forked process SIGTERM works as before. Other signals reach a whole job: there the first
+    one is ignored, so that workers outlive the step that needs them, and the second one does what
+    it did before.
+
+    Nothing changes outside the main thread, which alone handles signals, in a process that ignores
+    this signal, or where one of `OURS_BY_DEFAULT` has a handler already.
     """
     before, last_s = signal.getsignal(number), -math.inf
     name = signal.Signals(number).name
@@ -87,7 +93,7 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
         if is_outer:
             _before.pop(number, None)
 
-    owner, inherited = Owner(), 0  # how many came to a process that inherits this
+    owner, inherited = Owner(), 0  # number of signals that a forked process received
 
     def heard(number: int, frame: FrameType | None) -> None:
         nonlocal last_s, inherited
@@ -109,7 +115,10 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
 
 @contextlib.contextmanager
 def ending_by_signal() -> Iterator[None]:
-    """Signals that end, but for Ctrl-C, leave this block as an exception: processes and folders that it began do not outlive it."""
+    """Raise SystemExit in the block on an ending signal, except Ctrl-C.
+
+    Processes and folders that the block made are thus cleaned up.
+    """
 
     def end(code: int) -> None:
         raise SystemExit(code)
@@ -122,18 +131,22 @@ def ending_by_signal() -> Iterator[None]:
 
 
 def process_control() -> Any:
-    """The system's prctl(2), on Linux; None elsewhere."""
+    """Return prctl(2) of the C library, on Linux; None elsewhere."""
     return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
 def dying_with(parent: int) -> Callable[[], None]:
-    """What a new process calls first: the kernel ends it with its parent, if that has not ended already."""
+    """Return a function for a new process to call first, so that it dies with its parent.
+
+    The kernel kills the process when `parent` ends; the function kills it at once if that has
+    happened.
+    """
     control = process_control()
 
     def call() -> None:
         if control is not None:
             control(DIES_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the request
+        if os.getppid() != parent:  # the parent ended before the request
             os.kill(os.getpid(), signal.SIGKILL)
 
     return call

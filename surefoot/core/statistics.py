@@ -1,4 +1,7 @@
-"""Medians, intervals, paired ratios and robust z-scores: the one place. Numbers in, records out; every draw is seeded."""
+"""Medians, intervals, paired ratios and robust z-scores; every random draw is seeded.
+
+All statistics of surefoot are computed here.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from surefoot.core.units import format_number
 CONFIDENCE = 0.95
 RESAMPLES = 4000
 MAD_TO_SD = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
-FALSE_CALL = 0.015  # of a side, over all looks of a trial: of 20 trials without effect two show one in 3 of 100 such series
-FIRST_LOOK, LOOK_EVERY = 7, 4  # when a trial that may stop early is looked at: after 7 pairs, then after every 4 more
+FALSE_CALL = 0.015  # per side, over all looks of a trial: with 20 trials without effect, 3 of 100 such series show one twice
+FIRST_LOOK, LOOK_EVERY = 7, 4  # when a trial that may stop early is tested: after 7 pairs, then after every 4 more
 _BLOCK = 1 << 22  # resampled values held at once
 
 Verdict = Literal["no effect", "higher", "lower", "too few"]
@@ -26,7 +29,10 @@ Verdict = Literal["no effect", "higher", "lower", "too few"]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A median with its 95 % interval; `neutral` is the value that means no effect. No interval for fewer than 6 values."""
+    """A median with its 95 % interval; `neutral` is the value that means no effect.
+
+    There is no interval for fewer than 6 values.
+    """
 
     estimate: float
     low: float | None
@@ -36,7 +42,10 @@ class Interval:
 
     @property
     def verdict(self) -> Verdict:
-        """An interval that includes the neutral value is no effect, whatever the estimate says."""
+        """The conclusion from the interval: "no effect" if it includes the neutral value.
+
+        The estimate does not matter.
+        """
         if self.low is None or self.high is None:
             return "too few"
         if self.low <= self.neutral <= self.high:
@@ -49,12 +58,15 @@ class Interval:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean. Raises InputError for no values, as everything here does, and for what is not finite."""
+    """Return the arithmetic mean.
+
+    Raises InputError for no values and for non-finite ones, as do all functions of this module.
+    """
     return float(_checked(values).mean())
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
-    """Of the population the values are drawn from (n - 1); None for a single value.
+    """Return the standard deviation of the population (n - 1); None for a single value.
 
     >>> standard_deviation([2, 4, 4, 4, 5, 5, 7, 9]), standard_deviation([1])
     (2.138089935299395, None)
@@ -64,7 +76,7 @@ def standard_deviation(values: Sequence[float]) -> float | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two middle ones.
+    """Return the middle value, or the mean of the two middle ones.
 
     >>> median([3, 1, 2]), median([4, 1, 2, 3])
     (2.0, 2.5)
@@ -73,7 +85,9 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """The values below which each of `shares` (0 to 1) lies; linear between neighbours (Hyndman and Fan 1996, type 7).
+    """Return the quantiles at `shares` (0 to 1), interpolated linearly.
+
+    Hyndman and Fan 1996, type 7.
 
     >>> quantiles([1, 2, 3, 4, 5], [0, 0.5, 0.9, 1])
     [1.0, 3.0, 4.6, 5.0]
@@ -84,9 +98,10 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
 
 
 def robust_z(value: float, among: Sequence[float]) -> float:
-    """How many robust standard deviations `value` lies above the median of `among`: (x - median) / (1.4826 MAD).
+    """Return (value - median) / (1.4826 MAD) of `among`.
 
-    Infinite where the others are all alike and it is not. Iglewicz and Hoaglin 1993, "How to detect and handle outliers".
+    This is the number of robust standard deviations above the median. Infinite where the others are
+    all equal and `value` differs. Iglewicz and Hoaglin 1993, "How to detect and handle outliers".
 
     >>> robust_z(10, [1, 2, 3, 4, 5]) > 4, robust_z(3, [3, 3, 3]), robust_z(4, [3, 3, 3])
     (True, 0.0, inf)
@@ -100,12 +115,14 @@ def robust_z(value: float, among: Sequence[float]) -> float:
 
 
 def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """The bounds between which 95 % of the medians of 4,000 seeded resamples lie (Efron 1979; percentile method).
+    """Return the bounds of 95 % of the medians of 4,000 seeded resamples.
+
+    Efron 1979; percentile method.
 
     >>> bootstrap_median([1, 2, 3, 4, 5, 6, 7, 8, 9])
     (2.0, 8.0)
     """
-    checked = np.sort(_checked(values))  # the order in which the values came must not matter
+    checked = np.sort(_checked(values))  # the result must not depend on the order of the values
     generator = np.random.default_rng(seed)
     rows = max(1, _BLOCK // len(checked))
     sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
@@ -115,9 +132,11 @@ def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, 
 
 
 def sign_test_rank(count: int) -> int | None:
-    """The greatest k, counted from 0, for which the k-th least and k-th greatest of `count` values hold the median in 95 % of samples.
+    """Return the largest rank k whose order statistics enclose the median in 95 % of samples.
 
-    k or fewer values lie below the median as often as k or fewer of n coins fall heads. None for fewer than six values.
+    k counts from 0: the interval is from the k-th smallest to the k-th largest of `count` values. k
+    or fewer values are below the median as often as k or fewer of n coins show heads. None for
+    fewer than six values.
 
     >>> [sign_test_rank(count) for count in (5, 6, 9, 15)]
     [None, 0, 1, 3]
@@ -135,11 +154,12 @@ def sign_test_rank(count: int) -> int | None:
 
 
 def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int = 0) -> Interval:
-    """The median with a 95 % interval that keeps its word at every n.
+    """Return the median with a 95 % interval that has its coverage at every n.
 
-    It is the percentile bootstrap, widened to the exact interval of the sign test where that is wider: alone, the bootstrap of
-    a median covers 87 % at n = 7 and 93 % at n = 15. Of five values even the least and the greatest hold the median between
-    them only 93.75 % of the time, so fewer than six have no interval.
+    It is the percentile bootstrap, widened to the exact interval of the sign test where that is
+    wider: alone, the bootstrap of a median covers 87 % at n = 7 and 93 % at n = 15. The smallest
+    and the largest of five values enclose the median only 93.75 % of the time, so fewer than six
+    values have no interval.
 
     >>> print(median_interval([0.97, 0.99, 0.98, 0.96, 0.97, 0.98, 0.99, 0.97], neutral=1.0))
     0.975 (0.96 to 0.99, n = 8)
@@ -155,10 +175,11 @@ def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int 
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Interval:
-    """The median of candidate/baseline over pairs measured side by side; 1 is no effect, below 1 the candidate is less.
+    """Return the median of candidate / baseline over pairs measured side by side.
 
-    Pairing takes away what both arms share, such as a machine that slows down. Raises InputError for arms of unequal length,
-    or for values that are not above 0.
+    1 is no effect; below 1 the candidate is smaller. Pairing removes what both variants share, such
+    as a machine that slows down. Raises InputError for unequal lengths, or for values that are not
+    above 0.
 
     >>> paired_ratio([5, 10, 20, 40, 5, 10], [10, 20, 40, 80, 10, 20]).estimate
     0.5
@@ -170,7 +191,9 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, seed:
 
 
 def paired_difference(candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Interval:
-    """The median of candidate - baseline over pairs, for example one seed's score each; 0 is no effect.
+    """Return the median of candidate - baseline over pairs; 0 is no effect.
+
+    A pair is, for example, the scores of both with the same seed.
 
     >>> paired_difference([3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]).verdict
     'higher'
@@ -181,18 +204,20 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float], *, 
 
 @functools.cache
 def looks(most: int) -> dict[int, int]:
-    """When a trial of at most so many pairs is looked at, and the rank of its interval then: what is found holds whenever one stops.
+    """Return when a trial of at most `most` pairs is tested, and the rank of its interval then.
 
-    At the look after n pairs "lower" is said when at most k of the n ratios lie above 1. Without an effect each lies there as often as a
-    coin falls heads, so the chance to say so at any look is counted exactly over all sequences of coins; each k is the greatest that
-    keeps it, on each side, within 1.5 %. (A group-sequential sign test, as of Pocock 1977; a fixed interval that is read again and
-    again until it shows something is wrong far more often than it says.)
+    The result holds whenever the trial stops. After n pairs the verdict is "lower" when at most k
+    of the n ratios are above 1. Without an effect each ratio is above 1 as often as a coin shows
+    heads, so the probability of that verdict at any test is computed exactly over all sequences of
+    coins; each k is the largest that keeps it, on each side, within 1.5 %. (A group-sequential sign
+    test, as of Pocock 1977; a fixed interval that is read repeatedly until it shows an effect is
+    wrong far more often than its level.)
 
     >>> looks(15), looks(6)
     ({7: 0, 11: 1, 15: 2}, {})
     """
     found: dict[int, int] = {}
-    going = {0: 1.0}  # how many heads so far -> the share of sequences that have so many and were not stopped
+    going = {0: 1.0}  # number of heads so far -> the share of sequences with that number that were not stopped
     spent = 0.0
     for count in range(1, most + 1):
         thrown: dict[int, float] = {}
@@ -215,9 +240,10 @@ def looks(most: int) -> dict[int, int]:
 
 
 def sequential_ratio(candidate: Sequence[float], baseline: Sequence[float], *, most: int) -> Interval:
-    """The median of candidate/baseline with the interval that holds at every look of a trial of at most `most` pairs.
+    """Return the median of candidate / baseline with an interval valid at every test of a trial.
 
-    It has bounds only after as many pairs as `looks(most)` names.
+    The trial has at most `most` pairs. The interval has bounds only after the numbers of pairs in
+    `looks(most)`.
 
     >>> print(sequential_ratio([8, 8, 9, 8, 7, 8, 8], [10] * 7, most=15))
     0.8 (0.7 to 0.9, n = 7)
@@ -232,9 +258,10 @@ def sequential_ratio(candidate: Sequence[float], baseline: Sequence[float], *, m
 
 
 def student_quantile(freedom: int) -> float:
-    """The t that 97.5 % of Student's distribution with so many degrees of freedom lie below.
+    """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom.
 
-    Its distribution in closed form for a whole number of degrees: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+    The distribution has a closed form for integer degrees: Abramowitz and Stegun 1964, 26.7.3 and
+    26.7.4.
 
     >>> [round(student_quantile(n), 3) for n in (1, 2, 5, 30)]
     [12.706, 4.303, 2.571, 2.042]
@@ -247,7 +274,7 @@ def student_quantile(freedom: int) -> float:
 
 
 def _student_within(t: float, freedom: int) -> float:
-    """The share of Student's distribution between -t and t."""
+    """Return the share of Student's distribution between -t and t."""
     angle = math.atan(t / math.sqrt(freedom))
     term, total = (math.cos(angle), 0.0) if freedom % 2 else (1.0, 0.0)
     for k in range(1 if freedom % 2 == 0 else 2, freedom, 2):
@@ -259,9 +286,10 @@ def _student_within(t: float, freedom: int) -> float:
 
 
 def mean_difference(candidate: Sequence[float], baseline: Sequence[float], *, paired: bool = False) -> Interval:
-    """The mean of candidate - baseline with its 95 % interval by Student's t; 0 is no effect. For few runs whose scores scatter evenly.
+    """Return the mean of candidate - baseline, with its 95 % interval by Student's t.
 
-    Unpaired by Welch 1947, its degrees of freedom rounded down. One value on a side has no interval.
+    0 is no effect. For few runs whose scores have similar variance. Unpaired by Welch 1947, with
+    the degrees of freedom rounded down. One value on a side has no interval.
 
     >>> print(mean_difference([3, 4, 5], [1, 2, 3]))
     2 (-0.267 to 4.267, n = 3)

@@ -1,4 +1,4 @@
-"""Reads and prints quantities with their unit; the only formatter of the house. What is unknown is None and prints n/a.
+"""Parse and format quantities with their units; unknown values are None and print as n/a.
 
 Prefixes of counts are k, M, B, T (10^3, 10^6, 10^9, 10^12); of FLOP k, M, G, T, P; of bytes KiB, MiB ... (1024) and KB, MB ... (1000).
 """
@@ -18,7 +18,7 @@ Unit = Literal["steps", "epochs", "samples", "tokens", "s", "%"]
 
 UNKNOWN = "n/a"
 SMALLEST = 1e-9
-LARGEST = 10**18  # below 2^63, so that every count fits the int64 of a tensor or of numpy
+LARGEST = 10**18  # below 2^63, so that every count fits an int64 of torch or numpy
 
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NAMES: dict[str, tuple[Unit, int]] = {
@@ -32,7 +32,7 @@ _NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)"
 _DURATION = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key=len, reverse=True))})")
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBT]?)")
 _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=True))})")
-_LONGEST = 40  # characters; keeps a hostile number cheap
+_LONGEST = 40  # characters; limits the cost of an untrusted number
 _HINT = (
     "a duration is a number with its unit: "
     '"5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h", or "5 %" of the run'
@@ -41,9 +41,11 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Duration:
-    """How long or how often: a finite number >= 0 of steps, epochs, samples, tokens or seconds, or a share of the run in percent.
+    """A duration or interval: a number with its unit.
 
-    Steps, samples and tokens are whole numbers. Equal meanings are equal and print alike. Raises SpecError for anything else.
+    It is a finite number >= 0 of steps, epochs, samples, tokens or seconds, or a share of the run
+    in percent. Steps, samples and tokens are integers. Equal durations are equal and print alike.
+    Raises SpecError for anything else.
 
     >>> Duration.parse("20 M tokens")
     Duration(value=20000000, unit='tokens')
@@ -67,13 +69,13 @@ class Duration:
         if self.unit == "%" and self.value > 100:
             raise SpecError(f"{given} is more than the run", hint="a share of the run is at most 100 %")
         if float(self.value).is_integer():
-            object.__setattr__(self, "value", int(self.value))  # 2.0 and 2 mean the same, so they must be the same
+            object.__setattr__(self, "value", int(self.value))  # 2.0 and 2 mean the same, so they must be equal
         elif self.unit not in ("epochs", "s", "%"):
             raise SpecError(f"{given} is not a whole number of {self.unit}", hint="only epochs, times and shares can be divided")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `number [k|M|B|T] unit`, for example "5_000 steps", "0.5 epoch", "20M tokens", "10 min".
+        """Read `number [k|M|B|T] unit`, such as "5_000 steps", "0.5 epoch", "20M tokens", "10 min".
 
         Raises SpecError for a bare number, a negative or non-finite one, and anything else.
         """
@@ -100,10 +102,11 @@ class Duration:
     def to_steps(
         self, steps_per_epoch: int, samples_per_step: int, tokens_per_step: float | None, total_steps: int | None = None
     ) -> int:
-        """Optimiser steps, rounded up: at least 1 unless the duration is 0.
+        """Return the duration in optimizer steps, rounded up: at least 1 unless the duration is 0.
 
-        `samples_per_step` is the batch over all microbatches and ranks. Raises SpecError for a time, for tokens where a
-        step's tokens are unknown, and for a share where the `total_steps` of the run are.
+        `samples_per_step` is the batch over all microbatches and ranks. Raises SpecError for a
+        time, for tokens if `tokens_per_step` is unknown, and for a share if `total_steps` is
+        unknown.
 
         >>> Duration.parse("0.07 epochs").to_steps(100, 32, None), Duration.parse("33 samples").to_steps(100, 32, None)
         (7, 2)
@@ -131,7 +134,7 @@ class Duration:
 
 
 def parse_count(text: str) -> int:
-    """A whole count of "70B", "1.3 M" or "4_000".
+    """Return the integer in a text such as "70B", "1.3 M" or "4_000". Raises SpecError.
 
     >>> parse_count("70B"), parse_count("1.3 M")
     (70000000000, 1300000)
@@ -143,7 +146,9 @@ def parse_count(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "1.5 GiB" (1024) or "80 GB" (1000), rounded down. Raises SpecError for a bare number and anything else.
+    """Return the bytes in a text such as "1.5 GiB" (1024) or "80 GB" (1000), rounded down.
+
+    Raises SpecError for a number without a unit and for anything else.
 
     >>> parse_bytes("1.5 GiB") == 3 * 2**29, parse_bytes("80 GB")
     (True, 80000000000)
@@ -155,7 +160,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(value: float | None) -> str:
-    """Bytes in powers of 1024.
+    """Format bytes in powers of 1024.
 
     >>> format_bytes(1.5 * 2**30), format_bytes(None)
     ('1.5 GiB', 'n/a')
@@ -164,7 +169,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """A count in powers of 1000.
+    """Format a count in powers of 1000.
 
     >>> format_count(2.1e9), format_count(1797), format_count(10)
     ('2.1 B', '1.8 k', '10')
@@ -173,7 +178,7 @@ def format_count(value: float | None) -> str:
 
 
 def format_flops(value: float | None) -> str:
-    """Operations on floating-point numbers, in powers of 1000.
+    """Format a number of floating-point operations in powers of 1000.
 
     >>> format_flops(8.858e9), format_flops(328e3)
     ('8.86 GFLOP', '328 kFLOP')
@@ -184,7 +189,7 @@ def format_flops(value: float | None) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """Seconds in the unit that suits them.
+    """Format seconds in a unit of suitable size.
 
     >>> [format_seconds(value) for value in (2e-6, 0.04, 59.999, 5400)]
     ['2 us', '40 ms', '1 min', '1.5 h']
@@ -195,7 +200,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_rate(value: float | None, what: str) -> str:
-    """`what` per second.
+    """Format `what` per second.
 
     >>> format_rate(12_340, "samples")
     '12.3 k samples/s'
@@ -204,7 +209,7 @@ def format_rate(value: float | None, what: str) -> str:
 
 
 def format_throughput(samples_per_s: float | None, items_per_s: float | None, unit: str) -> str:
-    """Samples per second, and what the loss counts per second where that is something else.
+    """Format samples per second, and items of the loss per second if these are not samples.
 
     >>> format_throughput(1_280, 163_840, "tokens"), format_throughput(1_280, 1_280, "samples")
     ('1.28 k samples/s, 164 k tokens/s', '1.28 k samples/s')
@@ -214,7 +219,7 @@ def format_throughput(samples_per_s: float | None, items_per_s: float | None, un
 
 
 def format_bits_per_s(bytes_per_s: float | None) -> str:
-    """A rate in bytes as links are sold: bits in powers of 1000.
+    """Format a bandwidth given in bytes/s as bits/s, in powers of 1000.
 
     >>> format_bits_per_s(1.25e9), format_bits_per_s(None)
     ('10 Gbit/s', 'n/a')
@@ -224,7 +229,9 @@ def format_bits_per_s(bytes_per_s: float | None) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """A share of 1 in per cent, four significant digits; less than all is never rounded up to 100 %.
+    """Format a share of 1 in percent with four significant digits.
+
+    Less than 1 is never rounded up to 100 %.
 
     >>> format_percent(0.994), format_percent(0.999999), format_percent(1)
     ('99.4 %', '99.99 %', '100 %')
@@ -235,7 +242,10 @@ def format_percent(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Four significant digits; whole from a thousand on, with an exponent from a million on and below 1e-4.
+    """Format a number with four significant digits.
+
+    From 1,000 on it is rounded to an integer; from a million on, and below 1e-4, it has an
+    exponent.
 
     >>> [format_number(value) for value in (164.23, 0.0006, 60_000, 1.5e7, 3e-5, float("nan"), None)]
     ['164.2', '0.0006', '60000', '1.5e+07', '3e-05', 'nan', 'n/a']
@@ -246,7 +256,7 @@ def format_number(value: float | None) -> str:
 
 
 def name_some(names: Sequence[str], most: int) -> str:
-    """The first `most` of the names, and how many more there are.
+    """Return the first `most` of the names, and how many more there are.
 
     >>> name_some(["a", "b", "c"], 2), name_some(["a", "b"], 2)
     ('a, b and 1 more', 'a, b')
@@ -255,7 +265,7 @@ def name_some(names: Sequence[str], most: int) -> str:
 
 
 def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
-    """`value` in the largest unit that leaves at least 1 of it once it is rounded: 1023.9 MiB is 1 GiB."""
+    """Format `value` in the largest unit in which it rounds to at least 1: 1023.9 MiB is 1 GiB."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -268,12 +278,16 @@ def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three significant digits, never an exponent for what is 100 or more."""
+    """Format a number with three significant digits, without an exponent from 100 on."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def _match(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
-    """A bare number out of TOML is an int here, whatever the annotation says: it is refused like its text."""
+    """Return the match of `pattern` with a text, or None for one that is too long.
+
+    A number without quotes in TOML arrives as an int, whatever the annotation says: it is refused
+    like its text.
+    """
     written = str(text).strip()
     return pattern.fullmatch(written) if len(written) <= _LONGEST else None
 

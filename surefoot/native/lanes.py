@@ -1,7 +1,9 @@
-"""SHA-256 of many buffers at once, where a processor without instructions for it does up to seven times what hashlib does.
+"""SHA-256 of many buffers at once with SIMD, for processors without SHA-256 instructions.
 
-`sha256.c` is compiled when the package is built, if a C compiler is there (hatch_build.py); without it, or on a processor that it
-gains nothing on, `num_lanes()` is 0 and hashlib does the work. The digests are the same: the first is compared with hashlib's.
+It is up to seven times as fast as hashlib there. `sha256.c` is compiled when the package is built,
+if a C compiler is available (hatch_build.py). Without it, or on a processor where it is not faster,
+`num_lanes()` is 0 and hashlib is used. The digests are the same: the first ones are compared with
+those of hashlib.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from surefoot.core.errors import InputError
 
 LIBRARY = Path(__file__).with_name("_sha256.so")
 BLOCK_BYTES = 64  # of SHA-256
-MOST = 16  # lanes of the widest registers; a library that says more is none of ours
-FEWEST = 3  # equal buffers that are as fast one after the other by hashlib as side by side
+MOST = 16  # lanes of the widest registers; a library with more is not this one
+FEWEST = 3  # this many equal buffers are hashed as fast one after the other by hashlib as at once
 # FIPS 180-4, 5.3.3: the state before the first block
 INITIAL = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
 
 
 class Lanes:
-    """The digests of several messages, each given in parts. Raises InputError for more than this processor takes at once."""
+    """SHA-256 of several messages at once, each given in parts.
+
+    Raises InputError for more messages than this processor hashes at once.
+    """
 
     def __init__(self, num: int) -> None:
         library, width = _open()
@@ -35,37 +40,44 @@ class Lanes:
         self._rests = [b""] * num
 
     def update(self, parts: Sequence[memoryview]) -> None:
-        """The next part of each message, which may be empty; copied where the part before it did not end with a whole block of 64."""
+        """Add the next part of each message, which may be empty.
+
+        A part is copied if the part before it did not end with a whole block of 64 bytes.
+        """
         joined = [memoryview(bytearray(rest) + part) if rest else part for rest, part in zip(self._rests, parts, strict=True)]
         self._num_bytes = [count + len(part) for count, part in zip(self._num_bytes, parts, strict=True)]
         self._rests = [bytes(part[len(part) - len(part) % BLOCK_BYTES :]) for part in joined]
         self._run(joined)
 
     def digests(self) -> list[bytes]:
-        """Of each message, once; nothing can be added after it."""
+        """Return the digest of each message; call it once, after all parts."""
         ends = [_padding(rest, count) for rest, count in zip(self._rests, self._num_bytes, strict=True)]
         self._run([memoryview(end) for end in ends])
         words = [self._states[8 * i : 8 * i + 8] for i in range(self._num)]
         return [b"".join(word.to_bytes(4, "big") for word in each) for each in words]
 
     def _run(self, parts: Sequence[memoryview]) -> None:
-        held = [memoryview(bytearray(part)) if part.readonly else part for part in parts]  # ctypes takes no others
+        held = [memoryview(bytearray(part)) if part.readonly else part for part in parts]  # ctypes accepts writable buffers only
         addresses = (ctypes.c_void_p * self._num)(*map(_address, held))
         blocks = (ctypes.c_size_t * self._num)(*(len(part) // BLOCK_BYTES for part in parts))
-        self._library.update(self._width, self._num, self._states, addresses, blocks)  # others run meanwhile
+        self._library.update(self._width, self._num, self._states, addresses, blocks)  # releases the GIL
 
 
 @cache
 def num_lanes() -> int:
-    """How many messages are hashed side by side here; 0 where hashlib is as fast, or the library was not built."""
+    """Return the number of messages hashed at once on this processor; 0 to use hashlib.
+
+    That is the case where hashlib is as fast, or the library was not built.
+    """
     width = _open()[1]
     return width if width and _agree(width) else 0
 
 
 def share_out(sizes: Sequence[int]) -> list[list[int]]:
-    """Groups of buffers of about equal sizes to hash side by side, by their places in `sizes`; groups of one are sooner done by hashlib.
+    """Group buffers of similar sizes to hash at once, as lists of indices into `sizes`.
 
-    A group takes as long as its longest, so that a few large ones beside small ones would leave most lanes idle.
+    Buffers in groups of one are hashed faster by hashlib. A group takes as long as its longest
+    buffer, so a few large buffers beside small ones would leave most lanes idle.
     """
     width = num_lanes()
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
@@ -81,17 +93,20 @@ def share_out(sizes: Sequence[int]) -> list[list[int]]:
 
 @cache
 def _open() -> tuple[ctypes.CDLL | None, int]:
-    """The library, and how many messages it takes at once."""
+    """Return the library, and the number of messages that it hashes at once."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         width, _ = library.num_lanes(), library.update
-    except (OSError, InputError, AttributeError):  # not built; another; or a process that reads what strangers wrote
+    except (OSError, InputError, AttributeError):  # not built; another library; or a process that reads untrusted data
         return None, 0
     return (library, width) if 0 <= width <= MOST else (None, 0)
 
 
 def _agree(width: int) -> bool:
-    """Whether all lanes say what hashlib says: a library that was built wrongly, or for another machine, hashes nothing."""
+    """Return whether all lanes agree with hashlib.
+
+    A library that was built incorrectly, or for another machine, is not used.
+    """
     messages = [bytearray(range(lane, lane + 200)) for lane in range(width)]
     lanes = Lanes(width)
     lanes.update([memoryview(each) for each in messages])
@@ -99,7 +114,10 @@ def _agree(width: int) -> bool:
 
 
 def _padding(rest: bytes, num_bytes: int) -> bytearray:
-    """What ends a message (FIPS 180-4, 5.1.1): a bit, zeros, and its length in bits, to whole blocks."""
+    """Return the end of a message (FIPS 180-4, 5.1.1): a 1 bit, zeros, and its length in bits.
+
+    Together with `rest` it fills whole blocks.
+    """
     zeros = -(len(rest) + 1 + 8) % BLOCK_BYTES
     return bytearray(rest + b"\x80" + bytes(zeros) + (8 * num_bytes).to_bytes(8, "big"))
 

@@ -1,7 +1,8 @@
-"""Files below a folder, opened without following a link: every file of a run folder is read and written by these functions.
+"""Open files below a folder without following links; every file of a run folder is accessed so.
 
-A run folder may come from a stranger, and a link in it would read or overwrite a file of whoever opens it. The run folder itself may
-be behind links (`runs/latest`, a folder on another disk): they are the user's own. New files get their mode from the umask.
+A run folder may come from an untrusted source, and a link in it would make surefoot read or
+overwrite another file of the user. The run folder itself may be behind links (`runs/latest`, a
+folder on another disk), which the user made. New files get their mode from the umask.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and no waiting for a pipe's other end
-ANY_ACCESS = getattr(os, "O_PATH", os.O_RDONLY)  # a folder on the way needs no right to list it
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and without waiting for the other end of a pipe
+ANY_ACCESS = getattr(os, "O_PATH", os.O_RDONLY)  # a folder on the way needs no permission to list it
 LINK_REFUSED = "it is a symbolic link, and no file of a run folder is opened through one"
-RANKS = "ranks"  # the folder of what the other ranks than the first log
+RANKS = "ranks"  # the folder of the logs of all ranks but rank 0
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 STATUS_FILE = Path("/proc/self/status")
 
 
 def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file `name` below `folder`, for instance `profile/facts.json`.
+    """Return a descriptor of the regular file `name` below `folder`, such as `profile/facts.json`.
 
-    Raises OSError: with ELOOP where the file or a folder between it and `folder` is a symbolic link, with EINVAL for a pipe, a
-    folder or a device.
+    Raises OSError: ELOOP where the file or a folder between it and `folder` is a symbolic link,
+    EINVAL for a pipe, a folder or a device.
     """
     path = folder / name
     try:
@@ -41,7 +42,7 @@ def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
 
 
 def _open(folder: Path, name: str, flags: int) -> int:
-    """Open folder after folder, so that none is exchanged for a link after it was checked."""
+    """Open folder after folder, so that none can be replaced by a link after it was checked."""
     if not HAS_FOLDER_DESCRIPTORS:  # pragma: no cover - not on Linux
         check_no_link(folder, name)
         return os.open(folder / name, flags, 0o666)
@@ -58,7 +59,7 @@ def _open(folder: Path, name: str, flags: int) -> int:
 
 
 def check_no_link(folder: Path, name: str) -> None:
-    """Raise OSError (ELOOP) where `name` below `folder`, or a folder between the two, is a symbolic link."""
+    """Raise OSError (ELOOP) where `name` in `folder`, or a folder between, is a symbolic link."""
     path = folder
     for part in Path(name).parts:
         path /= part
@@ -67,7 +68,7 @@ def check_no_link(folder: Path, name: str) -> None:
 
 
 def is_regular(folder: Path, name: str) -> bool:
-    """Whether a regular file of that name is there that `open_descriptor` would open."""
+    """Return whether a regular file of that name exists that `open_descriptor` would open."""
     try:
         check_no_link(folder, name)
         return stat.S_ISREG((folder / name).stat().st_mode)
@@ -76,23 +77,29 @@ def is_regular(folder: Path, name: str) -> bool:
 
 
 def opened(folder: Path, name: str) -> BinaryIO:
-    """The file `name` below `folder`, for reading bytes. Raises OSError as `open_descriptor` does."""
+    """Open the file `name` below `folder` for reading bytes.
+
+    Raises OSError as `open_descriptor`.
+    """
     return os.fdopen(open_descriptor(folder, name), "rb")
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
-    """The content of the file `name` below `folder`. Raises OSError as `open_descriptor` does."""
+    """Return the content of the file `name` below `folder`. Raises OSError as `open_descriptor`."""
     with opened(folder, name) as file:
         return file.read()
 
 
 def read_text(folder: Path, name: str) -> str:
-    """The content of a text file in UTF-8. Raises OSError as `open_descriptor` does, UnicodeDecodeError for another encoding."""
+    """Return the content of a UTF-8 text file.
+
+    Raises OSError as `open_descriptor` does, UnicodeDecodeError for another encoding.
+    """
     return read_bytes(folder, name).decode("utf-8")
 
 
 def open_new(folder: Path, name: str) -> BinaryIO:
-    """A new file for writing in place of the one of that name, or of a link of that name, which is removed. Raises OSError."""
+    """Open a new file for writing, after removing a file or link of that name. Raises OSError."""
     check_no_link(folder, str(Path(name).parent))
     with contextlib.suppress(FileNotFoundError):
         (folder / name).unlink()
@@ -100,9 +107,9 @@ def open_new(folder: Path, name: str) -> BinaryIO:
 
 
 def write_whole(folder: Path, name: str, content: bytes, *, sync: bool = False) -> None:
-    """Write a file aside and rename it: readers find the old content or the new, and a link of that name is replaced.
+    """Write a draft file and rename it: readers see the old content or the new.
 
-    Raises OSError; then the file is as it was.
+    A link of that name is replaced. Raises OSError; the file is then unchanged.
     """
     draft = draft_of(name)
     try:
@@ -110,7 +117,7 @@ def write_whole(folder: Path, name: str, content: bytes, *, sync: bool = False) 
             file.write(content)
             file.flush()
             if sync:
-                os.fsync(file.fileno())  # or a power cut may leave the name without the text
+                os.fsync(file.fileno())  # else a power cut may leave the name without the content
         (folder / draft).replace(folder / name)
     except OSError:
         with contextlib.suppress(OSError):
@@ -120,25 +127,34 @@ def write_whole(folder: Path, name: str, content: bytes, *, sync: bool = False) 
 
 
 def draft_of(name: str) -> str:
-    """The name of a file while it is being written: `.spec.toml.draft` for `spec.toml`."""
+    """Return the name of a file while it is written: `.spec.toml.draft` for `spec.toml`."""
     path = Path(name)
     return str(path.with_name(f".{path.name[:200]}.draft"))
 
 
 def make_folder(folder: Path, name: str) -> Path:
-    """Make the folder `name` below `folder` where it is not there, and give its path. Raises OSError, for a link too."""
+    """Make the folder `name` below `folder` if it is missing, and return its path.
+
+    Raises OSError, also for a link.
+    """
     check_no_link(folder, name)
     (folder / name).mkdir(parents=True, exist_ok=True)
     return folder / name
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file that a library wrote for its user alone the mode that a new file gets here. Raises OSError."""
+    """Give a file that a library made private to its user the mode of a new file.
+
+    Raises OSError.
+    """
     path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:
-    """Read from the kernel: to ask `os.umask` is to change it, for other threads too."""
+    """Return the umask, from /proc where possible.
+
+    Reading it with `os.umask` changes it for a moment, also for other threads.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(STATUS_FILE.read_text().partition("\nUmask:")[2].split()[0], 8)
     current = os.umask(0o077)
@@ -147,5 +163,8 @@ def _umask() -> int:
 
 
 def _refusal(number: int, reason: str, path: Path) -> OSError:
-    """A link, a pipe, a folder or a device in the place of a file: callers handle it as what the system itself refuses."""
+    """Return the OSError for a link, a pipe, a folder or a device in place of a file.
+
+    Callers handle it like an error of the system.
+    """
     return OSError(number, reason, str(path))

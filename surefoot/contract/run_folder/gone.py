@@ -1,4 +1,4 @@
-"""Which commits the log of a run names and its folder lacks: those that retention deleted, and those that were lost."""
+"""Checkpoints that the log of a run names and its folder lacks: deleted by retention, or lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from surefoot.contract.spec import CheckpointTable
 
 @dataclass(frozen=True)
 class Gone:
-    """A commit that the log names and the folder lacks; `is_lost` unless surefoot deleted it, or may have done so."""
+    """A checkpoint that the log names and the folder lacks.
+
+    `is_lost` is False if surefoot deleted it, or may have deleted it.
+    """
 
     step: int
     is_lost: bool
@@ -24,9 +27,10 @@ class Gone:
 
 
 def find_gone(run: Path, records: Sequence[Event] | None = None) -> list[Gone]:
-    """The commits that the log of `run` names and its folder lacks, by step; `records` are those of the log, where they are at hand.
+    """Return the checkpoints that the log of `run` names and its folder lacks, by step.
 
-    Raises RunFolderError for a folder that is no run.
+    `records` are the records of the log if they were read already. Raises RunFolderError for a
+    folder that is not a run.
     """
     if records is None:
         records = list(events.read(run, Started, Committed, damaged=[]))
@@ -39,7 +43,7 @@ def find_gone(run: Path, records: Sequence[Event] | None = None) -> list[Gone]:
 
 
 def find_named(records: Sequence[Event]) -> dict[int, int]:
-    """The steps that `records` say are committed, ascending, each with the generation of the attempt that wrote it."""
+    """Return the generation that wrote each checkpoint named in `records`, by ascending step."""
     named = {
         event.step: event.generation
         for event in events.newest(each for each in records if isinstance(each, Started | Committed))
@@ -49,7 +53,7 @@ def find_named(records: Sequence[Event]) -> dict[int, int]:
 
 
 def describe_lost(gone: Sequence[Gone], after: int) -> str:
-    """In words, which commits newer than step `after` were lost; "" for none."""
+    """Return a sentence on the lost checkpoints newer than step `after`; "" for none."""
     lost = [each for each in gone if each.is_lost and each.step > after]
     if not lost:
         return ""
@@ -58,7 +62,11 @@ def describe_lost(gone: Sequence[Gone], after: int) -> str:
 
 
 def _judge(run: Path, step: int, generation: int, removed: Sequence[Removal], *, is_kept: bool) -> Gone:
-    """Why one commit is gone. Without a record of its removal it is lost where one of others was begun before, or retention keeps it."""
+    """Return why one checkpoint is missing.
+
+    Without a record of its removal it is lost if it existed when the first removal of the run was
+    recorded, if it was written later, or if retention keeps it.
+    """
     if any(each.step == step and (each.generation is None or each.generation >= generation) for each in removed):
         return Gone(step, False, "deleted by surefoot, as its retention or `checkpoint prune` was told to")
     if aside := sorted(
@@ -74,7 +82,7 @@ def _judge(run: Path, step: int, generation: int, removed: Sequence[Removal], *,
 
 
 def _least_kept(records: Sequence[Event]) -> int:
-    """How many of the newest commits no retention of this run deletes, by the specs of its attempts."""
+    """Return how many of the newest checkpoints no retention of this run deletes, by its specs."""
     specs = [event.spec for event in records if isinstance(event, Started)]
     return min((_keep_of(spec.get("checkpoint")) for spec in specs), default=LEAST)
 

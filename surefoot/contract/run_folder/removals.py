@@ -1,7 +1,8 @@
-"""`removed.jsonl`: which commits of a run surefoot deleted, so that one that is gone by another hand can be told from them.
+"""`removed.jsonl`: the checkpoints that surefoot deleted, to distinguish them from lost ones.
 
-A line is `{"step": 20, "generation": 1, "others": [40, 60]}`: the commit, the attempt that wrote it, and which commits stood beside it.
-It reaches the disk before the commit goes.
+A line is `{"step": 20, "generation": 1, "others": [40, 60]}`: the checkpoint, the attempt that
+wrote it, and the other checkpoints of the folder. It reaches the disk before the checkpoint is
+deleted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ FILE = "removed.jsonl"
 
 
 class Removal(NamedTuple):
-    """A commit that surefoot deleted. `generation` is that of the attempt that wrote it, None where its manifest could not be read."""
+    """A checkpoint that surefoot deleted.
+
+    `generation` is the attempt that wrote it, None where its manifest could not be read.
+    """
 
     step: int
     generation: int | None
@@ -30,12 +34,15 @@ class Removal(NamedTuple):
 
 
 def record(run: Path, steps: Sequence[int]) -> bool:
-    """Record that the commits of `steps` are deleted; returns False where the disk refuses. A folder without a log has no record."""
+    """Record that the checkpoints of `steps` are deleted; return False where the disk refuses.
+
+    A folder without a log gets no record.
+    """
     if not steps or not (run / events.FILE).is_file():
         return True
     others = [step for step in manifests.steps(run) if step not in steps]
     rows = [{"step": step, "generation": _generation_of(run, step), "others": others} for step in steps]
-    # each line begins with a newline, too: a full disk may have cut the one before it
+    # each line also begins with a newline: a full disk may have truncated the line before
     data = "".join(f"\n{json.dumps(row)}\n" for row in rows).encode()
     try:
         descriptor = files.open_descriptor(run, FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -50,7 +57,10 @@ def record(run: Path, steps: Sequence[int]) -> bool:
 
 
 def read(run: Path) -> list[Removal]:
-    """What `run` recorded, in the order written; a line that cannot be read is left out."""
+    """Return the removals that `run` recorded, in the order written.
+
+    Lines that cannot be read are left out.
+    """
     with contextlib.suppress(OSError):
         return list(_parse(files.read_text(run, FILE)))
     return []

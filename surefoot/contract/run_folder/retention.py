@@ -1,6 +1,8 @@
-"""Which commits stay: the newest, every nth step or hour for ever, the best by their score. Foreign names are never touched.
+"""Checkpoint retention: keep the newest, every nth step or hour, and the best by score.
 
-On a full disk one verified commit is enough: the others, but those that the spec keeps for ever or as the best, make room for a new one.
+Files with other names are never touched. On a full disk one verified checkpoint is enough: the
+others, except those that the spec keeps permanently or as the best, are deleted to make space for a
+new one.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.run_folder import files, removals
 from surefoot.core.errors import InputError, RunFolderError
 
-CLOCK_FILE = "clock.json"  # of a commit: {"training_s": seconds}
-SLACK_BYTES = 16 << 10  # by which the texts of one commit may be longer than those of another
-LEAST = 2  # commits that stay whatever is asked for: one of them may turn out damaged
+CLOCK_FILE = "clock.json"  # in a checkpoint: {"training_s": seconds}
+SLACK_BYTES = 16 << 10  # by which the text files of two checkpoints may differ in size
+LEAST = 2  # checkpoints that are always kept: one of them may turn out damaged
 
 
 def choose(
     steps: Sequence[int], *, keep: int, every: int | None, ranked: Sequence[int], keep_best: int, milestones: Sequence[int] = ()
 ) -> list[int]:  # fmt: skip
-    """Of the ascending `steps`, those to delete: not among the newest `keep`, the best `keep_best`, a multiple of `every`, a milestone.
+    """Return those of the ascending `steps` to delete.
+
+    Kept are the newest `keep` (at least two), the best `keep_best`, multiples of `every`, and
+    milestones.
 
     >>> choose([8, 9, 10, 11, 12], keep=3, every=None, ranked=[9, 12], keep_best=1)
     [8]
@@ -36,7 +41,9 @@ def choose(
 
 
 def find_milestones(times_s: Mapping[int, float], every_s: float) -> list[int]:
-    """The first step at or after each multiple of `every_s`; `times_s` is the training time of each step, ascending.
+    """Return the first step at or after each multiple of `every_s`.
+
+    `times_s` is the training time of each step in seconds, ascending.
 
     >>> find_milestones({10: 30.0, 20: 61.0, 30: 95.0, 40: 118.0, 50: 121.0}, 60.0)
     [20, 50]
@@ -48,7 +55,10 @@ def find_milestones(times_s: Mapping[int, float], every_s: float) -> list[int]:
 
 
 def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
-    """The seconds of training, over all attempts, that led to each of `steps`; one that cannot be read is left out."""
+    """Return the seconds of training, over all attempts, up to each of `steps`.
+
+    A step whose time cannot be read is left out.
+    """
     times_s = {}
     for step in steps:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
@@ -60,9 +70,10 @@ def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
 
 
 def over_budget(run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int) -> list[int]:
-    """The oldest of `steps` whose going brings the rest within the budget; the newest two and the protected stay whatever it says.
+    """Return the oldest of `steps` to delete so that the remaining ones fit the budget.
 
-    A file that several commits link counts once.
+    The newest two and the protected steps are always kept. A file that several checkpoints link
+    counts once.
     """
     doomed: list[int] = []
     left = list(steps)
@@ -89,7 +100,7 @@ def find_doomed(
     run: Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
     budget_bytes: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """The commits that need not stay, the oldest first; nothing is deleted."""
+    """Return the steps of the checkpoints to delete, oldest first; nothing is deleted."""
     steps = manifests.steps(run)
     ranked = commits.rank(run, steps)
     milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
@@ -104,10 +115,11 @@ def retain(
     run: str | Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
     budget_bytes: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Delete the commits that need not stay, the oldest first, once the newest was verified; gives the steps deleted.
+    """Delete the checkpoints that need not be kept, oldest first; return their steps.
 
-    The newest `keep` stay, two at least: one of them may turn out damaged. Where the newest does not verify, nothing is deleted.
-    Raises InputError for fewer than one.
+    The newest checkpoint is verified first: if it is damaged, nothing is deleted. The newest `keep`
+    are kept, at least two, since one of them may turn out damaged. Raises InputError for a `keep`
+    below 1.
     """
     if keep < 1:
         raise InputError(f"keep is {keep}", hint="keep 1 or more: the newest two stay in any case")
@@ -116,7 +128,7 @@ def retain(
         doomed = find_doomed(run, keep=keep, every=every, every_s=every_s, keep_best=keep_best, budget_bytes=budget_bytes)
         if doomed:
             commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
-    except (OSError, RunFolderError):  # the disk does not answer, or the newest is damaged
+    except (OSError, RunFolderError):  # the disk does not answer, or the newest checkpoint is damaged
         return []
     return _delete(run, doomed)
 
@@ -124,9 +136,10 @@ def retain(
 def find_in_the_way(
     run: Path, need_bytes: int, free_bytes: int, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1
 ) -> list[int]:  # fmt: skip
-    """The oldest commits whose deletion makes room for one of `need_bytes`; none where that takes one that must stay.
+    """Return the oldest checkpoints whose deletion frees space for one of `need_bytes`.
 
-    The best `keep_best`, multiples of `every` and milestones stay; of the others all may go, the newest last, while one commit is left.
+    Empty where that is not possible. The best `keep_best`, multiples of `every` and milestones are
+    kept; of the others all may be deleted, newest last, as long as one checkpoint is left.
     """
     steps = manifests.steps(run)
     milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
@@ -136,7 +149,7 @@ def find_in_the_way(
     before_bytes, free_bytes = (
         _bytes_of(run, steps),
         free_bytes if free_bytes < need_bytes else 0,
-    )  # else a quota refuses, or inodes do
+    )  # else a quota refuses, or inodes are missing
     for count in range(1, len(loose) + 1):
         left = [step for step in steps if step not in loose[:count]]
         if left and free_bytes + before_bytes - _bytes_of(run, left) >= need_bytes:
@@ -145,9 +158,10 @@ def find_in_the_way(
 
 
 def make_room(run: str | Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1) -> list[int]:
-    """Delete the commits that stand in the way of another one on a full disk, once one that stays was verified; gives their steps.
+    """Delete checkpoints to free space for a new one on a full disk; return their steps.
 
-    A new commit is taken to be as large as the newest. Nothing is deleted where all that may go would not be enough.
+    One checkpoint that is kept is verified first. The new checkpoint is assumed to be as large as
+    the newest. Nothing is deleted where that would not free enough space.
     """
     run = Path(run)
     try:
@@ -159,7 +173,7 @@ def make_room(run: str | Path, *, every: int | None = None, every_s: float | Non
         doomed = find_in_the_way(run, need_bytes, free_bytes, every=every, every_s=every_s, keep_best=keep_best)
         if doomed:
             commits.check(manifests.step_folder(run, max(step for step in steps if step not in doomed)))
-    except (OSError, RunFolderError):  # the disk does not answer, or what would stay is damaged
+    except (OSError, RunFolderError):  # the disk does not answer, or the checkpoint to keep is damaged
         return []
     return _delete(run, doomed)
 
@@ -168,9 +182,9 @@ def _delete(run: Path, doomed: Sequence[int]) -> list[int]:
     gone = []
     is_recorded = removals.record(run, doomed)
     for step in doomed:
-        with contextlib.suppress(OSError):  # a folder that cannot be deleted harms nothing; the next commit tries again
+        with contextlib.suppress(OSError):  # a folder that cannot be deleted does no harm; the next checkpoint tries again
             commits.remove(manifests.step_folder(run, step))
             gone.append(step)
-    if not is_recorded:  # a full disk, which has room now
+    if not is_recorded:  # the disk was full, and has space now
         removals.record(run, gone)
     return gone

@@ -1,4 +1,4 @@
-"""The spec: a whole run as one value, table by table."""
+"""The specification of a run as one value, a table per subject."""
 
 from surefoot.contract.spec.run_spec import ALLOWED, RunSpec, explain, find_idle_keys, find_place, key_names, leave_out_idle
 from surefoot.contract.spec.tables import (

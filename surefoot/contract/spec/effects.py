@@ -1,6 +1,7 @@
-"""Which keys of a spec have an effect only beside certain values of other keys: one table, for every table of the spec.
+"""Keys of a spec that have an effect only with certain values of other keys, as one table.
 
-A key that has its default value is never refused. The keys of [schedule] that only some curves use are in `core/schedule/settings`.
+A key that has its default value is never refused. The keys of [schedule] that only some curves use
+are in `core/schedule/settings`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-Read = Callable[[str], Any]  # the value of a key, as optim.name, given or default
+Read = Callable[[str], Any]  # returns the value of a key such as optim.name, given or default
 
 
 @dataclass(frozen=True)
 class When:
-    """The key `key` has one of `values`, or, with `is_not`, none of them."""
+    """A condition: the key `key` has one of `values`, or, with `is_not`, none of them."""
 
     key: str
     values: tuple[Any, ...]
@@ -26,7 +27,7 @@ class When:
 
     @property
     def way(self) -> str:
-        """What to set, in words."""
+        """Advice on which value to set, so that the condition holds."""
         if not self.is_not:
             *first, last = map(json.dumps, self.values)
             return f"set {self.key} to {', '.join(first)}{' or ' * bool(first)}{last}"
@@ -37,7 +38,7 @@ class When:
 
 @dataclass(frozen=True)
 class Need:
-    """Each of `keys` has an effect only where one of `any_of` holds."""
+    """A requirement: each of `keys` has an effect only where one of `any_of` holds."""
 
     keys: tuple[str, ...]
     any_of: tuple[When, ...]
@@ -97,7 +98,10 @@ NEEDS: tuple[Need, ...] = (
 
 
 def find_idle(read: Read, default: Read, decided: Collection[str] = ()) -> dict[str, Need]:
-    """The keys that have another value than their default and no effect, with what they need; `decided` are keys that a command sets."""
+    """Return the keys with a non-default value and no effect, each with its requirement.
+
+    `decided` are keys that a command sets.
+    """
     found: dict[str, Need] = {}
     for need in NEEDS:
         if any(each.key in decided or each.holds(read) for each in need.any_of):
@@ -107,7 +111,7 @@ def find_idle(read: Read, default: Read, decided: Collection[str] = ()) -> dict[
 
 
 def describe(key: str, need: Need, read: Read, default: Read) -> tuple[str, str]:
-    """The refusal of a key without effect, and what to do, in words."""
+    """Return the error message for a key without effect, and its hint."""
     because = " and ".join(dict.fromkeys(_state(each.key, read, default) for each in need.any_of))
     why = f" ({need.why})" if need.why else ""
     ways = ", or ".join(each.way for each in need.any_of)
@@ -125,5 +129,5 @@ def _written(value: Any) -> str:
 
 
 def keys_of(needs: Iterable[Need] = NEEDS) -> set[str]:
-    """Every key that needs another."""
+    """Return every key that has a requirement."""
     return {key for need in needs for key in need.keys}

@@ -1,8 +1,9 @@
-"""What a run computes with the keys of its spec, as statements of Python, so that a plain loop can be checked against it.
+"""The formulas of a run as Python statements, so that a plain PyTorch loop can be checked.
 
-Names are keys of the spec, and: `w` a weight, `g` its gradient, `gradients` those of all weights, `t` the number of this update from 1,
-`n` the updates before it, `step` the updates since the end of the warm-up (0 during it), `length` the steps that the curve spans. `m`,
-`s` and `v` begin as 0, `average` as the weight.
+Names are keys of the spec, and: `w` a weight, `g` its gradient, `gradients` those of all weights,
+`t` the number of this update from 1, `n` the number of updates before it, `step` the number of
+updates since the end of the warm-up (0 during it), `length` the number of steps that the curve
+covers. `m`, `s` and `v` start as 0, `average` as the weight.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ WARMUP = "lr = lr * min(1, t / warmup)"
 
 @dataclass(frozen=True)
 class Formula:
-    """What is computed, as statements, and the key that chooses it."""
+    """A formula as statements, and the key that selects it."""
 
     key: str
-    applies: str  # with which value of the key
+    applies: str  # the value of the key that selects it
     text: str
     holds: Callable[[RunSpec], bool]
 
@@ -87,5 +88,8 @@ FORMULAS: tuple[Formula, ...] = (
 
 
 def find(spec: RunSpec) -> list[Formula]:
-    """The formulas of a run, in the order of a step. A task's own optimizer and schedule take the place of those of the spec."""
+    """Return the formulas of a run, in the order of a step.
+
+    A task's optimizer and schedule replace those of the spec.
+    """
     return [each for each in FORMULAS if each.holds(spec)]

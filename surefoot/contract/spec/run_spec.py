@@ -1,6 +1,7 @@
-"""RunSpec: a whole run as one frozen, checked value.
+"""RunSpec: the specification of a run as one frozen, checked value.
 
-It builds nothing and reads nothing; `spec_file` reads it from TOML with bases and overrides and knows where each value came from.
+It builds nothing and reads nothing; `spec_file` reads it from TOML with bases and overrides, and
+knows the origin of each value.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ from surefoot.core.schedule.plan import ScheduleSettings
 from surefoot.core.schedule.settings import DURATIONS
 
 FORMAT = 1
-ALLOWED = "allowed"  # in the context of a validation: keys that may be without effect
+ALLOWED = "allowed"  # in the context of a validation: keys that may have no effect
 SEQUENCE = "schedule.sequence"
 OF_TORCH = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "tfloat32": "tf32"}
 IN_TOML = {"a valid string": "a string in quotes", "a valid tuple": "an array, in brackets"}
 
 
 def _read_schedule(given: Any) -> Any:
-    """A [schedule] table as its settings; through JSON, where strict checks know arrays and nested tables."""
+    """Return a [schedule] table as its settings.
+
+    It is validated as JSON, in which pydantic's strict mode accepts arrays and nested tables.
+    """
     if not isinstance(given, Mapping):
         return given
     try:
@@ -74,7 +78,10 @@ ScheduleTable = Annotated[ScheduleSettings, BeforeValidator(_read_schedule)]
 
 
 class RunSpec(Table):
-    """The whole run as a value. `RunSpec(task={"use": "digits"}, train={"batch": 64})`; raises SpecError."""
+    """The specification of a run, such as `RunSpec(task={"use": "digits"}, train={"batch": 64})`.
+
+    Raises SpecError.
+    """
 
     task: TaskTable = TaskTable()
     data: DataTable = DataTable()
@@ -111,26 +118,38 @@ class RunSpec(Table):
 
     @classmethod
     def of_record(cls, tables: Mapping[str, Any]) -> RunSpec:
-        """The spec that a run wrote down. Keys without effect stay, as earlier versions took them. Raises SpecError."""
+        """Return the spec that a run recorded. Raises SpecError.
+
+        Keys without effect are accepted, as earlier versions accepted them.
+        """
         return cls.model_validate(tables, context={ALLOWED: find_idle_keys(tables)})
 
     def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
-        """The same run with some keys changed: `spec.replace(optim={"lr": 0.1})`. Raises SpecError.
+        """Return this spec with some keys changed: `spec.replace(optim={"lr": 0.1})`.
 
-        Keys that have no effect beside the new values are left out: those of one optimizer beside another.
+        Raises SpecError.
+
+        Keys that have no effect with the new values are left out, such as those of the previous
+        optimizer.
         """
         before = self.as_tables()
         merged = {**before, **{name: {**before.get(name, {}), **table} for name, table in tables.items()}}
         return self.replace_all(merged, [f"{name}.{key}" for name, table in tables.items() for key in table])
 
     def replace_all(self, tables: Mapping[str, Any], changed: Collection[str] = ()) -> RunSpec:
-        """A spec of `tables`, which are those of this one but for the keys `changed`. Raises SpecError as `replace` does."""
+        """Return a spec of `tables`, which are those of this spec except for the keys `changed`.
+
+        Raises SpecError as `replace` does.
+        """
         known = find_idle_keys(self.as_tables())
         kept, _ = leave_out_idle(tables, {*known, *changed})
         return RunSpec.model_validate(kept, context={ALLOWED: known})
 
     def as_tables(self) -> dict[str, Any]:
-        """Plain dicts of what was stated: a stated default stays, since it may overrule a part of the task."""
+        """Return plain dicts of the given values.
+
+        A given default is included, since it may overrule the task.
+        """
         tables = self.model_dump(exclude_defaults=True, mode="python")
         for name in (name for name in RunSpec.model_fields if name in self.model_fields_set):
             table = getattr(self, name)
@@ -140,8 +159,11 @@ class RunSpec(Table):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits over the meaning: not over comments, key order, where data lies, threads, what is observed, saved or held,
-        or which ranks share it."""
+        """Twelve hex digits over the meaning of the spec.
+
+        Not included are comments, key order, the data folder, the number of threads, what is
+        observed or saved, memory settings, and the layout of the ranks.
+        """
         tables = self.model_dump(exclude_defaults=True, mode="python")
         if self.task.use is not None:
             file, colon, name = self.task.use.partition(":")
@@ -160,7 +182,10 @@ class RunSpec(Table):
 
 
 def _read_from(tables: Mapping[str, Any]) -> Read:
-    """What reads a key in tables, plain ones or those of a spec: as it is given, else its default."""
+    """Return a function that returns the value of a key in `tables`, given or default.
+
+    `tables` are plain dicts, or the tables of a spec.
+    """
 
     def read(key: str) -> Any:
         table, name = key.split(".")
@@ -173,10 +198,13 @@ def _read_from(tables: Mapping[str, Any]) -> Read:
 
 
 def _readers(tables: Mapping[str, Any]) -> Iterator[tuple[int, Read]]:
-    """What reads the tables, as number 0, and what reads each curve of a sequence as if it stood in [schedule] alone."""
+    """Yield (number, reader) for the tables (0), and for each curve of a sequence (from 1).
+
+    The reader of a curve reads it as if it were the [schedule] table.
+    """
     read = _read_from(tables)
     yield 0, read
-    pieces = read(SEQUENCE)  # whatever a file has there: nothing checked it yet
+    pieces = read(SEQUENCE)  # any value: nothing has been checked yet
     for number, piece in enumerate(pieces if isinstance(pieces, tuple) else (), 1):
         yield number, _read_from({"schedule": piece})
 
@@ -187,9 +215,10 @@ def _default_of(key: str) -> Any:
 
 
 def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
-    """The keys in plain tables that have no effect there; `decided` are those that a command sets itself.
+    """Return the keys in plain tables that have no effect there.
 
-    A sequence of curves is one of them where a curve has such a key.
+    `decided` are keys that a command sets. `schedule.sequence` is included if one of its curves has
+    such a key.
     """
     return {
         SEQUENCE if number else key
@@ -199,7 +228,10 @@ def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> 
 
 
 def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """The tables without keys that have no effect, but for those in `kept`; and the keys that were left out."""
+    """Return the tables without ineffective keys, and the removed keys.
+
+    Keys in `kept` are never removed.
+    """
     made, gone = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}, []
     while found := sorted(find_idle_keys(made) - {*kept, SEQUENCE}):
         for key in found:
@@ -221,7 +253,7 @@ def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
 
 
 def _check_update_in_backward(spec: RunSpec) -> None:
-    """Raise SpecError for what needs all gradients at once."""
+    """Raise SpecError for a setting that needs all gradients at once."""
     train, optim = spec.train, spec.optim
     reasons = (
         (train.microbatch not in (None, train.batch), "several microbatches are summed first", "leave train.microbatch out"),
@@ -245,14 +277,17 @@ def _check_update_in_backward(spec: RunSpec) -> None:
 
 
 def with_tuples(value: Any) -> Any:
-    """TOML's arrays as tuples, all the way down: the spec is frozen, and strict checks tell lists from tuples."""
+    """Convert TOML arrays to tuples, recursively.
+
+    The spec is frozen, and pydantic's strict mode distinguishes lists from tuples.
+    """
     if isinstance(value, Mapping):
         return {key: with_tuples(part) for key, part in value.items()}
     return tuple(with_tuples(part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def key_names(table: str | None) -> list[str]:
-    """The keys that `table` may hold, or the tables themselves."""
+    """Return the keys that `table` may hold, or the names of the tables for None."""
     if table is None:
         return list(RunSpec.model_fields)
     field = RunSpec.model_fields.get(table)
@@ -263,7 +298,10 @@ def key_names(table: str | None) -> list[str]:
 
 
 def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
-    """One SpecError out of pydantic's: the first fault in words, with the nearest right name; `key` says where it stands."""
+    """Convert a pydantic error to a SpecError on its first fault, with the nearest valid name.
+
+    `key` of the result is the path of the fault.
+    """
     faults = error.errors()
     fault = faults[0]
     path = _find_key(fault, prefix)
@@ -287,7 +325,7 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
             named = next((word for word in text.split() if word in key_names(dotted)), None)
             return SpecError(f"[{dotted}] {text}", hint=hint or None, key=path if named is None else (dotted, named))
         return SpecError(f"{dotted}: {text}", hint=hint or None, key=path)
-    # of a key that may be of several kinds, each has its fault
+    # a key that accepts several types has a fault for each
     kinds = (str(each["msg"]) for each in faults if _find_key(each, prefix) == path)
     allowed = " or ".join(dict.fromkeys(each.removeprefix("Input should be ") for each in kinds))
     for name, words in IN_TOML.items():
@@ -303,13 +341,13 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
 
 
 def _find_key(fault: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """Table, key and place in a list of what is at fault, without pydantic's names of the kinds that a key may be of."""
+    """Return table, key and list index of a fault, without pydantic's names of union members."""
     path = (*prefix, *map(str, fault["loc"]))
     return (*path[:2], *(part for part in path[2:] if part.isdigit()))
 
 
 def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:
-    """Where `key` was given: its own place, or that of the table around it."""
+    """Return where `key` was given: its origin, or that of the table around it."""
     for length in range(len(key), 0, -1):
         dotted = ".".join(key[:length])
         if dotted in places:

@@ -1,4 +1,4 @@
-"""The tables of a spec. Their names and keys are the field's standard terms."""
+"""The tables of a spec; their names and keys are the field's standard terms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _checked_by(parse: Callable[[str], object]) -> BeforeValidator:
-    """A text that `parse` takes; what it refuses, a number without its unit too, it refuses in its own words."""
+    """Return a validator that accepts what `parse` accepts, and reports the SpecError of `parse`.
+
+    A number without its unit is also passed to `parse`.
+    """
 
     def check(given: Any) -> Any:
         try:
@@ -70,13 +73,16 @@ SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train no
 
 
 class Table(BaseModel):
-    """A table of the spec: frozen, no unknown key, no silent conversion, no NaN."""
+    """A table of the spec: frozen, without unknown keys, type conversion or NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
 class TaskTable(Table):
-    """`use` names the task; every other key is a parameter of its constructor. Without `use` a Run must be given the task itself."""
+    """The [task] table: `use` names the task, every other key is a parameter of its constructor.
+
+    Without `use` the task object must be passed to Run.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
@@ -282,7 +288,7 @@ class MemoryTable(Table):
 
 
 def _pointed(given: Any) -> Any:
-    """What people ask for in place of torch.compile, answered with what it is for."""
+    """Raise ValueError for names of tools that do not speed up training, with the alternative."""
     name = str(given).lower()
     if name in ("torchscript", "jit"):
         raise ValueError('TorchScript is retired, and made no training faster; use "model", and torch.export for serving')
@@ -351,7 +357,7 @@ class ObserveTable(Table):
 
 
 class FaultTable(Table):
-    """What is done wrong on purpose: for a lab, never for a run that is to be believed."""
+    """Faults that are injected for experiments; results of such a run must not be used."""
 
     forget: tuple[Literal["optimizer", "schedule", "random", "task"], ...] = Field(
         (), description="parts of the state that going on leaves as a new run has them: optimizer, schedule, random, task"
@@ -359,7 +365,7 @@ class FaultTable(Table):
 
 
 class LayoutTable(Table):
-    """Ranks per axis. How many ranks there are, the launcher says."""
+    """Ranks per axis; the launcher decides how many ranks there are."""
 
     replicate: Positive | None = Field(
         None, description="ranks that hold the same weights and read other samples; none: all that `shard` leaves"
@@ -400,7 +406,7 @@ class LayoutTable(Table):
 
 
 class NcclTable(Table):
-    """What NCCL is told, which joins GPUs. What is not stated it chooses by itself."""
+    """Settings of NCCL, the communication library of GPUs; NCCL chooses what is not given."""
 
     debug: Literal["version", "warn", "info", "trace"] | None = Field(None, description="NCCL_DEBUG: what it tells of itself")
     interface: str | None = Field(
@@ -430,4 +436,4 @@ class NcclTable(Table):
 
 
 class LaterTable(Table):
-    """A table whose name is taken and whose room is not built yet: it has no keys."""
+    """A table whose name is reserved for a later version: it has no keys."""

@@ -1,4 +1,4 @@
-"""From the records of a run to what they mean."""
+"""Diagnoses of a run, computed from its records: goodput, health, memory, phases and stragglers."""
 
 from surefoot.control.diagnose.attempts import Attempt, Goodput, find_goodput
 from surefoot.control.diagnose.health import Health, find_health

@@ -1,10 +1,13 @@
-"""The attempts at a run: how each ended, what was lost and done again, and which share of the time counted in the end.
+"""Goodput of a run: how each attempt ended, which steps were repeated, where the time went.
 
-Every second from the first record to the last is in one part of a Goodput. What an attempt did after the last commit that the next one
-went on from is *rework*; the time between the last sign of one attempt and the first of the next is *down*, start-up included.
+Every second from the first record of a run to the last belongs to one part of a `Goodput`. The
+steps of an attempt after the checkpoint from which the next attempt resumed are *rework*. The time
+between the last record of an attempt and the first record of the next attempt is *down*; it
+includes the start-up.
 
-Within an attempt the phases of its records count (`sum_phases`), which are of a clock that nobody sets: the shares of `why` are those of
-`show`. Between attempts there is only the clock of the day; where that was set back the time is not known.
+Within an attempt the times are the sums of its phases (`sum_phases`), which a monotonic clock
+measured: `surefoot why` and `surefoot show` print the same shares. Between attempts only the wall
+clock is available; where it was set back, the down time is unknown (None).
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ SET_BACK = "n/a (the clock was set back)"
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt: where it began and came to, how it ended ("killed" where it did not say), how many of its steps were done again."""
+    """An attempt: its steps, how it ended and how many of its steps the next attempt repeated.
+
+    `outcome` is "killed" where the attempt recorded no end.
+    """
 
     generation: int
     first_step: int
@@ -39,9 +45,10 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where the seconds of a run went, over all attempts; they add up to `total_s`. `save_s` is what the training stood still for.
+    """Seconds that a run spent on each activity, over all its attempts; their sum is `total_s`.
 
-    `down_s` is None, and no part of the total, where the clock was set back between two attempts.
+    `save_s` is the time for which training waited for checkpoints. `down_s` is None, and not part
+    of `total_s`, where the wall clock was set back between two attempts.
     """
 
     attempts: tuple[Attempt, ...]
@@ -57,7 +64,7 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float | None]:
-        """What the seconds went to, in words; None for what is not known."""
+        """Seconds of each part, by its name in reports; None for a part that is not known."""
         return {
             "productive": self.productive_s, "evaluation": self.evaluate_s, "waiting for saves": self.save_s,
             "done again": self.rework_s, "down and starting": self.down_s, "other": self.other_s,
@@ -65,22 +72,25 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Productive over total time."""
+        """Productive time divided by total time; None for a run of no duration."""
         return self.productive_s / self.total_s if self.total_s > 0 else None
 
     @property
     def num_failures(self) -> int:
-        """Attempts that another one had to follow."""
+        """Number of attempts that were followed by another attempt."""
         return len(self.attempts) - 1
 
     @property
     def between_failures_s(self) -> float | None:
-        """Mean time between failures; None without one."""
+        """Mean time between failures in seconds; None without a failure."""
         return (self.total_s - (self.down_s or 0.0)) / self.num_failures if self.num_failures else None
 
 
 def find_goodput(events: Iterable[Event]) -> Goodput:
-    """Read every record of a run, overruled ones too, in the order written.."""
+    """Compute the goodput of a run from all its records, in the order written.
+
+    Pass the records of overruled steps too: they are the rework.
+    """
     groups: list[list[Event]] = []
     for event in events:
         if isinstance(event, Started):
@@ -103,7 +113,10 @@ def find_goodput(events: Iterable[Event]) -> Goodput:
 
 
 def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
-    """The seconds of an attempt by `PARTS`; `after` is the first step that the next attempt did again. Empty where they are not known."""
+    """Return the seconds of an attempt by `PARTS`; empty where they are not known.
+
+    `after` is the first step that the next attempt repeated; None for the last attempt.
+    """
     spent = sum_phases(group)
     if not spent:
         return _account_without_phases(group, after)
@@ -113,7 +126,7 @@ def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
         if _is_redone(event, after):
             rework = {name: rework[name] + number_of(event.phases.get(name)) for name in PHASES}
     known = {name: sum(number_of(event.phases.get(name)) for event in windows) for name in PHASES}
-    if windows and _is_redone(windows[-1], after):  # what is behind the last record belongs to it
+    if windows and _is_redone(windows[-1], after):  # the time after the last record of steps belongs to that record
         rework = {name: rework[name] + max(0.0, spent[name] - known[name]) for name in PHASES}
     kept = {name: max(0.0, spent[name] - rework[name]) for name in PHASES}
     ended = next((event for event in group if isinstance(event, Ended)), None)
@@ -129,7 +142,10 @@ def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
 
 
 def _after_last_window(group: Sequence[Event], window: Step, after: int | None) -> dict[str, float]:
-    """What an attempt without an end recorded behind its last steps: evaluations, and the time to its last sign."""
+    """Return the seconds by part after the last record of steps, for an attempt without an end.
+
+    They are the seconds of evaluations, and the other time until its last record.
+    """
     evaluated = [event for event in group[group.index(window) :] if isinstance(event, Evaluated)]
     evaluate_s = sum(event.elapsed_s for event in evaluated)
     other_s = max(0.0, group[-1].time_s - window.time_s - evaluate_s)
@@ -138,7 +154,7 @@ def _after_last_window(group: Sequence[Event], window: Step, after: int | None) 
 
 
 def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[str, float]:
-    """The same of a log of an older version, whose times are those of the clock of the day."""
+    """Return the seconds by `PARTS` for a log of an older version, from its wall-clock times."""
     total_s = group[-1].time_s - group[0].time_s
     sums = dict.fromkeys(PARTS, 0.0)
     for event in group:
@@ -150,7 +166,7 @@ def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[s
             sums["evaluate"] += event.elapsed_s
         elif isinstance(event, Committed):
             sums["save"] += event.waited_s
-    sums["productive"] = max(0.0, sums["productive"] - sums["save"])  # a save that is waited for falls into the steps around it
+    sums["productive"] = max(0.0, sums["productive"] - sums["save"])  # the times of the steps include the waits for saves
     return {**sums, "other": total_s - sum(sums.values())} if total_s >= 0 else {}
 
 

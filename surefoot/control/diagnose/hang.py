@@ -1,4 +1,4 @@
-"""Which rank holds up the others, and where: from what each of them wrote last, what the system says of it, and its stack."""
+"""Find the rank that blocks the others, from flight records, process states and stacks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from surefoot.core.flight import Kind, Seen
 from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_torch
 
 EARLY, FIRST_STEPS = 10, 1
-TOGETHER = "distributed"  # the part of torch that is in the stack of who calls a collective
-FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` writes it
+TOGETHER = "distributed"  # the part of torch that is in the stack of a rank inside a collective
+FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` formats a frame
 STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D": "it waits for a disk", "Z": "it has ended"}
 
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that hold up the others, and what is known of them, in words; `is_unlike` where they do not do what the others do, which
-    is the code, and no other attempt mends it."""
+    """The ranks that block the others, and a description of them.
+
+    `is_unlike` is True where the ranks called different collectives: the code is wrong, and a
+    restart does not help.
+    """
 
     ranks: tuple[int, ...]
     words: str
@@ -27,7 +30,10 @@ class Hang:
 
 
 def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
-    """Whether a rank has waited so long for others, none of which is busy by itself; ten times as long in steps that compile."""
+    """Return whether a rank has waited `after_s` for the others while no rank is busy alone.
+
+    In the first step, which compiles, the limit is `EARLY` times as long.
+    """
     if any(row.record.is_busy and row.record.waits_s is None for row in rows):  # one that saves alone waits as the others do
         return False
     return any(
@@ -37,9 +43,10 @@ def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
 
 
 def find_apart(rows: Sequence[Seen]) -> Hang | None:
-    """Who had come to something else than the others when one of them ended in what they do together; None where nobody had.
+    """Return the ranks that did something else when one rank ended inside a collective, or None.
 
-    A library that sums what one rank sends with what another does not expect ends the process that gets it, whoever is to blame.
+    A library that sums what one rank sends with what another rank does not expect ends the
+    receiving process, whichever rank caused it.
     """
     if len(rows) < 2:
         return None
@@ -51,15 +58,18 @@ def find_apart(rows: Sequence[Seen]) -> Hang | None:
 
 
 def find_hang(rows: Sequence[Seen]) -> Hang:
-    """Who is to blame for a stall: those who called another collective than most; those who are in none, or in an earlier one; else the
-    network."""
+    """Return the ranks to blame for a stall.
+
+    In this order: the ranks that called another collective than most did; the ranks that are in no
+    collective, or stopped, or in an earlier collective; else nobody, and the network is named.
+    """
     if (unlike := _find_unlike(rows)) is not None:
         return unlike
     waiting = [row for row in rows if row.record.waits_s is not None]
     furthest = max((row.record.count for row in waiting), default=0)
     behind = [row for row in rows if row.record.waits_s is None]
     if behind:
-        # the others have come past this, so that they never called it
+        # the others passed this collective, so these ranks never called it
         is_own = all(row.state not in STATES and _is_in_own_collective(row) for row in behind)
         return replace(_blame(behind, rows, "has not come"), is_unlike=is_own)
     stopped = [row for row in rows if row.state in STATES]
@@ -73,7 +83,10 @@ def find_hang(rows: Sequence[Seen]) -> Hang:
 
 
 def _find_unlike(rows: Sequence[Seen]) -> Hang | None:
-    """The first collective that ranks did not call alike: those who called another one than most; of two ranks it may be either."""
+    """Return the hang of ranks that differ in the first collective not called alike, or None.
+
+    Without a majority (of two ranks, say) all ranks that called it are returned.
+    """
     for number in sorted(set[int]().union(*(row.record.recent for row in rows))):
         called = {row.rank: row.record.recent[number] for row in rows if number in row.record.recent}
         (most, count), *others = Counter(called.values()).most_common()
@@ -132,7 +145,9 @@ def _where(row: Seen) -> str:
 
 
 def find_frame(stack: Sequence[str]) -> str:
-    """The innermost frame of the user's own, else the innermost one. A frame is `file.py:31 in loss`.
+    """Return the innermost frame in the user's code, else the innermost frame.
+
+    A frame is written `file.py:31 in loss`.
 
     >>> find_frame([f"{re.__file__}:3 in f", "/home/me/surefoot/task.py:31 in loss", f"{__file__}:9 in g"])
     '/home/me/surefoot/task.py:31 in loss'

@@ -1,8 +1,9 @@
-"""Whether a run is running, stuck or dead, from outside: its lock, its records, and this host's clock.
+"""Whether a run is running, stuck or dead: from its lock, its records and this host's clock.
 
-The kernel holds the lock for as long as the process lives, so that on the host of the run, and in any container there, it is proof.
-From another host a free lock proves nothing: the state of a run without an end is then unknown. A run is stuck when its lock is held
-and no record came for far longer than between any two of its records so far.
+The kernel holds the lock as long as the process lives, so on the host of the run, and in any
+container on it, the lock is proof. On another host a free lock proves nothing: the state of a run
+without a recorded end is then unknown. A run is stuck when its lock is held and no record was
+written for far longer than the longest time between two of its records.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from surefoot.contract.events import Ended, Event, Started
 from surefoot.core.units import UNKNOWN, format_seconds
 
 RUNNING, STUCK, DEAD, UNKNOWN_STATE = "running", "stuck", "dead", "unknown"
-IN_ORDER = (RUNNING, "finished", "stopped")  # the states that call for nobody
-STUCK_AFTER_S = 300.0  # at least: the first evaluation of a run may take longer than anything before it
-STUCK_FACTOR = 5.0  # of the longest time between two records
+IN_ORDER = (RUNNING, "finished", "stopped")  # the states that need no action
+STUCK_AFTER_S = 300.0  # minimum: the first evaluation of a run may take longer than anything before it
+STUCK_FACTOR = 5.0  # times the longest time between two records
 LOCK_STATES = {True: "held", False: "free", None: UNKNOWN_STATE}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """The state of a run, and what it was concluded from. `lock` is whether the run's lock is held, None where that is not known."""
+    """The state of a run and the facts it was concluded from.
+
+    `lock` is whether the run's lock is held, None where that is not known. `age_s` is the age of
+    the last record in seconds, None where the clock was set back.
+    """
 
     state: str
     lock: bool | None
@@ -40,11 +45,14 @@ class Health:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the run is running, or over as it was meant to be."""
+        """Whether the run is running, or ended as intended."""
         return self.state in IN_ORDER
 
     def as_row(self) -> dict[str, Any]:
-        """The fields of `--json`: times in seconds since 1970, `last_record_age_s` is None where the clock was set back."""
+        """Return the fields of `--json`: times in seconds since 1970.
+
+        `last_record_age_s` is None where the clock was set back.
+        """
         return {
             "state": self.state, "lock": LOCK_STATES[self.lock], "process": self.process, "host": self.host,
             "attempt_began_s": self.began_s, "last_record_s": self.last_s, "last_record_age_s": self.age_s,
@@ -53,7 +61,7 @@ class Health:
 
     @property
     def words(self) -> str:
-        """What is known of a run whose end is not recorded, as one sentence."""
+        """A sentence on a run whose end is not recorded."""
         age = UNKNOWN + " (the clock was set back)" if self.age_s is None else f"{format_seconds(self.age_s)} old"
         process = f"process {self.process if self.process is not None else UNKNOWN} on {self.host or UNKNOWN}"
         if self.state == RUNNING:
@@ -69,9 +77,13 @@ class Health:
 def find_health(
     owner: runlock.Owner, events: Sequence[Event], *, stuck_after_s: float | None = None, now_s: float | None = None
 ) -> Health:
-    """Judge a run by its lock, as `runlock.find_owner` read it before the records, and all its `events` (at least one Started).
+    """Judge a run by its lock and by its records.
 
-    `stuck_after_s` replaces the limit that follows from the run's own records.
+    Args:
+        owner: the lock, as `runlock.find_owner` read it before the records were read.
+        events: all records of the run, at least one `Started` among them.
+        stuck_after_s: limit that replaces the one derived from the run's records.
+        now_s: current time in seconds since 1970, for tests.
     """
     start = max(index for index, event in enumerate(events) if isinstance(event, Started))
     started, last_s = events[start], events[-1].time_s
@@ -79,7 +91,7 @@ def find_health(
     ended = next((event for event in reversed(events[start:]) if isinstance(event, Ended)), None)
     lock = owner.is_held
     if owner.generation is not None and started.generation > owner.generation:
-        lock = True  # it began between the look at the lock and that at the records
+        lock = True  # the run started after the lock was read and before the records were
     recorded = started.place.get("host")
     host = owner.host or (recorded if isinstance(recorded, str) else None)
     is_local = host in (None, socket.gethostname()) or (owner.boot is not None and owner.boot == runlock.read_boot_id())
@@ -103,6 +115,10 @@ def find_health(
 
 
 def _limit_s(events: Sequence[Event]) -> float:
-    """The age of a last record beyond which a run is stuck: far longer than between any two records of one attempt."""
+    """Return the age of the last record, in seconds, from which a run counts as stuck.
+
+    It is `STUCK_FACTOR` times the longest time between two records of one attempt, at least
+    `STUCK_AFTER_S`.
+    """
     gaps = [late.time_s - early.time_s for early, late in pairwise(events) if not isinstance(late, Started)]
     return max(STUCK_AFTER_S, STUCK_FACTOR * max(gaps, default=0.0))

@@ -1,4 +1,4 @@
-"""Whether a run made good use of its memory: its peak beside what there is, and what would change it, each change with its effect."""
+"""Memory use of a run: its peak against the capacity, and changes of the spec with their effect."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from surefoot.control.diagnose.phases import newest_attempt, number_of
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 
-TIGHT, ROOMY = 0.9, 0.5  # of the memory that is there
+TIGHT, ROOMY = 0.9, 0.5  # of the capacity
 ASK = "not known; surefoot memory SPEC --set {} predicts it"
-OWN_LOOP: Mapping[str, str] = {  # what a change is called where no spec has a key for it
+OWN_LOOP: Mapping[str, str] = {  # names of the changes for a run without a spec
     "memory.recompute": "blocks computed again in the backward pass", "train.microbatch": "half the samples at a time",
     "precision.compute": "bf16", "train.batch": "twice the batch",
 }  # fmt: skip
@@ -28,7 +28,7 @@ MEANING: Mapping[Verdict, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What was predicted of a step: the bytes of its activations, and those that last, a parameter."""
+    """Predicted memory of a step: bytes of its activations, and bytes of state per parameter."""
 
     activation_bytes: float
     parameter_bytes: float
@@ -36,9 +36,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a change of a spec came to elsewhere: `ratio` to the memory without it, or the peak of a `split`: batch and microbatch.
+    """Measured memory of a changed spec, from an experiment.
 
-    What takes no less there is no remedy, whatever is predicted of it.
+    Either `ratio`, the memory with the change divided by the memory without it, or `peak_bytes` for
+    a `split` (batch, microbatch). A change that was measured to save nothing is not suggested,
+    whatever is predicted for it.
     """
 
     change: str
@@ -50,7 +52,10 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change, by how many bytes the peak falls (rises, below 0; None: not known), and whence that is known."""
+    """A suggested change, the bytes by which it lowers the peak, and how that is known.
+
+    `saved_bytes` is negative where the peak rises, None where the effect is not known.
+    """
 
     change: str
     saved_bytes: float | None
@@ -58,7 +63,7 @@ class Remedy:
 
     @property
     def effect(self) -> str:
-        """`12 MiB less, as measured: ...`."""
+        """The effect in words, such as `12 MiB less, as measured: ...`."""
         if self.saved_bytes is None:
             return self.known
         return f"{format_bytes(abs(self.saved_bytes))} {'less' if self.saved_bytes >= 0 else 'more'}, {self.known}"
@@ -66,7 +71,10 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """The peak of the newest attempt beside the memory of `place`, and what follows from it. Of one process."""
+    """Peak memory of the newest attempt, compared with the capacity of `place`; of one process.
+
+    `remedies` are the suggested changes.
+    """
 
     peak_bytes: float
     limit_bytes: float
@@ -91,7 +99,14 @@ class MemoryUse:
 def find_memory_use(
     events: Iterable[Event], *, limit_bytes: float | None = None, shape: Shape | None = None, measured: Sequence[Measured] = ()
 ) -> MemoryUse | None:
-    """Judge the newest attempt among `events`, against `limit_bytes` or what its device has; None where one of the two is not known."""
+    """Judge the peak memory of the newest attempt among `events`; None where a number is missing.
+
+    Args:
+        events: records of the run, in the order written.
+        limit_bytes: capacity to compare with; by default that of the GPU, else of the host.
+        shape: predicted memory of a step of this run.
+        measured: results of experiments on this spec.
+    """
     attempt = newest_attempt(events)
     started = attempt[0] if attempt else None
     if not isinstance(started, Started):
@@ -117,7 +132,7 @@ def find_memory_use(
 
 
 def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequence[Measured]) -> Iterator[Remedy]:
-    """What takes less: as measured elsewhere, the most first; then what nobody measured, as predicted."""
+    """Yield changes that save memory: measured ones by their saving, then predicted ones."""
     spec = _spec(started)
     batch, microbatch = _sizes(spec)
     there = [each for each in measured if each.split is None or each.split[0] == batch]
@@ -136,7 +151,10 @@ def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequen
 
 
 def _grow(started: Started, peak: float, most: float, shape: Shape | None, measured: Sequence[Measured]) -> Iterator[Remedy]:
-    """What would use the rest: the largest batch that was measured and fits, or twice the batch; and a larger model."""
+    """Yield uses of free memory: a larger batch, and a larger model.
+
+    The batch is the largest measured one that fits, or twice the batch of the run.
+    """
     spec = _spec(started)
     batch, _ = _sizes(spec)
     larger = [each for each in measured if each.split is not None and batch is not None and each.split[0] > batch]
@@ -154,7 +172,7 @@ def _grow(started: Started, peak: float, most: float, shape: Shape | None, measu
 
 
 def _helps(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool:
-    """Whether a change takes less than what the run did, and the spec takes it."""
+    """Return whether the change saves memory in this run and is valid in its spec."""
     if key == "precision.compute":
         return started.precision.get("compute") in ("fp32", "tf32") and _accepts(spec, key, value)
     if key == "memory.recompute" and spec is not None and spec.memory.recompute not in ("none", "operators"):
@@ -163,11 +181,11 @@ def _helps(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool
 
 
 def _accepts(spec: RunSpec | None, key: str, value: Any) -> bool:
-    """Whether the spec stands with that value; a loop of one's own has none that could object."""
+    """Return whether the spec is valid with that value; True for a run without a spec."""
     if spec is None:
         return True
     if spec.compile.what == "step" and key in ("memory.recompute", "train.microbatch"):
-        return False  # one graph of one pass
+        return False  # the whole step is one graph of one forward and backward pass
     table, _, name = key.partition(".")
     try:
         spec.replace(**{table: {name: value}})
@@ -177,7 +195,7 @@ def _accepts(spec: RunSpec | None, key: str, value: Any) -> bool:
 
 
 def _half(batch: int | None, microbatch: int | None) -> int | None:
-    """The largest microbatch that divides the batch and is at most half of what it is; None for one of a single sample."""
+    """Return the largest divisor of the batch up to half the microbatch, or None."""
     if batch is None or microbatch is None:
         return None
     return next((size for size in range(microbatch // 2, 0, -1) if batch % size == 0), None)
@@ -197,13 +215,17 @@ def _as_measured(found: Measured, before: float) -> Remedy:
 
 
 def _before(spec: RunSpec | None, peak: float, measured: Sequence[Measured], found: Measured) -> float:
-    """What a change is held against: the run's own split where it was measured beside it, else the peak of the run."""
+    """Return the peak that a measured change is compared with.
+
+    That is the measured peak of the run's split from the same source if there is one, else the peak
+    of the run.
+    """
     mine = [each.peak_bytes for each in measured if each.split == _sizes(spec) and each.source == found.source]
     return mine[0] if mine and found.split is not None else peak
 
 
 def _spec(started: Started) -> RunSpec | None:
-    """What the run was of; None for a loop of one's own, and for what is no spec."""
+    """Return the run's spec; None for a run from a user-written loop, and for an invalid spec."""
     try:
         return RunSpec.of_record(started.spec) if started.spec else None
     except InputError:
@@ -211,5 +233,5 @@ def _spec(started: Started) -> RunSpec | None:
 
 
 def _sizes(spec: RunSpec | None) -> tuple[int | None, int | None]:
-    """Batch and microbatch."""
+    """Return the batch and the microbatch of a spec; (None, None) without one."""
     return (None, None) if spec is None else (spec.train.batch, spec.train.microbatch or spec.train.batch)

@@ -1,4 +1,4 @@
-"""Where the time of an attempt went: its phases, its steps, and the steps that stood out, out of its records."""
+"""Time of an attempt by phase, the distribution of its step times, and its outlier steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_OUTLIERS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Seconds a step: mean, standard deviation, and the shares below which so many of the values lie."""
+    """Seconds per step: mean, standard deviation, minimum, maximum and percentiles."""
 
     mean_s: float
     sd_s: float | None
@@ -28,7 +28,10 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase: its seconds in all, their share of the sum of all phases, and what it took a step (means of the records)."""
+    """A phase: total seconds, share of the sum of all phases, and seconds per step.
+
+    `a_step` is computed from the means of the records, each of which covers several steps.
+    """
 
     name: str
     total_s: float
@@ -38,7 +41,10 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Where the time of an attempt went. `wall_s` is an independent clock's, None where the attempt did not say how it ended."""
+    """Time of an attempt by phase.
+
+    `wall_s` was measured by an independent clock; None where the attempt recorded no end.
+    """
 
     phases: tuple[Phase, ...]
     total_s: float
@@ -50,7 +56,7 @@ class Phases:
 
     @property
     def coverage(self) -> float | None:
-        """What the phases add up to, as a share of the wall time."""
+        """Sum of the phases as a share of the wall time; None where that is not known."""
         return self.total_s / self.wall_s if self.wall_s else None
 
     def as_row(self) -> dict[str, Any]:
@@ -62,7 +68,10 @@ class Phases:
 
 
 def newest_attempt(events: Iterable[Event]) -> list[Event]:
-    """The last of the attempts among `events`, in the order written; all of them where none begins one."""
+    """Return the records of the newest attempt among `events`, in the order written.
+
+    Returns all of them where none starts an attempt.
+    """
     attempt: list[Event] = []
     for event in events:
         if isinstance(event, Started):
@@ -72,12 +81,14 @@ def newest_attempt(events: Iterable[Event]) -> list[Event]:
 
 
 def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
-    """The seconds of each phase of one attempt: of all of it where its end is recorded, else up to its last record of steps.
+    """Return the seconds of each phase of one attempt.
 
-    Empty where the records hold no phases, as those of older versions. Whatever tells where time went reads it here.
+    They cover all of the attempt where its end is recorded, else the time up to its last record of
+    steps. Empty where the records hold no phases, as in logs of older versions. Every report of the
+    time by phase calls this function.
     """
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
-    whole = _whole(attempt)  # the last evaluation and commit are behind the last record of steps
+    whole = _whole(attempt)  # the last evaluation and checkpoint come after the last record of steps
     sums = {
         name: number_of(whole.get(name)) if whole else sum(number_of(event.phases.get(name)) for event in steps)
         for name in PHASES
@@ -86,14 +97,17 @@ def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
 
 
 def _whole(attempt: Sequence[Event]) -> Mapping[str, Any]:
-    """The phases of a whole attempt as its end says; empty without one."""
+    """Return the phases of a whole attempt as its end record holds them; empty without one."""
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
     phases = ended.summary.get("phases") if ended is not None else None
     return phases if isinstance(phases, Mapping) else {}
 
 
 def find_phases(events: Iterable[Event]) -> Phases | None:
-    """Of the newest attempt among `events`, in the order written; None where its records hold no phases, as those of older versions."""
+    """Return the time by phase of the newest attempt among `events`, in the order written.
+
+    None where its records hold no phases, as in logs of older versions.
+    """
     attempt = newest_attempt(events)
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
@@ -143,6 +157,6 @@ def _outlier(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(value: Any) -> float:
-    """A number of a file that a stranger may have written; 0 for what is none, or nothing."""
+    """Return a value of an untrusted file as a positive float; 0 for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
     return float(value) if is_number else 0.0

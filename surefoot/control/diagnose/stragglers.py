@@ -1,4 +1,4 @@
-"""Who was waited for in the newest attempt of a run: how often each rank was the last, what that cost, and why, out of its records."""
+"""Stragglers in the newest attempt of a run: how often each rank was last, the cost, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ FAULT = "straggler"
 
 @dataclass(frozen=True, kw_only=True)
 class Waited:
-    """One rank: in how many steps it was the last, seconds that the median of the others waited for it then, and its mean pace."""
+    """A rank: the number of steps it finished last, the seconds waited for it, its mean pace.
+
+    `waited_s` is what the median of the other ranks waited in those steps.
+    """
 
     rank: int
     num_last: int
@@ -28,11 +31,11 @@ class Waited:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """The ranks of an attempt over `num_steps` steps, and the findings on those that were named while it went on."""
+    """The ranks of an attempt over `num_steps` steps, and the stragglers reported during it."""
 
     num_steps: int
     ranks: tuple[Waited, ...]
-    named: tuple[tuple[int, str], ...]  # after which step, and in words with what was advised
+    named: tuple[tuple[int, str], ...]  # (step, description and advice)
 
     def as_row(self) -> dict[str, Any]:
         return {
@@ -42,7 +45,10 @@ class Waits:
 
 
 def find_waits(events: Iterable[Event]) -> Waits | None:
-    """Of the newest attempt among `events`, in the order written; None of one rank, and where nothing was recorded."""
+    """Return the waits in the newest attempt among `events`, in the order written.
+
+    None for a run of one rank, and where no waits were recorded.
+    """
     attempt = newest_attempt(events)
     rows = [event.ranks for event in attempt if isinstance(event, Step) and event.ranks]
     size = min((len(row.get(name, ())) for row in rows for name in ("last", "waited_s", *Pace._fields)), default=0)

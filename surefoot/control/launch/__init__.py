@@ -1,4 +1,4 @@
-"""Starting the ranks of a run: here on one host; several hosts are left to engines that exist."""
+"""Start the ranks of a run on one host; for several hosts use torchrun, Slurm or the like."""
 
 from surefoot.control.launch.local import launch
 

@@ -1,4 +1,7 @@
-"""Which file a process waits for: what the kernel says of its threads (proc(5): syscall), in words; Linux on x86-64 and arm64."""
+"""Find the file that a process waits for, from the system calls of its threads.
+
+The kernel reports them in /proc (proc(5), `syscall`). Linux on x86-64 and arm64.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# calls that may wait for a file: number on x86-64, on arm64 (None: it has none), and which argument is a descriptor or a path
+# calls that may wait for a file: number on x86-64, on arm64 (None: no such call), and which argument is a descriptor or a path
 CALLS = {
     "read": (0, 63, "descriptor"), "write": (1, 64, "descriptor"), "readv": (19, 65, "descriptor"), "writev": (20, 66, "descriptor"),
     "pread64": (17, 67, "descriptor"), "pwrite64": (18, 68, "descriptor"), "preadv": (295, 69, "descriptor"),
@@ -29,7 +32,10 @@ NO_FILES = ("/memfd:", "/dev/", "/proc/")
 
 
 class Wait(NamedTuple):
-    """A thread in a call on a file. `asked` is the line of the kernel: the same later, and it has not moved."""
+    """A thread in a system call on a file.
+
+    `asked` is the kernel's line about the call: if it is the same later, the thread has not moved.
+    """
 
     call: str
     path: str
@@ -41,12 +47,15 @@ class Wait(NamedTuple):
 
 
 def find_waits(pid: int) -> list[Wait]:
-    """The threads of a process and of those that it began which are in a call on a file, the main thread first."""
+    """Return the threads of a process and of its children that are in a call on a file.
+
+    The threads of the process come first, its main thread before the others.
+    """
     return [] if not BY_NUMBER else [found for task in _tasks(pid) if (found := _wait_of(task)) is not None]
 
 
 def _tasks(pid: int) -> Iterator[Path]:
-    """Each thread, as its folder in /proc, of the process and of its children."""
+    """Yield the /proc folder of each thread of the process and of its children."""
     with contextlib.suppress(OSError, ValueError):
         tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda each: int(each.name))
         yield from tasks
@@ -66,19 +75,19 @@ def _wait_of(task: Path) -> Wait | None:
             path = os.readlink(task / "fd" / str(int(arguments[0], 16)))
         else:
             path = _text_at(task, int(arguments[how == "second path"], 16))
-    except (OSError, ValueError, IndexError):  # it has ended, or may not be looked at
+    except (OSError, ValueError, IndexError):  # the thread has ended, or may not be inspected
         return None
     return None if not path or path.startswith(NO_FILES) or (how == "descriptor" and path[0] != "/") else Wait(name, path, asked)
 
 
 def _text_at(task: Path, address: int) -> str:
-    """The text that a process holds at an address, up to its end."""
+    """Read the null-terminated text at an address of a process."""
     descriptor = os.open(task / "mem", os.O_RDONLY)
     try:
         content = b""
         while b"\0" not in content and len(content) < LONGEST_PATH:
             place = address + len(content)
-            content += os.pread(descriptor, 256 - place % 256, place)  # never over the end of a page that may be the last
+            content += os.pread(descriptor, 256 - place % 256, place)  # never past the end of a page, which may be the last
         return content.split(b"\0")[0].decode(errors="replace")
     finally:
         os.close(descriptor)

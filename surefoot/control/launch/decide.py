@@ -1,6 +1,7 @@
-"""What follows when a rank fails: the run stops, all ranks begin anew, or its place is left out. Arithmetic on what has happened.
+"""Decide what to do when a rank fails: stop, restart all ranks, or leave a rank slot out.
 
-A *place* is a slot of this host for a rank, and for its GPU. One that is left out stays empty: ranks are numbered without it.
+Pure functions of the failures so far. A *place* is a slot of this host for a rank and for its GPU.
+A slot that is left out stays empty: the ranks are numbered without it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import NamedTuple
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.signals import ENDINGS
 
-FIRST_WAIT = 3  # commits until a place that was left out is tried again; twice as many each time that it fails again
+FIRST_WAIT = 3  # checkpoints until a slot that was left out is tried again; doubled each time it fails again
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # by a fault of the code, or of memory or processor
 TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
 
 class How(Enum):
-    """How an attempt ended; `is_retried` where another one may end otherwise."""
+    """How an attempt ended; `is_retried` is True where a restart may help."""
 
     RAISED = "it ended with an error of its own"
     ABORTED = "it ended itself by a signal"
@@ -39,7 +40,7 @@ class How(Enum):
 
 
 class Fault(NamedTuple):
-    """How an attempt ended, and by which place; None where no single one is to blame."""
+    """How an attempt ended, and the slot that is to blame; None where no single slot is."""
 
     how: How
     place: int | None = None
@@ -52,7 +53,7 @@ class Choice(Enum):
 
 
 class Decision(NamedTuple):
-    """What follows, and why, in words: "" for a stop that the fault explains."""
+    """A decision and its reason; "" for a stop that the fault itself explains."""
 
     choice: Choice
     why: str = ""
@@ -60,7 +61,11 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a run may have: so many `places`, `numbers` of ranks (ascending), and attempts in a row without a commit but for the first."""
+    """Limits of a run's ranks and restarts.
+
+    `places` is the number of rank slots, `numbers` the allowed numbers of ranks in ascending order,
+    `max_restarts` the number of consecutive restarts allowed without a new checkpoint.
+    """
 
     places: int
     numbers: tuple[int, ...]
@@ -69,10 +74,13 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What the places of a run have been through; commits are counted from where its supervisor began.
+    """History of a run's failures; checkpoints are counted from the start of its supervisor.
 
-    `last` failed last, `streak` times in a row; `crash` is the last one with the commits that there were. `out` holds places that were
-    left out with the number of commits from which on they are tried again, `waits` how many they waited for.
+    `in_vain` counts the failed attempts from the last one that wrote a checkpoint on, including
+    that one. `last` is the slot that failed last, `streak` how many times in a row it failed.
+    `crash` is the slot that crashed last and the number of checkpoints at that time. `out` maps
+    each slot that was left out to the number of checkpoints from which it is tried again, `waits`
+    to the number of checkpoints for which it was left out.
     """
 
     num_commits: int = 0
@@ -85,10 +93,12 @@ class Course:
 
 
 def read_code(code: int) -> How:
-    """How a process ended, by its exit code; that of a signal is negative.
+    """Return how a process ended, from its exit code; the code of a signal is negative.
 
-    SIGKILL comes from outside: somebody, or a system that is out of memory. After SIGSEGV, SIGBUS, SIGILL and SIGFPE the code may be
-    wrong, or the memory of one place: it is tried once more. SIGABRT and the rest are a program's own end, as of gloo or a failed check.
+    SIGKILL comes from outside: a user, or the kernel when memory ran out. After SIGSEGV, SIGBUS,
+    SIGILL and SIGFPE the code may be wrong, or the memory of one slot: one restart is worth trying.
+    With SIGABRT and the remaining signals a program ends itself, for example gloo or a failed
+    check.
 
     >>> [read_code(each).name for each in (3, 8, 143, -9, -11, -6)]
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']
@@ -102,11 +112,12 @@ def read_code(code: int) -> How:
 
 
 def decide(rules: Rules, course: Course, fault: Fault, num_commits: int) -> tuple[Decision, Course]:
-    """What follows on `fault`, now that there are so many commits.
+    """Return what to do after `fault` when `num_commits` checkpoints exist, and the new history.
 
-    What another attempt cannot mend stops at once; so do two places that crash with no commit between, since it is the code then, and
-    more than `max_restarts` attempts in a row without a commit. A place that fails twice, and no other between, is left out where enough
-    remain, and so is one that was left out before; else all begin anew.
+    Stop for a fault that a restart cannot mend; when two slots crashed with no checkpoint between,
+    since then the code is wrong; and after more than `max_restarts` consecutive attempts without a
+    new checkpoint. Leave out a slot that failed twice in a row, or that was left out before, if
+    enough slots remain. Otherwise restart all ranks.
     """
     place, in_vain = fault.place, course.in_vain + 1 if num_commits == course.num_commits else 1
     after = replace(course, num_commits=num_commits, in_vain=in_vain)
@@ -133,14 +144,14 @@ def decide(rules: Rules, course: Course, fault: Fault, num_commits: int) -> tupl
 
 
 def choose(rules: Rules, course: Course) -> tuple[int, ...]:
-    """The places that have a rank now: as many as may be, those that were never left out first."""
+    """Return the slots that get a rank: as many as allowed, those never left out first."""
     there = _there(rules, course)
     number = max((each for each in rules.numbers if each <= len(there)), default=rules.numbers[0])
     return tuple(sorted(sorted(there, key=lambda each: (each in course.waits, each))[:number]))
 
 
 def has_more(rules: Rules, course: Course, places: tuple[int, ...], num_commits: int) -> bool:
-    """Whether more than these places may have a rank, once there are so many commits."""
+    """Return whether more slots than `places` may have a rank at `num_commits` checkpoints."""
     return len(choose(rules, replace(course, num_commits=num_commits))) > len(places)
 
 
@@ -149,9 +160,18 @@ def _there(rules: Rules, course: Course) -> list[int]:
 
 
 def find_numbers(least: int, most: int, refuse: Callable[[int], str]) -> tuple[tuple[int, ...], str]:
-    """The numbers of ranks from `least` to `most` that a run may have, and a line on those that it may not, "" for none.
+    """Return the allowed numbers of ranks from `least` to `most`, and a message on the others.
 
-    `refuse` gives why a number is none, or "". Raises InputError where all are refused.
+    Args:
+        least: smallest number of ranks.
+        most: largest number of ranks.
+        refuse: returns why a number of ranks is not allowed, or "".
+
+    Returns:
+        The allowed numbers, and one line on those that are not; "" if all are.
+
+    Raises:
+        InputError: no number is allowed.
     """
     reasons = {number: refuse(number) for number in range(least, most + 1)}
     numbers = tuple(number for number, reason in reasons.items() if not reason)

@@ -1,4 +1,7 @@
-"""Which places have a rank, and what follows on how an attempt ended; the commits of the run are counted beside it."""
+"""Rank slots of a supervised run: which have a rank, and what follows when an attempt ends.
+
+The checkpoints of the run are counted meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ JOIN_S = 1.0
 
 
 class End(NamedTuple):
-    """How an attempt ended: its exit code; what failed, if anything did; whether the supervisor was told to end, or ended it to grow."""
+    """How an attempt ended: its exit code, and the fault if there was one.
+
+    `is_asked` is True where a signal to the supervisor ended it, `is_recalled` where the supervisor
+    ended it to restart with more ranks.
+    """
 
     code: int
     fault: Fault | None = None
@@ -27,7 +34,7 @@ class End(NamedTuple):
 
 
 class Commits:
-    """The commits of a run, counted since this was made; `newest` is the step of the last one."""
+    """Checkpoints of a run, counted from now on; `newest` is the step of the last."""
 
     def __init__(self, run: Path | None) -> None:
         self._run = run
@@ -43,7 +50,7 @@ class Commits:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """In a thread: a disk that does not answer must not keep anyone from looking at the ranks."""
+        """Count in a thread: a disk that does not answer must not delay watching the ranks."""
         over = threading.Event()
 
         def count() -> None:
@@ -61,7 +68,7 @@ class Commits:
 
 
 class Places:
-    """The places of a run that goes on in the folder `run`; `now` are those that have a rank, by their rank."""
+    """The rank slots of a run; `now` lists the slots that have a rank, by rank."""
 
     def __init__(self, rules: Rules, run: Path | None, say: Callable[[str], None]) -> None:
         self._rules, self._run, self._say = rules, run, say
@@ -70,26 +77,26 @@ class Places:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether fewer ranks may do: they need less memory."""
+        """Whether the run may continue with fewer ranks, which need less memory."""
         return len(self._rules.numbers) > 1
 
     def has_more(self) -> bool:
-        """Whether more of them may have a rank now."""
+        """Return whether more slots may have a rank now."""
         return self._run is not None and has_more(self._rules, self._course, self.now, self._commits.count)
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """While an attempt goes on: its commits are counted where another place waits for them."""
+        """Return a context that counts checkpoints, if a slot that was left out waits for them."""
         return self._commits.counting() if self._run is not None and self._course.out else contextlib.nullcontext()
 
     def say_more(self) -> None:
-        """Tell that the ranks are ended to begin anew as more."""
+        """Log that all ranks save and end, to restart as more ranks."""
         found = choose(self._rules, replace(self._course, num_commits=self._commits.count))
         self._say(
             f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, to begin anew as {len(found)}"
         )
 
     def after(self, end: End) -> int | None:
-        """The exit code of the supervisor; None where all begin anew, at the places that have a rank then."""
+        """Return the exit code of the supervisor; None where all ranks restart."""
         fault = end.fault
         if self._run is None or end.is_asked or fault is None:
             return end.code
@@ -117,7 +124,7 @@ class Places:
 
 
 def _names(places: set[int] | tuple[int, ...]) -> str:
-    """Places, in words.
+    """Return the names of slots, for messages.
 
     >>> _names({2}), _names((0, 2, 3))
     ('place 2', 'places 0, 2 and 3')

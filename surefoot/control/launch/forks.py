@@ -1,7 +1,8 @@
-"""A process that loads once what every rank needs, and forks the ranks: a run begins, and begins anew, in the time of its own work.
+"""A fork server: it imports what every rank needs once, then forks the ranks, which start at once.
 
-It is the same command with a socket (`place.FORKS`), over which it is asked for ranks; it dies with the supervisor, and the ranks with
-it. What a rank was ended by it keeps until it is asked, so that no other process can have got the number of one that is over.
+It runs the same command with a socket (`place.FORKS`), over which the supervisor requests ranks. It
+dies with the supervisor, and the ranks die with it. It keeps the exit status of a rank until the
+supervisor reads it, so that no other process can get the process id of a rank that has ended.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from typing import IO, Any
 from surefoot.core import place
 from surefoot.core.signals import dying_with, process_control
 
-LOST = -int(signal.SIGKILL)  # how a rank ended whose server is gone: it was killed with it
+LOST = -int(signal.SIGKILL)  # exit status of a rank whose fork server has died: it was killed with it
 NAME = 15  # PR_SET_NAME of prctl(2)
 MOST_BYTES = 1 << 16
-ANSWER_S = 20.0  # to fork, or to tell how a rank ended: one that takes longer is stopped, and is ended
+ANSWER_S = 20.0  # seconds to fork a rank or to report its exit status; a server that takes longer is killed
 
 
 class Forked:
-    """A rank, with what a `subprocess.Popen` has of it."""
+    """A forked rank, with the interface of `subprocess.Popen` that the supervisor uses."""
 
     def __init__(self, pid: int, ask: Callable[[int], int], stderr: IO[bytes] | None) -> None:
         self.pid, self.stderr = pid, stderr
         self.returncode: int | None = None
         self._ask = ask
-        self._end = os.pidfd_open(pid)  # readable once it has ended
+        self._end = os.pidfd_open(pid)  # readable once the rank has ended
 
     def poll(self) -> int | None:
         return self._ended(0)
@@ -61,7 +62,11 @@ class Forked:
 
 
 class ForkServer:
-    """Begins the ranks of `surefoot WORDS`: by forking where the system can and its process is fit for it, else each by itself."""
+    """Server that starts the ranks of `surefoot WORDS`.
+
+    It forks them where the system and the server process allow that, else it starts a process for
+    each.
+    """
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = list(words)
@@ -70,10 +75,16 @@ class ForkServer:
         self._can_fork = hasattr(os, "pidfd_open") and sys.platform.startswith("linux")
 
     def start(self, variables: Mapping[str, str], passed: Mapping[str, int], *, speaks: bool, threads: int | None) -> Any:
-        """A rank with these variables of its own; `passed` are descriptors by the variable that tells their number.
+        """Start a rank.
 
-        Where it `speaks` it has this terminal, else its standard error is to be read from it. `threads`: what it computes with, unless
-        the environment says so.
+        Args:
+            variables: environment variables of this rank.
+            passed: descriptors that the rank inherits, by the variable that holds their number.
+            speaks: whether the rank writes to this terminal; else its standard error is a pipe.
+            threads: compute threads of the rank, unless the environment sets them.
+
+        Returns:
+            A `Forked`, or a `subprocess.Popen` where forking is not possible.
         """
         if self._can_fork and (self._process is None or self._threads != threads or self._process.poll() is not None):
             self._begin(threads)
@@ -84,7 +95,7 @@ class ForkServer:
         return self._spawn(variables, passed, speaks, threads)
 
     def close(self) -> None:
-        """End the server, and with it every rank that is left."""
+        """End the server, and with it every rank that is still running."""
         if self._process is not None:
             self._link.close()
             self._process.kill()
@@ -92,12 +103,12 @@ class ForkServer:
             self._process = None
 
     def _command(self) -> list[str]:
-        # an installed `surefoot` does not look here for modules, `python -m` does
+        # an installed `surefoot` does not search the working folder for modules, `python -m` does
         safe = [] if os.getcwd() in sys.path else ["-P"]
         return [sys.executable, *safe, "-m", "surefoot", *self._words]
 
     def _begin(self, threads: int | None) -> None:
-        """Start the process, and wait until it has loaded everything; it says whether it is fit to be forked."""
+        """Start the server, and wait until it reports whether it can fork."""
         self.close()
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -115,7 +126,10 @@ class ForkServer:
             self.close()
 
     def _answer(self) -> dict[str, Any]:
-        """Raises: ValueError: it is gone, and has said nothing."""
+        """Read one answer of the server.
+
+        Raises ValueError where the server has ended without one.
+        """
         row: dict[str, Any] = json.loads(self._link.recv(MOST_BYTES))
         return row
 
@@ -135,13 +149,13 @@ class ForkServer:
             self._link.send(json.dumps({"wait": pid}).encode())
             return int(self._answer()["status"])
         except (OSError, ValueError):
-            self.close()  # with all ranks: what it says later would answer another question
+            self.close()  # ends all ranks too: a late answer would belong to another request
             return LOST
 
     def _spawn(
         self, variables: Mapping[str, str], passed: Mapping[str, int], speaks: bool, threads: int | None
     ) -> subprocess.Popen[bytes]:
-        """A process that loads everything itself."""
+        """Start a rank as a process that imports everything itself."""
         return subprocess.Popen(
             self._command(), stdin=subprocess.DEVNULL, stdout=None if speaks else subprocess.DEVNULL,
             stderr=None if speaks else subprocess.PIPE, pass_fds=list(passed.values()), process_group=0,
@@ -151,6 +165,6 @@ class ForkServer:
 
 
 def name_process(name: str) -> None:
-    """What `ps` and `top` call this process; 15 characters of it."""
+    """Set the name of this process in `ps` and `top`; the kernel keeps 15 characters."""
     if (control := process_control()) is not None:
         control(NAME, name.encode(), 0, 0, 0)

@@ -1,6 +1,8 @@
-"""Our own supervisor of the ranks of one host: it begins them, hears for them, and ends them all when one of them fails.
+"""Supervisor of the ranks of one host.
 
-The ranks die with it, however it dies (Linux: PR_SET_PDEATHSIG); they meet on the loopback, at a port that is taken before they begin.
+It starts the ranks, forwards their output, and ends them all when one fails. The ranks die with the
+supervisor, however it ends (Linux: PR_SET_PDEATHSIG). They rendezvous on the loopback interface, at
+a port that is bound before they start.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from surefoot.core.hardware import count_cores
 from surefoot.core.process import memory
 
 LOOK_S = 0.05
-MOST_SAID = 200  # lines of a rank that are kept, after its first error
-GRACE_S = 5.0  # for ranks to end by themselves, once one has failed
+MOST_SAID = 200  # lines of a rank that are kept, from its first error on
+GRACE_S = 5.0  # seconds for the ranks to end by themselves once one has failed
 LOST = LostRank.exit_code
 ENDED = (
     signal.SIGKILL,
     *(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name)),
-)  # from outside: what a rank did then is not why
+)  # signals from outside: what a rank did at that time is not the reason
 STALL_LOOK_S = 0.5
 FLAGS = ("--ranks", "--max-restarts")
 HEARD = (*signals.ENDINGS, "SIGUSR1")
@@ -44,7 +46,11 @@ HEARD = (*signals.ENDINGS, "SIGUSR1")
 
 @dataclass(eq=False)
 class Rank:
-    """One process of a run; `said` holds what it wrote of errors, `part` a line that is not whole yet."""
+    """A rank process and its output.
+
+    `said` holds the lines from its first error on, `part` a line that is not complete yet,
+    `ended_s` the monotonic time of its end.
+    """
 
     number: int
     process: subprocess.Popen[bytes] | Forked | Peer
@@ -58,14 +64,27 @@ def launch(
     words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge, *, run: Path | None = None, max_restarts: int = 3,
     numbers: Sequence[int] = (),
 ) -> int:  # fmt: skip
-    """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host; gives the exit code: 0, or that of the rank which failed first.
+    """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host, and return the exit code.
 
-    `judge` is shown what every rank does, and says who keeps the others waiting for too long; then all are ended.
-    Where a rank was killed, or hung, and the command goes on in the folder `run`, all begin anew, until so many times in a row no commit
-    has come; what a rank raised ends it at once. With `numbers`, of ranks that there may be instead, a place that fails twice is left
-    out, and tried again later: `decide` says how.
-    Rank 0 has this terminal. What the others write to standard error goes to `say` with their number; they write nothing else. Raises
-    InputError for numbers that are none, and inside of ranks.
+    Rank 0 has this terminal. What the other ranks write to standard error is passed to `say` with
+    their number; they write nothing else.
+
+    Args:
+        words: the command without `surefoot`.
+        num_ranks: number of rank slots.
+        say: prints a line of the supervisor.
+        judge: finds ranks that block the others; all ranks are ended then.
+        run: folder of the run, from whose checkpoints all ranks restart if a rank is killed or
+            hangs; None for no restarts.
+        max_restarts: consecutive restarts allowed without a new checkpoint.
+        numbers: allowed numbers of ranks. With several, a slot that fails twice is left out and
+            tried again later (`decide`).
+
+    Returns:
+        0, or the exit code of the rank that failed first.
+
+    Raises:
+        InputError: a number is out of range, or this process is a rank already.
     """
     if num_ranks < 1 or max_restarts < 0:
         raise InputError(
@@ -77,7 +96,7 @@ def launch(
             "--ranks is given to a process that is a rank already", hint="leave --ranks out under torchrun and the like"
         )
     _fill_standard_streams()
-    run = None if run is not None and events.is_finished(run) else run  # the command makes another one then, each time
+    run = None if run is not None and events.is_finished(run) else run  # the command makes a new run folder then, each time
     rules = Rules(places=num_ranks, numbers=tuple(numbers) or (num_ranks,), max_restarts=max_restarts)
     places = Places(rules, run, say)
     with contextlib.closing(ForkServer(words)) as server:
@@ -87,14 +106,17 @@ def launch(
 
 
 def _fill_standard_streams() -> None:
-    """Open on nothing what of standard input, output and error is closed: else the ranks' socket gets its number, and is lost to it."""
+    """Open /dev/null for each of standard input, output and error that is closed.
+
+    Otherwise a socket of the ranks would get that descriptor number and be lost.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge) -> End:
-    """All ranks once, from their beginning to the end of the last one."""
+    """Run all ranks once, from their start to the end of the last one."""
     num_ranks, asked, num_kills = len(places.now), list[int](), memory.count_kills()
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
@@ -109,9 +131,9 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
             stack.callback(each.close)
         for rank in range(num_ranks):
             begun = _start(server, rank, num_ranks, meeting, told[rank], local_rank=places.now[rank])
-            ranks.append(begun)  # ended even if the next cannot be started
+            ranks.append(begun)  # so that they are ended even if the next rank cannot be started
         meeting.close()
-        if asked:  # before all were there to hear it: nothing has begun
+        if asked:  # a signal came before all ranks could receive it: nothing has started
             return End(128 + asked[0], is_asked=True)
         with places.watched():
             hung, is_recalled = _watch(ranks, say, judge, told, places)
@@ -125,7 +147,11 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
 
 
 def _name_memory(end: End, num_kills: int, say: Callable[[str], None], places: Places) -> End:
-    """`end` with the exit code of memory, where the kernel killed a rank for it; as many ranks again would end alike."""
+    """Return `end` with the out-of-memory exit code where the kernel killed a rank for memory.
+
+    Unless fewer ranks are allowed, such a run is not restarted: the same number of ranks would fail
+    again.
+    """
     if num_kills <= 0 or end.fault is None or end.fault.how is not How.KILLED:
         return end
     say(
@@ -150,7 +176,10 @@ def _start(server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket
 
 
 def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:
-    """A signal goes to every rank; but for SIGUSR1, which asks for a save, it ends them."""
+    """Forward a signal to every rank, and note it in `asked` if it ends them.
+
+    Only SIGUSR1, which requests a checkpoint, does not.
+    """
     if number != getattr(signal, "SIGUSR1", None):
         asked.append(number)
     for each in ranks:
@@ -162,10 +191,14 @@ def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:
 def _watch(
     ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told], places: Places
 ) -> tuple[Fault | None, bool]:  # fmt: skip
-    """Until all have ended: show what they write; once one has failed the others have a while, then they are ended.
+    """Watch the ranks until all have ended, and print what they write.
 
-    So are all of them, where one keeps the others waiting: gives who did, by rank. Once more places may have a rank all are to save and
-    end: gives whether that was so.
+    Once a rank has failed, the others have `GRACE_S` to end and are then killed. All ranks are
+    killed when one blocks the others. When more slots may have a rank, all ranks are made to save
+    and end.
+
+    Returns:
+        The fault of a stall or None, and whether the ranks were ended to restart as more.
     """
     hung, is_recalled, next_s = None, False, time.monotonic() + STALL_LOOK_S
     with selectors.DefaultSelector() as selector:
@@ -197,14 +230,17 @@ def _watch(
 
 
 def _recall(ranks: Sequence[Rank], told: Sequence[Told]) -> None:
-    """Have all ranks save and end after the same step, as by SIGTERM; they know that it is not the end of the run."""
+    """Make all ranks save and end after the same step, to be restarted.
+
+    They end as on SIGTERM, and know that it is not the end of the run.
+    """
     for each in told:
         flight.recall(each.flight)
     _tell(ranks, signal.SIGTERM, [])
 
 
 def end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> Fault | None:
-    """Name the rank that keeps the others waiting, and end all; None where nobody does."""
+    """Report the rank that blocks the others and kill all ranks; None where no rank does."""
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
     rows = look(pids, told)
     if len(rows) < 2 or not judge.is_stalled(rows):
@@ -227,7 +263,10 @@ def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:
 
 
 def _read(rank: Rank, say: Callable[[str], None]) -> bool:
-    """Show the lines that a rank wrote; its errors are kept, since those of the first that failed are enough. False at the end."""
+    """Print the lines that a rank wrote, and return False at the end of its output.
+
+    Its errors are kept instead: only those of the rank that failed first are printed.
+    """
     if rank.process.stderr is None:
         return False
     try:
@@ -248,7 +287,7 @@ def _read(rank: Rank, say: Callable[[str], None]) -> bool:
 
 
 def _end_all(ranks: Sequence[Rank]) -> None:
-    """End every process that is left; what each of them began ends with it."""
+    """Kill every rank that is still running; the processes that a rank started end with it."""
     for each in ranks:
         if each.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -258,9 +297,10 @@ def _end_all(ranks: Sequence[Rank]) -> None:
 
 
 def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen: Sequence[Seen]) -> End:
-    """How all of them ended; says which rank failed first, where that is not rank 0, which has said so itself.
+    """Return how the ranks ended, and report the rank that failed first.
 
-    `seen` is how far each had come: gloo ends the rank that is sent what it does not expect, whoever sent it.
+    Rank 0 is not reported, since it prints its error itself. `seen` is the progress of each rank:
+    gloo ends the rank that receives something unexpected, whichever rank sent it.
     """
     failed = sorted(
         (each for each in ranks if each.code),
@@ -294,7 +334,7 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen
 
 
 def _tell_apart(ranks: Sequence[Rank], first: Rank, say: Callable[[str], None], words: str) -> None:
-    """What the ranks did when one of them was lost, and what each of the others said of it."""
+    """Print what the ranks did when one failed, and the first error of each other rank."""
     if words:
         say(f"error: at that time {words}")
     for each in ranks:
@@ -310,7 +350,7 @@ def _signal_name(number: int) -> str:
 
 
 def without_ranks(words: Sequence[str]) -> list[str]:
-    """The words of a command without `--ranks N` and `--max-restarts N`: what each rank runs.
+    """Return a command without `--ranks N` and `--max-restarts N`: the command of each rank.
 
     >>> without_ranks(["train", "digits", "--ranks", "2", "--quiet"])
     ['train', 'digits', '--quiet']

@@ -1,4 +1,4 @@
-"""What the supervisor sees of its ranks from outside: their flight records, what the system says of them, and their stacks."""
+"""The supervisor's view of its ranks: their flight records, process states and stacks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from surefoot.core.flight import Seen
 from surefoot.core.process.frames import is_of_surefoot
 from surefoot.core.signals import STACKS_SIGNAL
 
-STACK_S, LONGEST_STACK_S = 0.3, 5.0  # for a rank to write its stack; on a busy machine it takes longer
+STACK_S, LONGEST_STACK_S = 0.3, 5.0  # seconds for a rank to write its stack; a busy machine needs longer
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 STOPPED = "tT"
-LOOP = "train"  # the part of surefoot that is in the stack of the thread that takes the steps
-ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # how faulthandler writes what is not ASCII
+LOOP = "train"  # the part of surefoot in the stack of the thread that takes the steps
+ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # how faulthandler writes non-ASCII characters
 
 
 class Judge(NamedTuple):
-    """What is made of it: whether ranks have been kept waiting for too long, who does that, in words, and what to do once all are ended.
+    """Functions that judge what the supervisor observes of its ranks.
 
-    `blame` gives who does that, by rank: nobody where it is the network, None where ranks did not call the same, which no other attempt
-    mends. `tell_apart` is shown how far each of them had come when one ended in what they do together: who did something else, "" for
-    nobody.
+    `is_stalled` returns whether ranks have waited too long, `tell` describes which ranks block the
+    others, `hint` is the advice once all are ended. `blame` returns the blocking ranks: an empty
+    tuple where the network is at fault, None where the ranks called different collectives, which a
+    restart does not mend. `tell_apart` describes the ranks that did something else when one rank
+    ended inside a collective; "" for none.
     """
 
     is_stalled: Callable[[Sequence[Seen]], bool]
@@ -39,14 +41,14 @@ class Judge(NamedTuple):
 
 
 class Told(NamedTuple):
-    """Two files of memory that a rank writes: its flight record, and its stacks."""
+    """Two in-memory files that a rank writes: its flight record and its stacks."""
 
     flight: int
     stacks: int
 
     @classmethod
     def make(cls, rank: int) -> Told:
-        """New ones; other processes do not inherit them."""
+        """Make the two files of a rank; other processes do not inherit them."""
         return cls(flight.make_file(f"surefoot-flight-{rank}"), flight.make_file(f"surefoot-stacks-{rank}"))
 
     def close(self) -> None:
@@ -55,14 +57,16 @@ class Told(NamedTuple):
 
 
 def look(pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
-    """Every rank as it is now; `pids` are theirs by rank."""
+    """Return the current state of every rank; `pids` maps a rank to its process id."""
     return [Seen(rank, flight.read(told[rank].flight), state_of(pid)) for rank, pid in pids.items()]
 
 
 def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
-    """The same with the stacks of those that can be asked: who is stopped hears nothing, who has not joined knows no signal.
+    """Return `rows` with the stacks of the ranks that can be asked for them.
 
-    And with the file that a rank waits for, where it is in one call on it for all of that time.
+    A stopped process handles no signal, and a rank that has not joined has no handler yet. A row
+    also names the file that the rank waits for, if the rank was in the same call on it before and
+    after.
     """
     asked = [row for row in rows if row.state not in STOPPED and row.record.count]
     waits = {row.rank: find_waits(pids[row.rank]) for row in rows}
@@ -82,7 +86,10 @@ def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[To
 
 
 def _wait_for_stacks(files: Sequence[int]) -> None:
-    """Return once every file has been written to and stayed as it is for `STACK_S`, at the latest after `LONGEST_STACK_S`."""
+    """Wait until every file was written to and then unchanged for `STACK_S`.
+
+    Returns after `LONGEST_STACK_S` at the latest.
+    """
     begun_s = since_s = now_s = time.monotonic()
     before = [0] * len(files)
     while now_s - begun_s < LONGEST_STACK_S and not (all(before) and now_s - since_s >= STACK_S):
@@ -93,14 +100,16 @@ def _wait_for_stacks(files: Sequence[int]) -> None:
 
 
 def as_left(rows: Sequence[Seen], told: Sequence[Told]) -> list[Seen]:
-    """The same with the stacks that they wrote last: of those that a signal ended, where it found them."""
+    """Return `rows` with the last stacks that the ranks wrote, for instance at a fatal signal."""
     return [
         row._replace(stack=parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace"))) for row in rows
     ]
 
 
 def parse_stacks(text: str) -> tuple[str, ...]:
-    """The frames, innermost first, of the thread that takes steps, else of the first one; `text` is what faulthandler writes.
+    """Return the frames, innermost first, of the thread that takes steps, else of the first thread.
+
+    `text` is the output of faulthandler.
 
     >>> parse_stacks('Current thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n')
     ('a.py:3 in f', 'b.py:9 in g')
@@ -113,7 +122,7 @@ def parse_stacks(text: str) -> tuple[str, ...]:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state (proc(5)): R, S, D, T, Z; "?" where it cannot be read."""
+    """Return the letter of a process state (proc(5)), such as R, S or D; "?" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

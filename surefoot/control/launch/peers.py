@@ -1,4 +1,7 @@
-"""Ranks that another launcher started, as `local` ends those of its own: each is told to end itself, and is killed where it does not."""
+"""Ranks that another launcher started, with the interface by which `local` ends its ranks.
+
+Each is asked to end itself, and is killed if it does not.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,31 @@ import signal
 
 from surefoot.core import flight
 
-ENDS_S = 5.0  # for a rank to end itself: one that is stopped, or that never lets go of Python's lock, does not
+ENDS_S = 5.0  # seconds for a rank to end itself: a stopped process, or one that never releases the GIL, does not
 
 
 class Peer:
-    """A process that is no child of this one, with what a `subprocess.Popen` has of it. Linux only."""
+    """A process that is not a child of this one, with the interface of `subprocess.Popen`.
+
+    Linux only.
+    """
 
     stderr = None
 
     def __init__(self, pid: int, record: int) -> None:
-        """Open process `pid`, whose flight record is the descriptor `record`. Raises ProcessLookupError where it has ended."""
+        """Open process `pid`, whose flight record is at the descriptor `record`.
+
+        Raises ProcessLookupError where the process has ended.
+        """
         self.pid, self._record = pid, record
-        self._end = os.pidfd_open(pid)  # readable once it has ended
+        self._end = os.pidfd_open(pid)  # readable once the process has ended
 
     def poll(self) -> int | None:
-        """0 once it has ended, with whatever code."""
+        """Return 0 once the process has ended, whatever its exit code; None before."""
         return self._ended(0)
 
     def wait(self) -> int:
-        """Wait until it has ended, and kill it after `ENDS_S`."""
+        """Wait until the process has ended, and kill it after `ENDS_S` seconds."""
         if self._ended(int(1000 * ENDS_S)) is None:
             self.send_signal(signal.SIGKILL)
         code = self._ended(None)
@@ -35,7 +44,7 @@ class Peer:
         return code
 
     def kill(self) -> None:
-        """Tell it to end itself, with the exit code of a lost rank."""
+        """Ask the process to end itself, with the exit code of a lost rank."""
         flight.dismiss(self._record)
 
     def send_signal(self, number: int) -> None:

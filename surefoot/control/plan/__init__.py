@@ -1,4 +1,4 @@
-"""Arithmetic about runs to come."""
+"""Predictions for runs: communication time, checkpoint intervals and memory of ZeRO stages."""
 
 from surefoot.control.plan.communication import COLLECTIVES, Link, best_bucket_bytes, bus_factor, fit_link, reduce_s
 from surefoot.control.plan.saving import SaveAdvice, advise_interval

@@ -1,7 +1,8 @@
-"""What it takes ranks to talk: seconds = latency + bytes / bandwidth, found from measurements, and what follows for buckets.
+"""Cost model of communication: seconds = latency + bytes / bandwidth, fitted to measurements.
 
-R. Hockney, "The communication challenge for MPP", 1994, for the two numbers and the size that has half of the bandwidth; the factors of
-bus bandwidth are those of NVIDIA's nccl-tests, doc/PERFORMANCE.md.
+The best bucket size follows from it. R. Hockney, "The communication challenge for MPP", 1994, for
+the two parameters and the size that reaches half of the bandwidth; the factors of bus bandwidth are
+those of NVIDIA's nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from surefoot.core.errors import InputError
 from surefoot.core.statistics import MAD_TO_SD, median
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send")
-FAR, LEAST_FAR = 3.0, 0.1  # a size is left out that is off by so many robust standard deviations, and by 10 % or more
+FAR, LEAST_FAR = 3.0, 0.1  # a size is left out if its error exceeds this many robust standard deviations, and 10 %
 Point = tuple[int, float]  # bytes, seconds
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """What a link carries of each byte of a collective: bus bandwidth = this x size / time, which is alike for any number of ranks.
+    """Return the bus bandwidth factor of a collective: bus bandwidth = factor * size / time.
 
-    The size is that of the whole: what is summed, what is gathered from all ranks, what is scattered to all. Raises InputError.
+    The bus bandwidth does not depend on the number of ranks. The size is that of the whole tensor:
+    what is reduced, what is gathered from all ranks, what is scattered to all. Raises InputError
+    for an unknown collective and for fewer than two ranks.
 
     >>> [bus_factor(name, 4) for name in COLLECTIVES]
     [1.5, 0.75, 0.75, 1.0, 0.75, 1.0]
@@ -39,9 +42,10 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """`latency_s` + bytes / `bytes_per_s`; the rate is None where larger sizes took no longer.
+    """A link with the cost `latency_s` + bytes / `bytes_per_s`.
 
-    `off` is the share by which the measurements are off it (their median), `num_left_out` how many sizes were not used.
+    `bytes_per_s` is None where larger sizes took no longer. `off` is the median relative error of
+    the fit, `num_left_out` the number of sizes that were not used.
     """
 
     latency_s: float
@@ -50,7 +54,7 @@ class Link:
     num_left_out: int
 
     def seconds(self, num_bytes: float) -> float:
-        """What so many bytes take.
+        """Return the seconds for `num_bytes`.
 
         >>> Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0).seconds(1e6)
         0.0011
@@ -58,7 +62,9 @@ class Link:
         return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
     def size_for(self, share: float) -> float | None:
-        """The bytes that go at so large a share of the bandwidth; of 0.5 Hockney's n_1/2. None without a rate.
+        """Return the bytes that reach `share` of the bandwidth; for 0.5, Hockney's n_1/2.
+
+        None without a bandwidth.
 
         >>> round(Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0).size_for(0.9))
         900000
@@ -67,11 +73,12 @@ class Link:
 
 
 def fit_link(points: Sequence[Point]) -> Link:
-    """Latency and bandwidth of measured (bytes, seconds), by least squares of what each is off as a share of its own time.
+    """Fit latency and bandwidth to measured (bytes, seconds), by least squares of relative errors.
 
-    So a microsecond counts for a small size what a millisecond does for a large one. Sizes that lie far from the line through two of them
-    that is nearest to all, by factors, which single bad ones do not move, are left out first. No number is below 0. Raises InputError for
-    fewer than two sizes.
+    Relative errors give a microsecond at a small size the weight of a millisecond at a large one.
+    Outliers are left out first: sizes far from the line through two points that has the least sum
+    of log errors, which a few bad points do not move. Neither parameter is below 0. Raises
+    InputError for fewer than two sizes.
 
     >>> link = fit_link([(size, 5e-5 + size / 2e9) for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22)] + [(1 << 20, 0.5)])
     >>> round(link.latency_s * 1e6), round(link.bytes_per_s / 1e9, 3), link.num_left_out
@@ -91,7 +98,10 @@ def fit_link(points: Sequence[Point]) -> Link:
 
 
 def _lines(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Lines through two of the points, and through one: flat, or from nothing on. No number is below 0."""
+    """Return the lines through two of the points, and through one: flat, or through the origin.
+
+    Lines with a negative parameter are left out.
+    """
     found = [(elapsed_s, 0.0) for _, elapsed_s in points]
     if all(size for size, _ in points):
         found += [(0.0, elapsed_s / size) for size, elapsed_s in points]
@@ -103,14 +113,17 @@ def _lines(points: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _factors(line: tuple[float, float], points: Sequence[Point]) -> list[float]:
-    """How far each point is off the line, as the logarithm of the factor: half as long is as far as twice as long."""
+    """Return the distance of each point from the line, as |log(predicted / measured)|.
+
+    Half as long is as far as twice as long.
+    """
     latency_s, s_per_byte = line
     return [abs(math.log((latency_s + s_per_byte * size) / elapsed_s)) for size, elapsed_s in points]
 
 
 def _least_squares(points: Sequence[Point]) -> tuple[float, float]:
-    """(a, b), neither below 0, with the least sum of ((a + b x) / t - 1)^2."""
-    u = [1 / elapsed_s for _, elapsed_s in points]  # a u + b v is to be 1
+    """Return (a, b), neither below 0, with the least sum of ((a + b x) / t - 1)^2."""
+    u = [1 / elapsed_s for _, elapsed_s in points]  # a u + b v should be 1
     v = [size / elapsed_s for size, elapsed_s in points]
     uu, uv, vv = (sum(x * y for x, y in zip(one, other, strict=True)) for one, other in ((u, u), (u, v), (v, v)))
     determinant = uu * vv - uv * uv
@@ -123,10 +136,12 @@ def _least_squares(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def best_bucket_bytes(total_bytes: float, link: Link) -> float | None:
-    """The bucket with which `total_bytes` of gradients add the least to a backward pass that hides all but the last; None without a rate.
+    """Return the bucket size that adds the least time to a backward pass; None without a bandwidth.
 
-    total / bucket collectives pay the latency each, and the last bucket travels when nothing is left to compute: of
-    latency x total / bucket + bucket / bandwidth the least is at sqrt(latency x bandwidth x total). Never more than the total.
+    The backward pass hides all but the last bucket. Each of the total / bucket collectives costs
+    the latency, and the last bucket is sent when nothing is left to compute: latency * total /
+    bucket + bucket / bandwidth has its minimum at sqrt(latency * bandwidth * total). Never more
+    than `total_bytes`.
 
     >>> round(best_bucket_bytes(400e6, Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0)))
     6324555
@@ -137,7 +152,7 @@ def best_bucket_bytes(total_bytes: float, link: Link) -> float | None:
 
 
 def reduce_s(bucket_sizes: Sequence[int], link: Link) -> float:
-    """What buckets of so many bytes take one after another, with nothing to hide behind.
+    """Return the seconds to reduce buckets of these sizes one after another, without overlap.
 
     >>> reduce_s([10**6] * 3, Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0))
     0.0033

@@ -1,4 +1,4 @@
-"""How often to save: what a save costs against what a failure loses.
+"""Checkpoint interval: the cost of a save against the work that a failure loses.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, 2006, for its limits.
 """
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SaveAdvice:
-    """The interval that loses least, and the share of time that saving and redoing then take; all from `save_s` and `between_s`, and
-    no shorter than `write_s`."""
+    """The interval that loses the least time, and the share of time lost to saves and rework.
+
+    Computed from `save_s` and `between_s`; the interval is not shorter than `write_s`.
+    """
 
     save_s: float
     between_s: float
@@ -22,9 +24,10 @@ class SaveAdvice:
 
 
 def advise_interval(save_s: float, between_s: float, write_s: float = 0.0) -> SaveAdvice | None:
-    """sqrt(2 x save time x mean time between failures); None where one of them is 0 and nothing can be weighed.
+    """Return the interval sqrt(2 * save time * mean time between failures), or None.
 
-    A save that is written beside the training costs it little, and takes `write_s`: the next one begins after it.
+    None where one of the two is not a positive finite number. An asynchronous save costs training
+    less than the `write_s` it takes; the next save starts after it.
 
     >>> advice = advise_interval(save_s=2.0, between_s=3600.0)
     >>> round(advice.interval_s), round(advice.lost_share, 4)

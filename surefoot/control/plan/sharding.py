@@ -1,8 +1,9 @@
-"""What each stage of sharding leaves on a rank, and what it sends: arithmetic on the states of a model, without its activations.
+"""Memory per rank and communication of each ZeRO stage, for model states without activations.
 
-Rajbhandari et al., ZeRO (SC 2020), section 5: of P parameters with g bytes each of weight, of gradient and of optimiser state, N ranks
-hold w P + g P + s P without sharding; stage 1 divides s by N, stage 2 g too, stage 3 w too. Section 7: a sum over all ranks sends each
-number twice, in a sum in parts and a gathering; stage 3 gathers the weights once more.
+Rajbhandari et al., ZeRO (SC 2020), section 5: for P parameters with w bytes of weight, g of
+gradient and s of optimizer state each, a rank of N holds w P + g P + s P without sharding; stage 1
+divides s by N, stage 2 also g, stage 3 also w. Section 7: an all-reduce sends each element twice,
+as a reduce-scatter and an all-gather; stage 3 gathers the weights once more.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STAGES = (0, 1, 2, 3)
-VOLUMES = {0: 2, 1: 2, 2: 2, 3: 3}  # what is sent in a step, as multiples of all weights
+VOLUMES = {0: 2, 1: 2, 2: 2, 3: 3}  # communication of a step, as multiples of all weights
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """One stage, 0 is none: bytes of states on each rank, the share that it saves, and how often all weights' numbers are sent a step."""
+    """A ZeRO stage (0: none): bytes of state per rank, share saved, and communication.
+
+    `volumes` is the number of times that a step sends all weights.
+    """
 
     stage: int
     num_bytes: float
@@ -26,7 +30,9 @@ class Sharding:
 def compare_stages(
     num_parameters: int, num_ranks: int, *, weight_bytes: int = 4, gradient_bytes: int = 4, state_bytes: int = 8
 ) -> tuple[Sharding, ...]:
-    """All stages, on `num_ranks` ranks; the bytes are of each parameter, and as they stand here those of Adam in fp32.
+    """Return all stages on `num_ranks` ranks.
+
+    The bytes are per parameter; the defaults are those of Adam in fp32.
 
     >>> [f"{each.num_bytes / 1e9:.2f}" for each in compare_stages(175_000_000_000, 64)]
     ['2800.00', '1421.88', '732.81', '43.75']

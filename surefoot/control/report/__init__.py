@@ -1,4 +1,7 @@
-"""One static page from rows: runs, their profiles and a ladder, drawn as SVG and escaped by the templates beside this file."""
+"""A static HTML page on runs, their profiles and a ladder of experiments.
+
+Figures are SVG; the templates beside this file escape all text.
+"""
 
 from surefoot.control.report.figure import Whole
 from surefoot.control.report.files import read_ladder, read_measured, read_profile, read_shape

@@ -1,4 +1,7 @@
-"""The curves of training: loss, score, learning rate, gradient norm, samples per second; runs lie over one another."""
+"""Training curves: loss, score, learning rate, gradient norm, samples per second.
+
+Several runs are drawn in the same axes.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from surefoot.control.report.rows import RunRows
 from surefoot.core.axis import LARGEST, find_axis, is_drawn
 from surefoot.core.units import format_number
 
-WIDE_RANGE = 30.0  # from here on a linear axis hides the small values
+WIDE_RANGE = 30.0  # max / min from which the axis is logarithmic: a linear one hides the small values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line: which run's it is (its style), its name, its points; `marks` stand at them, and `joins` says whether a line does too."""
+    """A curve of a figure: its style (the run's number), its name and its points.
+
+    `marks` draws a marker at each point, `joins` connects the points with a line.
+    """
 
     style: int
     label: str
@@ -28,7 +34,7 @@ class Curve:
 
 
 def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
-    """The figures of which at least one run has a value."""
+    """Return the figures for which at least one run has a value."""
     scale, score_title = _score_scale(runs)
     wanted = (
         ("Loss", "loss", list(_losses(runs))),
@@ -41,7 +47,7 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
 
 
 def draw(title: str, y_title: str, lines: Sequence[Curve]) -> Figure | None:
-    """The lines over one pair of axes; None where there is nothing to draw."""
+    """Draw curves in one pair of axes; None where there is nothing to draw."""
     lines = [replace(line, points=_within(line.points)) for line in lines]
     lines = [line for line in lines if any(is_drawn(y) for _, y in line.points)]
     values = [y for line in lines for _, y in line.points]
@@ -64,7 +70,7 @@ def draw(title: str, y_title: str, lines: Sequence[Curve]) -> Figure | None:
 
 
 def _within(points: Sequence[Point]) -> list[Point]:
-    """A stranger's log may hold numbers that no axis does."""
+    """Replace values beyond the range of an axis by NaN, since the log is untrusted input."""
     return [(x, y if y is None or abs(y) < LARGEST else math.nan) for x, y in points]
 
 
@@ -89,12 +95,12 @@ def _note(values: Sequence[float | None]) -> Iterator[str]:
 
 
 def _label(runs: Sequence[RunRows], run: RunRows, what: str) -> str:
-    """What a line is called: what it shows; of several runs also whose it is."""
+    """Return the label of a curve: what it shows, and for several runs also the run's name."""
     return what if len(runs) == 1 else f"{run.name}, {what}" if what else run.name
 
 
 def _losses(runs: Sequence[RunRows]) -> Iterator[Curve]:
-    """The training loss as a line, that of evaluations as signs."""
+    """Yield the training loss as a line and the loss of evaluations as markers."""
     for index, run in enumerate(runs):
         yield Curve(style=index, label=_label(runs, run, "training"), points=[(each.step, each.loss) for each in run.steps])
         evaluated = [(each.step, each.loss) for each in run.evaluations]
@@ -119,13 +125,16 @@ def _score_scale(runs: Sequence[RunRows]) -> tuple[float, str]:
 
 
 def value_of(evaluated: Evaluated) -> float | None:
-    """The value that counts of an evaluation."""
+    """Return an evaluation's score: the loss or the metric it names; None if missing."""
     value = evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score)
     return value if isinstance(value, int | float) else None
 
 
 def _rates(runs: Sequence[RunRows]) -> Iterator[Curve]:
-    """A line for each run and group, as many as there are styles; groups of a run with equal rates share one."""
+    """Yield a curve for each run and parameter group, at most `NUM_STYLES`.
+
+    Groups of a run with equal learning rates share one curve.
+    """
     found: list[tuple[str, list[Point]]] = []
     for run in runs:
         groups: dict[tuple[Point, ...], list[str]] = {}

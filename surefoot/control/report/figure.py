@@ -1,4 +1,7 @@
-"""A figure as shapes with places and words; the page's templates write them as SVG, so that every word in it is escaped there."""
+"""A figure as shapes and text with coordinates.
+
+The page's templates write it as SVG, so that all its text is escaped there.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ from dataclasses import dataclass
 from surefoot.core.axis import Axis
 from surefoot.core.units import format_number
 
-NUM_STYLES = 8  # colours, dashes and markers that page.css and parts.html know
+NUM_STYLES = 8  # colors, dashes and markers that page.css and parts.html define
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Point = tuple[float, float | None]  # None is a gap
 
 
 class Whole(str):
-    """Text that is never cut: a command to copy, the points of a line, a picture."""
+    """Text that is never truncated: a command to copy, the path data of a line, an image."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A line or an area: `d` as SVG has it, `style` a class of page.css."""
+    """A line or an area: `d` is the path data of SVG, `style` a class of page.css."""
 
     d: str
     style: str
@@ -34,7 +37,7 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A rectangle; `told` is shown where the pointer rests."""
+    """A rectangle; `told` is its tooltip."""
 
     x: float
     y: float
@@ -46,7 +49,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Text at a place; `anchor` is start, middle or end."""
+    """Text at a point; `anchor` is start, middle or end."""
 
     x: float
     y: float
@@ -57,7 +60,10 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A small sign: `shape` counts through the markers of page.css, so that no meaning hangs on the colour."""
+    """A marker; `shape` is the index of its form in page.css.
+
+    Forms differ, so that no meaning depends on color.
+    """
 
     x: float
     y: float
@@ -67,7 +73,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A line of the legend: the style's number, what it stands for, and whether it is drawn as a line, a mark or an area."""
+    """A legend entry: style number, label, and whether it is a line, a mark or an area."""
 
     style: int
     label: str
@@ -77,7 +83,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A drawing of `width` by `height` with its title, its legend and what has to be said below it."""
+    """A drawing of `width` by `height` with a title, a legend and a note below it."""
 
     title: str
     width: float
@@ -92,7 +98,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Where a drawing's axes stand in it."""
+    """The axes of a drawing and the margins around them, in pixels."""
 
     x: Axis
     y: Axis
@@ -107,19 +113,19 @@ class Frame:
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
     def up(self, value: float) -> float:
-        """From the bottom; what lies outside the axis is drawn at its edge."""
+        """Return the y coordinate of a value; a value outside the axis is drawn at its edge."""
         share = 0.0 if self.y.log and value <= self.y.low else min(max(self.y.share(value), 0.0), 1.0)
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
 
     def grid(self) -> list[Path]:
-        """The two axes, and a fine line at each round number of the upright one."""
+        """Return the two axes, and a thin line at each tick of the vertical one."""
         left, right, bottom = self.left, self.width - self.right, self.height - self.bottom
         rows = "".join(f"M{left:.1f} {self.up(value):.1f}H{right:.1f}" for value in self.y.ticks(5))
         ticks = "".join(f"M{self.across(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
         return [Path(d=rows, style="grid"), Path(d=f"M{left} {self.top}V{bottom}H{right}{ticks}", style="axis")]
 
     def labels(self, x_title: str, y_title: str) -> list[Words]:
-        """The numbers along both axes and what they count."""
+        """Return the tick labels and the titles of both axes."""
         bottom = self.height - self.bottom
         rows = [
             Words(x=self.left - 6, y=self.up(value) + 4, text=format_number(value), anchor="end") for value in self.y.ticks(5)
@@ -134,7 +140,10 @@ class Frame:
         return [*rows, *columns, *titles]
 
     def line(self, points: Iterable[Point]) -> str:
-        """The points joined, gaps left open; a point between two gaps is a dot. No more of them than can be seen."""
+        """Return the path through the points, with gaps; a point between two gaps is a dot.
+
+        No more points are drawn than can be seen (`thinned`).
+        """
         parts: list[str] = []
         is_open = False
         for x, y in thinned(points, int(self.width - self.left - self.right)):
@@ -148,7 +157,9 @@ class Frame:
 
 
 def thinned(points: Iterable[Point], columns: int) -> list[Point]:
-    """Of each of `columns` parts of the way the first, least, greatest and last point: the drawing stays what it was.
+    """Return the first, smallest, largest and last point of each of `columns` parts of the x axis.
+
+    The drawing looks the same with these points.
 
     >>> thinned([(step, step % 7) for step in range(1000)], 2)[:3]
     [(0, 0), (496, 6), (499, 2)]
@@ -169,5 +180,5 @@ def thinned(points: Iterable[Point], columns: int) -> list[Point]:
 
 
 def cut(text: str, length: int) -> str:
-    """What fits into a drawing."""
+    """Return `text` truncated to `length` characters, with an ellipsis."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

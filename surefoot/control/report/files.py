@@ -1,4 +1,7 @@
-"""What others left beside a run, read as a stranger's: `profile/` in its folder, and a ladder's `ladder.json`."""
+"""Read what other commands wrote about a run, as untrusted input.
+
+These are `profile/` in the run folder, and the `ladder.json` of `surefoot ladder`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from surefoot.core.units import LARGEST, format_bytes, format_number, format_per
 
 VERSION = 1
 MAX_BYTES = 16 << 20
-MAX_FLAME_BYTES = 4 << 20  # it stands in the page as a picture
+MAX_FLAME_BYTES = 4 << 20  # the page embeds it as an image
 MAX_ROWS, MAX_RUNGS, MAX_TIMES = 5000, 200, 100_000
 LADDER_FILE, SHAPE_FILE = "ladder.json", "shape.json"
 LASTING = ("parameters", "masters", "gradients", "optimiser")
@@ -29,7 +32,10 @@ Made = TypeVar("Made")
 
 
 def read_profile(run: Path) -> Profile:
-    """What `surefoot profile` left in a run folder; a part that is missing is left out, one that cannot be read is named."""
+    """Return what `surefoot profile` wrote into a run folder.
+
+    A missing part is left out; `notes` name each part that cannot be read.
+    """
     folder, notes = run / "profile", list[str]()
     try:
         files.check_no_link(run, folder.name)
@@ -46,7 +52,7 @@ def read_profile(run: Path) -> Profile:
 
 
 def read_ladder(folder: Path) -> Ladder:
-    """The ladder in a folder. Raises InputError where there is none, or none that can be read."""
+    """Return the ladder in a folder. Raises InputError if it is missing or cannot be read."""
     path = folder if folder.name == LADDER_FILE else folder / LADDER_FILE
     if not path.is_file():
         raise InputError(f"{folder} holds no {LADDER_FILE}", hint="surefoot ladder SPEC --out DIR writes one; give that DIR")
@@ -60,14 +66,16 @@ def read_ladder(folder: Path) -> Ladder:
 
 
 def read_shape(run: Path) -> Shape | None:
-    """What was predicted of a step of the run in a folder; None where nothing was, or it cannot be read."""
+    """Return the predicted memory of a step from the `shape.json` of a run folder, or None."""
     return _part(run / SHAPE_FILE, _shape, [])
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """What changes came to: the rungs of a ladder's folder that are shown to take less, or no less, or a table of `whatif --batch --csv`.
+    """Return measured memory of changed specs.
 
-    Raises InputError for any other file.
+    Read from the folder of a ladder (the variants whose memory ratio is known to be below 1, or not
+    to be), or from a table that `surefoot whatif --batch --csv` wrote. Raises InputError for any
+    other file.
     """
     if path.is_dir() or path.name == LADDER_FILE:
         rungs = [(rung, rung.memory.low, rung.memory.high) for rung in read_ladder(path).rungs if rung.change]
@@ -102,7 +110,7 @@ def _part(path: Path, make: Callable[[Mapping[str, Any]], Made], notes: list[str
 
 
 def _open(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit`; raises RunFolderError."""
+    """Return the bytes of a regular file. Raises RunFolderError above `limit` bytes."""
     try:
         with files.opened(path.parent, path.name) as file:
             text = file.read(limit + 1)
@@ -114,7 +122,10 @@ def _open(path: Path, limit: int) -> bytes:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """The object of a JSON file of a version that is known; raises RunFolderError."""
+    """Return the object of a JSON file.
+
+    Raises RunFolderError for another version than `VERSION`.
+    """
     try:
         row = json.loads(_open(path, MAX_BYTES))
     except (ValueError, RecursionError, MemoryError):
@@ -127,7 +138,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _flame(title: str, path: Path, notes: list[str]) -> Flame | None:
-    """A picture that runs nothing and fetches nothing: an SVG in an `img` is cut off from everything."""
+    """Return a flame graph as a data URI.
+
+    An SVG in an `img` element can neither run a script nor fetch anything.
+    """
     if not path.exists():
         return None
     try:
@@ -211,7 +225,7 @@ def _ratio(value: Any) -> Ratio:
 
 
 def _score(value: Any) -> str:
-    """`accuracy 99.4 % (start 99.2 %)`."""
+    """Return a score in words, such as `accuracy 99.4 % (start 99.2 %)`."""
     row = _mapping(value)
     show = format_percent if row.get("unit") == "%" else format_number
     found, start = _number(row.get("value")), _number(row.get("start"))
@@ -219,7 +233,7 @@ def _score(value: Any) -> str:
 
 
 def _settings(value: Any) -> str:
-    """`optim.fused=true, train.threads=2`, as `--set` takes them."""
+    """Return settings as `--set` accepts them, such as `optim.fused=true, train.threads=2`."""
     return ", ".join(f"{name}={_text(part)}" for name, part in list(_mapping(value).items())[:20] if part is not None)
 
 
@@ -236,7 +250,7 @@ def _rows(row: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number that an axis can hold; None for anything else."""
+    """Return a finite number in the range of an axis; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return None
     return float(value)
@@ -247,7 +261,7 @@ def _whole_number(value: Any) -> int | None:
 
 
 def _text(value: Any) -> str:
-    """Words of a value: a text as it is, a number short, an object as `name value` pairs."""
+    """Return a value as text: a string as it is, a number short, an object as pairs."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What a profile found: the roofline of a device, operators, memory by category over time."""
+"""Figures and tables of a profile: roofline, operators, memory by category over time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from surefoot.core.axis import Axis, find_axis
 from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_flops, format_number, format_percent, format_seconds
 
 MAX_ROWS = 15
-NUM_NAMED = 5  # places whose names stand in the drawing
+NUM_NAMED = 5  # points whose names are written into the drawing
 DECADES = 6
 MIB, GIGA = 1 << 20, 1e9
-LETTER = 6.5  # pixels of one, about
+LETTER = 6.5  # approximate width of a character in pixels
 KINDS = ("module", "operator")
 
 
 def draw_roofline(found: Roofline) -> Figure | None:
-    """Operations a second over operations a byte, both by powers of ten, below the roof of each number format."""
+    """Draw FLOP/s over FLOPs per byte, both logarithmic, below the roof of each dtype."""
     places = [(place, x, y) for place in found.places for x, y in [_stand(place)] if x is not None and y is not None]
     peaks = {name: peak for name, peak in found.flops_per_s.items() if 0 < peak < 1e30}
     width = found.bytes_per_s if found.bytes_per_s and 0 < found.bytes_per_s < 1e30 else None
@@ -53,14 +53,14 @@ def draw_roofline(found: Roofline) -> Figure | None:
 
 
 def _stand(place: Place) -> tuple[float | None, float | None]:
-    """Operations a byte and operations a second; None where one of them is unknown or nothing."""
+    """Return FLOPs per byte and FLOP/s of a point; None where a count is unknown or 0."""
     if not (place.flops and place.num_bytes and place.elapsed_s) or min(place.flops, place.num_bytes, place.elapsed_s) <= 0:
         return None, None
     return place.flops / place.num_bytes, place.flops / place.elapsed_s
 
 
 def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterator[Path]:
-    """min(peak, intensity x bandwidth) from one side of the drawing to the other."""
+    """Yield min(peak, intensity * bandwidth) across the drawing."""
     right = frame.across(frame.x.high)
     if width is None:
         yield Path(d=f"M{frame.left:.1f} {frame.up(peak):.1f}H{right:.1f}", style=f"line s{index % NUM_STYLES}")
@@ -71,7 +71,7 @@ def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterato
 
 
 def _named(frame: Frame, places: Sequence[tuple[Place, float, float]]) -> Iterator[Words]:
-    """Names beside their signs; one that would lie on another is left to the table."""
+    """Yield names beside their markers; a name that would overlap another is left out."""
     taken: list[tuple[float, float, float]] = []
     for place, x, y in places:
         across, up = frame.across(x), frame.up(y)
@@ -84,7 +84,7 @@ def _named(frame: Frame, places: Sequence[tuple[Place, float, float]]) -> Iterat
 
 
 def _powers(frame: Frame) -> Iterator[Words]:
-    """The numbers along both axes with the prefix that they have."""
+    """Yield the tick labels of both logarithmic axes."""
     bottom = frame.height - frame.bottom
     for value in frame.x.ticks(0):
         yield Words(x=frame.across(value), y=bottom + 17, text=f"{value:g}", anchor="middle")
@@ -100,7 +100,7 @@ def _tell(place: Place) -> str:
 
 
 def table_of_places(found: Roofline) -> Table | None:
-    """The places that took longest: where each stands, and what bounds it."""
+    """Return a table of the modules and operators that took longest, with what bounds each."""
     ranked = sorted(found.places, key=lambda place: -(place.elapsed_s or 0.0))[:MAX_ROWS]
     headers = ("where", "kind", "calls", "time", "FLOPs", "bytes", "FLOP a byte", "GFLOP/s", "bound by")
     rows = []
@@ -122,7 +122,7 @@ def _giga(value: float | None) -> str:
 
 
 def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
-    """The peaks and what the step makes of them, in words."""
+    """Return the peaks of the device and the utilization of the step, in words."""
     peaks = ", ".join(f"{name} {_giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
     width = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"
     return [
@@ -133,7 +133,7 @@ def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
 
 
 def table_of_operators(profile: Profile) -> Table | None:
-    """The operators that took most of the window themselves."""
+    """Return a table of the operators with the largest self time."""
     ranked = sorted(profile.operators, key=lambda each: -(each.self_s or 0.0))[:MAX_ROWS]
     headers = ("operator", "calls", "self time", "share", "total time", "own memory", "FLOPs")
     total_s = math.fsum(each.self_s or 0.0 for each in profile.operators)
@@ -157,7 +157,10 @@ def _of(shown: int, every: int, what: str) -> str:
 
 
 def draw_memory(memory: Memory) -> tuple[Figure, Table] | None:
-    """The categories on one another over the window, each with its letter, and what each held when all of them held most."""
+    """Draw the memory categories stacked over time, each with a letter, and a table of the peak.
+
+    The table lists the bytes of each category when their sum is largest.
+    """
     count = len(memory.times_s)
     layers = {
         name: [max(value or 0.0, 0.0) for value in values] for name, values in memory.categories.items() if len(values) == count
@@ -201,7 +204,7 @@ def draw_memory(memory: Memory) -> tuple[Figure, Table] | None:
 
 
 def _area(frame: Frame, times: Sequence[float], below: Sequence[float], above: Sequence[float]) -> str:
-    """Up along the upper edge and back along the lower one, no finer than can be seen."""
+    """Return the path along the upper edge and back along the lower one, thinned to be short."""
     stride = max(1, len(times) // 800)
     chosen = sorted({*range(0, len(times), stride), len(times) - 1})
     edge = [f"{frame.across(times[at]):.1f} {frame.up(above[at] / MIB):.1f}" for at in chosen]

@@ -1,4 +1,7 @@
-"""The page: sections of figures and tables, written by templates that escape every word. No script, no remote asset, one file."""
+"""The HTML page: sections of figures and tables, written by templates that escape all text.
+
+It is one file without scripts or remote assets.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from surefoot.core.errors import needing
 from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
 
 MAX_TEXT = 300  # characters of one name or cell
-MAX_ROWS = 50  # of commits and faults; the newest are shown
+MAX_ROWS = 50  # of checkpoints and faults; the newest are shown
 TEMPLATES = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A figure, a table, pictures, words or commands, in that order; whatever is there is shown."""
+    """A figure, a table, images, text or commands, in that order; empty ones are left out."""
 
     title: str = ""
     figures: Sequence[Figure] = ()
@@ -35,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A headline, its anchor and what stands below it."""
+    """A headline, its anchor and the parts below it."""
 
     anchor: str
     title: str
@@ -43,7 +46,7 @@ class Section:
 
 
 def render(report: Report) -> str:
-    """The whole HTML file. Raises MissingExtra without jinja2."""
+    """Return the whole HTML file. Raises MissingExtra without jinja2."""
     with needing("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
         import jinja2
     environment = jinja2.Environment(
@@ -61,7 +64,9 @@ def render(report: Report) -> str:
 
 
 def harmless(value: Any) -> Any:
-    """Text without characters that steer (direction marks among them) and no longer than a page bears; all else as it is.
+    """Return text without control characters (direction marks among them), at most `MAX_TEXT` long.
+
+    Other values are returned unchanged.
 
     >>> harmless("exp\\u202egpj.exe"), harmless("x" * 10_000)[-20:]
     ('exp?gpj.exe', '... (10,000 letters)')
@@ -108,7 +113,7 @@ def _summary(report: Report) -> Iterator[Part]:
 
 
 def _beside(runs: Sequence[RunRows], what: str) -> Table:
-    """A row for each name, a column for each run."""
+    """Return a table with a row for each name and a column for each run."""
     columns = [dict(_merged(getattr(run, what))) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     headers = ["", *(run.name for run in runs)] if len(runs) > 1 else ()
@@ -116,7 +121,7 @@ def _beside(runs: Sequence[RunRows], what: str) -> Table:
 
 
 def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
-    """A pair without a name goes on with the one before."""
+    """Yield the pairs; a pair without a name is appended to the pair before it."""
     merged: dict[str, str] = {}
     last = ""
     for name, value in pairs:

@@ -1,4 +1,4 @@
-"""What a report draws: the records of runs, what was measured of them, and a ladder. Nothing is computed here."""
+"""Data of a report: the records of runs, their profiles, and a ladder. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under their headers; the columns named in `right` hold numbers. `swatches` numbers a style of the figure for each row; a
-    narrow one stands beside the part's figure where there is room."""
+    """Rows under their headers; the columns named in `right` hold numbers.
+
+    `swatches` is the style number of the figure for each row. A table with `is_narrow` is placed
+    beside the part's figure if there is room.
+    """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -27,7 +30,10 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A row of `profile/operators.json`: what an operator took of the window, itself and with what it called."""
+    """A row of `profile/operators.json`: the time, memory and FLOPs of an operator in the window.
+
+    `self_s` excludes the operators that it calls, `total_s` includes them.
+    """
 
     name: str
     calls: float | None
@@ -39,7 +45,7 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A point of the roofline: a module or an operator, with the operations and bytes of its calls in the seconds that they took."""
+    """A point of the roofline: a module or an operator with its FLOPs, bytes and seconds."""
 
     name: str
     kind: str
@@ -52,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The peaks of a device, and where a step's parts stand below them; what is unknown is None."""
+    """The peaks of a device, and the parts of a step below them; what is unknown is None."""
 
     device: str
     flops_per_s: Mapping[str, float]
@@ -65,7 +71,7 @@ class Roofline:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of each category at each time of a window."""
+    """Bytes of each memory category at each time of a window."""
 
     times_s: Sequence[float]
     categories: Mapping[str, Sequence[float | None]]
@@ -73,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Flame:
-    """A flame graph as a picture: `uri` holds it, `file` is where the one that can be zoomed lies."""
+    """A flame graph as an image: `uri` holds it, `file` is the path of the zoomable original."""
 
     title: str
     uri: Whole
@@ -82,7 +88,7 @@ class Flame:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What `surefoot profile` left in a run folder; `notes` say what of it could not be read."""
+    """Output of `surefoot profile`; `notes` name the parts that cannot be read."""
 
     num_steps: int | None = None
     window_s: float | None = None
@@ -95,7 +101,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """An effect with its interval, over n pairs."""
+    """An effect with its confidence interval, over n pairs."""
 
     estimate: float | None = None
     low: float | None = None
@@ -105,9 +111,10 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """A step of the ladder: what was changed, what it brought against the rung below and against the start, and its standing.
+    """A variant of a ladder: its change, its effects, and its standing.
 
-    That is `kept`, `rejected` or `skipped`.
+    `standing` is `kept`, `rejected` or `skipped`. `time`, `memory`, `throughput` and `startup` are
+    ratios to the variant below, `total_time` and `total_memory` to the baseline.
     """
 
     name: str
@@ -128,7 +135,7 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """What `surefoot ladder` found."""
+    """The results of `surefoot ladder`."""
 
     folder: str
     spec: str
@@ -143,7 +150,7 @@ class Ladder:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRows:
-    """One run: what is said of it in words, and its records; `evaluations` are those of the split that counts."""
+    """A run: its descriptions and its records; `evaluations` are those of the scored split."""
 
     name: str
     headline: str
@@ -164,7 +171,7 @@ class RunRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All of a page: one run or several side by side, in what they differ, and the ladder that belongs to them."""
+    """The content of a page: runs, their differences, and the ladder they belong to."""
 
     runs: Sequence[RunRows]
     differences: Table | None = None

@@ -1,4 +1,4 @@
-"""The ladder of optimisations: every rung with its intervals, kept or rejected, and why."""
+"""The ladder of experiments: each variant with its intervals, whether it was kept, and why."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROW, WIDTH, LEFT, RIGHT = 26, 460, 150, 74
 
 
 def verdict(rung: Rung) -> str:
-    """Kept, REJECTED, or whatever else became of it."""
+    """Return the standing of a variant, in capitals if rejected; n/a if unknown."""
     return rung.standing.upper() if rung.standing == REJECTED else rung.standing or UNKNOWN
 
 
 def format_ratio(ratio: Ratio) -> str:
-    """`0.82 (0.80 to 0.84)`; n/a where nothing was measured."""
+    """Return a ratio such as `0.82 (0.80 to 0.84)`; n/a where nothing was measured."""
     if ratio.estimate is None:
         return UNKNOWN
     if ratio.low is None or ratio.high is None:
@@ -28,7 +28,10 @@ def format_ratio(ratio: Ratio) -> str:
 
 
 def tables_of_rungs(ladder: Ladder) -> list[Table]:
-    """A row for each rung, rejected ones in their place with the reason; and what else is known of them."""
+    """Return three tables with a row for each variant: results, further ratios, and changes.
+
+    Rejected variants are listed too, with the reason.
+    """
     headers = ("rung", "verdict", "time", "time from the start", "memory", "score", "reason")
     rows = [
         [
@@ -56,7 +59,7 @@ def tables_of_rungs(ladder: Ladder) -> list[Table]:
 
 
 def draw_rungs(ladder: Ladder) -> Figure | None:
-    """The time ratio of each rung against the one below with its interval; the upright line is no change."""
+    """Draw the time ratio of each variant to the one below; the vertical line is 1."""
     drawn = [rung for rung in ladder.rungs if rung.time.estimate is not None and 0 < rung.time.estimate < LARGEST]
     x = find_axis([1.0, *(value for rung in drawn for value in (rung.time.estimate, rung.time.low, rung.time.high))])
     if x is None or not drawn:
@@ -103,7 +106,7 @@ def _ticks(frame: Frame, values: Sequence[float]) -> Iterator[Words]:
 
 
 def tell_ladder(ladder: Ladder) -> list[tuple[str, str]]:
-    """What it was measured on."""
+    """Return the conditions of a ladder in words: runs, spec, device, baseline, best variant."""
     standings = [rung.standing for rung in ladder.rungs]
     return [
         ("rungs", f"{len(standings)}: " + ", ".join(f"{standings.count(each)} {each}" for each in STANDINGS)),

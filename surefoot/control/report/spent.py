@@ -1,4 +1,4 @@
-"""Where the time went, and when a run was saved, began again or went wrong."""
+"""Figures of the time of a run, and of its checkpoints, restarts and faults."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from surefoot.core.units import format_percent, format_seconds
 SPREAD = ("mean", "p50", "p95", "p99", "max")
 MAX_OUTLIERS = 10
 BAR, ROW, WIDTH, LEFT = 26, 44, 460, 6
-LETTER_ROOM = 14.0  # of a part's bar, to hold its letter
+LETTER_ROOM = 14.0  # minimum width in pixels of a part that shows its letter
 COMMITTED, FAULTED, BEGAN = 0, 1, 2  # markers of the history
 
 
 def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]) -> tuple[Figure, Table] | None:
-    """A bar for each run, its parts side by side as shares of its time, each with the letter of its row in the table."""
+    """Draw a bar for each run, with its parts as shares of its time, and the table of the parts.
+
+    Each part has the letter of its row in the table.
+    """
     spent = [{name: value for name, value in each.items() if 0 < value < LARGEST} for each in spent]
     names = list(dict.fromkeys(name for each in spent for name in each))
     if not names:
@@ -72,7 +75,7 @@ def _cells(seconds: float | None, total: float) -> tuple[str, str]:
 
 
 def tables_of_steps(phases: Phases) -> Iterator[Table]:
-    """What each phase and a whole step took, and the steps that stood out with their cause."""
+    """Yield a table of the time of each phase and of a step, and one of the slow steps."""
     headers = ("phase", *SPREAD)
     rows = [[each.name, *_spread(each.a_step)] for each in phases.phases if each.total_s > 0]
     rows.append(["a step", *_spread(phases.step)])
@@ -85,7 +88,7 @@ def tables_of_steps(phases: Phases) -> Iterator[Table]:
 
 
 def tell_phases(phases: Phases) -> Iterator[str]:
-    """What the phases add up to, against another clock."""
+    """Yield a sentence that compares the sum of the phases with an independent clock."""
     if phases.coverage is not None:
         wall = format_seconds(phases.wall_s)
         yield f"the phases add up to {format_seconds(phases.total_s)}, {100 * phases.coverage:.1f} % of the {wall} of another clock"
@@ -96,7 +99,7 @@ def _spread(spread: Spread | None) -> list[str]:
 
 
 def draw_history(runs: Sequence[RunRows]) -> Figure | None:
-    """Along the steps: where a run was saved, where it began again, where something went wrong; a row for each run."""
+    """Draw checkpoints, restarts and faults over the steps, in a row for each run."""
     steps = [step for run in runs for step in _steps(run)]
     x = find_axis([0, *map(float, steps)])
     if x is None or not any((run.commits, run.faults, len(run.goodput.attempts) > 1) for run in runs):

@@ -1,1 +1,1 @@
-"""What work costs, as arithmetic: FLOPs and bytes from sizes, and the least time that a machine needs for them."""
+"""Cost models: FLOPs and bytes from tensor sizes, and the minimum time that a machine needs."""

@@ -1,6 +1,7 @@
-"""The roofline: how long what was computed must take at least on these peaks, and which of them is in the way.
+"""The roofline model: the minimum time of operators on given peaks, and which peak limits them.
 
-S. Williams, A. Waterman, D. Patterson, "Roofline", 2009: attainable FLOP/s = min(peak, intensity x bandwidth). Without a peak: None.
+S. Williams, A. Waterman, D. Patterson, "Roofline", 2009: attainable FLOP/s = min(peak, intensity *
+bandwidth). Results are None without a peak.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ FUSIBLE = {
     "normalisation",
     "reduction",
     "move",
-}  # what a compiler folds into its neighbours, saving the trip to memory
+}  # what a compiler fuses into adjacent operators, saving memory traffic
 MFU = "model FLOPs of a sample x samples/s / peak FLOP/s"
 
 
 def attainable_flops_per_s(intensity: float, peak_flops_per_s: float, bytes_per_s: float) -> float:
-    """The roof above an intensity in FLOP per byte.
+    """Return the attainable FLOP/s at an intensity in FLOPs per byte.
 
     >>> attainable_flops_per_s(2, 100e9, 10e9), attainable_flops_per_s(50, 100e9, 10e9)
     (20000000000.0, 100000000000.0)
@@ -36,7 +37,7 @@ def attainable_flops_per_s(intensity: float, peak_flops_per_s: float, bytes_per_
 
 
 def ridge(peak_flops_per_s: float, bytes_per_s: float) -> float:
-    """The intensity in FLOP per byte at which the roof becomes flat.
+    """Return the intensity in FLOPs per byte at which the roof becomes flat.
 
     >>> ridge(100e9, 10e9)
     10.0
@@ -46,7 +47,11 @@ def ridge(peak_flops_per_s: float, bytes_per_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the calls of one operator in one dtype did in a step. `model_flops` are those of its products that the model itself asks for."""
+    """Work of the calls of one operator in one dtype, in a step.
+
+    `model_flops` are the FLOPs of the matmuls that the model itself requires, without
+    recomputation.
+    """
 
     operator: str
     dtype: str
@@ -60,7 +65,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """An operator or a module on the roofline; `least_s` is the time that the peaks allow for it, `bound` the peak that says so."""
+    """An operator or a module on the roofline.
+
+    `least_s` is the minimum time that the peaks allow, `bound` the peak that limits it.
+    """
 
     name: str
     kind: Kind
@@ -75,12 +83,12 @@ class Point:
 
     @property
     def intensity(self) -> float | None:
-        """FLOP per byte."""
+        """FLOPs per byte; None without bytes."""
         return self.flops / self.num_bytes if self.num_bytes else None
 
     @property
     def reached(self) -> float | None:
-        """The share of what the roof allows; above 1 where the data lay in a cache that is faster than the memory."""
+        """Attained share of the roof; above 1 where the data was in a cache."""
         return self.least_s / self.elapsed_s if self.least_s is not None and self.elapsed_s > 0 else None
 
     def as_row(self) -> dict[str, Any]:
@@ -89,7 +97,11 @@ class Point:
 
 
 def find_point(name: str, kind: Kind, works: Sequence[Work], peaks: Peaks) -> Point:
-    """`works` as one point: times and counts added up. It is bound by what takes the sum of them longer, on peaks of their dtypes."""
+    """Return `works` as one point, with times and counts added up.
+
+    It is bound by compute or memory, whichever needs more time for the sum of `works` on the peaks
+    of their dtypes.
+    """
     compute_s: float | None = 0.0
     memory_s: float | None = 0.0
     least_s: float | None = 0.0
@@ -118,7 +130,10 @@ def _compute_s(work: Work, peaks: Peaks) -> float | None:
 
 
 def fusible_share(points: Iterable[Point]) -> float | None:
-    """The share of the operators' time in pointwise ones, norms, reductions and copies that memory holds back; None without peaks."""
+    """Return the share of operator time in memory-bound operators that a compiler could fuse.
+
+    These are pointwise operators, norms, reductions and copies. None without peaks.
+    """
     operators = [point for point in points if point.kind == "operator"]
     total_s = sum(point.elapsed_s for point in operators)
     if not total_s or all(point.bound is None for point in operators):
@@ -127,7 +142,7 @@ def fusible_share(points: Iterable[Point]) -> float | None:
 
 
 def giga(value: float | None) -> str:
-    """A number in 10^9, as tables of FLOP/s and bytes/s have it.
+    """Return a number in units of 10^9, as tables of FLOP/s and bytes/s show it.
 
     >>> giga(9.5e10), giga(None)
     ('95', 'n/a')
@@ -137,7 +152,7 @@ def giga(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """Model FLOPs utilisation as a value that carries its terms; `source` says where the peak is from."""
+    """Model FLOPs utilization with its terms; `source` is the origin of the peak."""
 
     flops_per_sample: float
     peak_flops_per_s: float | None
@@ -145,13 +160,16 @@ class Utilisation:
     source: str
 
     def share(self, samples_per_s: float | None) -> float | None:
-        """The share of the peak that goes into the model's own products; recomputed ones count nothing. None without a peak or rate."""
+        """Return the share of the peak that the model's matmuls use, without recomputation.
+
+        None without a peak or a throughput.
+        """
         if samples_per_s is None or not self.peak_flops_per_s:
             return None
         return self.flops_per_sample * samples_per_s / self.peak_flops_per_s
 
     def words(self, samples_per_s: float | None) -> str:
-        """The formula with its numbers.
+        """Return the formula with its values.
 
         >>> Utilisation(flops_per_sample=2e6, peak_flops_per_s=1e11, dtype="fp32", source="measured").words(5000.0)
         '10 % = 0.002 GFLOP a sample x 5000 samples/s / 100 GFLOP/s (fp32, measured)'
@@ -162,7 +180,10 @@ class Utilisation:
 
 
 def read_utilisation(text: str) -> Utilisation | None:
-    """What `roofline.json` says of utilisation; None for a file that is none, or of another version."""
+    """Return the utilization in the text of `roofline.json`.
+
+    None where the text is invalid or of another version.
+    """
     try:
         row = json.loads(text)
         found: Mapping[str, Any] = row["utilisation"]

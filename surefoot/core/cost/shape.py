@@ -1,7 +1,8 @@
-"""From sizes to operations: what a product, a convolution, an attention or a recurrent layer computes. Pure arithmetic.
+"""FLOPs of matmuls, convolutions, attention, recurrent layers and norms, from their sizes.
 
-The convention of every count (docs/concepts/roofline.md has the whole of it): a multiply and its add are two FLOPs; a bias that is
-added in the same call counts nothing; padding is counted as if it were there; of a causal attention only the pairs that it may see.
+All counts follow docs/concepts/roofline.md: a multiply and its add are two FLOPs; a bias that is
+added in the same call counts nothing; padding is counted like data; causal attention counts only
+the unmasked pairs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ GATE_WORK = {
     4: 13,
     3: 11,
     1: 2,
-}  # per hidden unit of a cell with so many gates: LSTM, GRU, plain; sums, activations, the new state
+}  # per hidden unit of a cell with that number of gates: LSTM, GRU, plain; sums, activations, the new state
 
 
 def product_flops(out_elements: int, inner: int) -> int:
-    """A matrix product of `out_elements` results, each a sum over `inner` terms.
+    """Return the FLOPs of a matmul with `out_elements` results, each a sum over `inner` terms.
 
     >>> product_flops(out_elements=32 * 10, inner=64)
     40960
@@ -32,7 +33,10 @@ def product_flops(out_elements: int, inner: int) -> int:
 
 
 def convolution_flops(weight: Sequence[int], out_elements: int) -> int:
-    """A convolution with weights (out channels, in channels / groups, kernel ...); of a transposed one, `out_elements` are its inputs.
+    """Return the FLOPs of a convolution with a weight of that shape.
+
+    The shape is (out channels, in channels / groups, kernel ...). For a transposed convolution
+    `out_elements` is the number of its input elements.
 
     >>> convolution_flops((8, 3, 5, 5), out_elements=2 * 8 * 28 * 28)
     1881600
@@ -41,7 +45,9 @@ def convolution_flops(weight: Sequence[int], out_elements: int) -> int:
 
 
 def attention_pairs(queries: int, keys: int, *, causal: bool) -> int:
-    """How many pairs of a query and a key that it sees there are in one head: all, or the i-th query with the first i keys.
+    """Return the number of (query, key) pairs in one head, without masked ones.
+
+    The i-th query of causal attention uses the first i keys.
 
     >>> attention_pairs(4, 4, causal=False), attention_pairs(4, 4, causal=True), attention_pairs(4, 2, causal=True)
     (16, 10, 7)
@@ -53,20 +59,28 @@ def attention_pairs(queries: int, keys: int, *, causal: bool) -> int:
 
 
 def attention_flops(pairs: int, key_size: int, value_size: int) -> tuple[int, int]:
-    """(all, those of the two products) of a fused attention's forward pass over `pairs` of all heads: scores, softmax, mixture."""
+    """Return the FLOPs of fused attention, forward: (all, the two matmuls).
+
+    `pairs` are those of all heads. The first number includes the softmax.
+    """
     products = 2 * pairs * (key_size + value_size)
     return products + SOFTMAX * pairs, products
 
 
 def attention_backward_flops(pairs: int, key_size: int, value_size: int) -> tuple[int, int]:
-    """(all, those of the four products that the gradient asks for); the scores and the softmax, computed once more, are in the first."""
+    """Return the FLOPs of fused attention, backward: (all, the four matmuls of the gradients).
+
+    The first number includes the recomputation of the scores and the softmax.
+    """
     asked = 4 * pairs * (key_size + value_size)
     again = 2 * pairs * key_size + 2 * pairs
     return asked + again + SOFTMAX_BACKWARD * pairs, asked
 
 
 def recurrent_flops(rows: int, inputs: int, hidden: int, gates: int) -> tuple[int, int]:
-    """(all, those of the products) of one direction of one layer over `rows` (time x batch), forward.
+    """Return the FLOPs of a recurrent layer, forward, one direction: (all, matmuls).
+
+    `rows` is time * batch.
 
     >>> recurrent_flops(rows=1, inputs=3, hidden=2, gates=4)
     (106, 80)
@@ -76,19 +90,28 @@ def recurrent_flops(rows: int, inputs: int, hidden: int, gates: int) -> tuple[in
 
 
 def norm_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
-    """A normalisation's forward pass; what is done once a row (the root, the division by the count) counts nothing."""
+    """Return the FLOPs of a norm's forward pass.
+
+    Work that is done once per row (the root, the division by the count) is not counted.
+    """
     return elements * (NORM_FORWARD[kind] + weight + bias)
 
 
 def norm_backward_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
-    """Its backward pass: a weight costs the gradient times it, and three for its own gradient; a bias one."""
+    """Return the FLOPs of a norm's backward pass.
+
+    Per element a weight adds three FLOPs (its product with the gradient, and its gradient), a bias
+    one.
+    """
     return elements * (NORM_BACKWARD[kind] + 3 * weight + bias)
 
 
 def training_bytes(parameters: int, *, number_bytes: int = 4, states: int = 2) -> dict[str, int]:
-    """What training holds whatever the batch is: weights, a gradient each, and so many numbers of the optimiser (Adam and AdamW: 2).
+    """Return the bytes that training needs for any batch: weights, gradients and optimizer state.
 
-    In fp32 with Adam that are 16 bytes a parameter. 70 B parameters are 280 GB of weights, 3.5 devices of 80 GB; 175 B are 700 GB.
+    `states` is the number of state elements per parameter (Adam and AdamW: 2). In fp32 with Adam
+    the sum is 16 bytes per parameter. 70 B parameters are 280 GB of weights, 3.5 devices of 80 GB;
+    175 B are 700 GB.
 
     >>> training_bytes(70 * 10**9)
     {'parameters': 280000000000, 'gradients': 280000000000, 'optimiser': 560000000000}
@@ -100,10 +123,11 @@ def training_bytes(parameters: int, *, number_bytes: int = 4, states: int = 2) -
 
 
 def transformer_flops(parameters: int, *, tokens: int, layers: int, width: int, length: int, causal: bool = True) -> int:
-    """What a training step of a transformer needs by rule of thumb: 6 x parameters x tokens, and attention.
+    """Return the FLOPs of a transformer's training step: 6 * parameters * tokens, and attention.
 
-    Kaplan et al. 2020; Chowdhery et al. 2022 (PaLM), appendix B. Each parameter meets each token in one multiply-add forward and
-    two backward; attention has two products over the pairs, and twice that backward. PaLM counts the masked half too.
+    Kaplan et al. 2020; Chowdhery et al. 2022 (PaLM), appendix B. Each parameter and token cost one
+    multiply-add forward and two backward; attention has two matmuls over the pairs, and twice that
+    backward. PaLM also counts the masked half.
 
     >>> transformer_flops(1000, tokens=8, layers=1, width=4, length=4)
     48960

@@ -1,4 +1,4 @@
-"""What processes that are forked from this one inherit: all of its objects, and none of them is theirs to write, to end or to delete."""
+"""Keep forked processes from writing, ending or deleting what they inherit from their parent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from surefoot.core.errors import InputError
 
 _calls: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
-_forking = threading.local()  # what a thread that forks hands on
-_inherited: list[Any] = []  # of the parent of this process
+_forking = threading.local()  # what a forking thread passes to the child
+_inherited: list[Any] = []  # objects of the parent of this process
 
 
 class Owner:
-    """The process in which this is made: what belongs to it is left alone by those that are forked from it."""
+    """The process that made this object; processes forked from it must not use what it owns."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -32,7 +32,7 @@ class Owner:
 
     def check(self, what: str) -> None:
         """Raise InputError in another process than the owner."""
-        if os.getpid() != self._process:  # asked at every step
+        if os.getpid() != self._process:  # called at every step
             raise InputError(
                 self.describe(what),
                 hint="call it in that process alone, and send it what this one finds: by a multiprocessing.Queue, or a file",
@@ -40,26 +40,33 @@ class Owner:
 
 
 def call_in_children(owner: Any, call: Callable[[Any], None]) -> None:
-    """Call `call(owner)` in every process that is forked from this one while `owner` lives, before the fork returns there."""
+    """Call `call(owner)` in every process forked from this one while `owner` lives.
+
+    The call happens before the fork returns in the child.
+    """
     _calls[owner] = call
 
 
 def make_lock(owner: Any) -> None:
-    """Give `owner` a `_lock`, and a new one in each process that is forked from this one: another thread may hold it at the fork, and
-    there is no such thread in the child that could release it."""
+    """Give `owner` a `_lock`, and a new one in each process forked from this one.
+
+    Another thread may hold the lock at the fork, and the child has no such thread that could
+    release it.
+    """
     owner._lock = threading.Lock()
     call_in_children(owner, make_lock)
 
 
 def never_end_in_children(owner: Any) -> None:
-    """Let no process that is forked from this one finalize `owner`: its `__del__` ends what belongs to this process.
+    """Keep processes forked from this one from finalizing `owner`.
 
-    A child that collects an iterator of a DataLoader raises "can only test a child process" for each worker, on stderr; one that closes
-    a generator runs its `finally`, which may delete files that the parent still reads.
+    Its `__del__` ends resources of this process. A child that collects an iterator of a DataLoader
+    raises "can only test a child process" for each worker, on stderr; one that closes a generator
+    runs its `finally`, which may delete files that the parent still reads.
     """
     try:
         _kept.add(owner)
-    except TypeError:  # of a class that has no weak references, or no hash
+    except TypeError:  # the class has no weak references, or no hash
         return
 
 
@@ -73,7 +80,7 @@ def _let_go() -> None:
 
 def _begin_child() -> None:
     _inherited.extend(_forking.held)
-    # the workers of the parent: multiprocessing ends those of its own list when the interpreter ends, whoever began them
+    # the workers of the parent: multiprocessing ends those in its list at exit, whichever process started them
     getattr(sys.modules.get("multiprocessing.process"), "_children", set()).clear()
     for owner, call in list(_calls.items()):
         call(owner)

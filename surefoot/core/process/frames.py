@@ -1,4 +1,4 @@
-"""Whose code a stack frame belongs to: decided by the folder that its file is in, never by the name of a folder."""
+"""Find out whose code a stack frame belongs to, from the folder of its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 
 def is_of_surefoot(file: str, below: str = "") -> bool:
-    """Whether `file` is a module of this package, or of its subfolder `below`; a built-in task is not.
+    """Return whether `file` is a module of this package, or of its subfolder `below`.
+
+    A built-in task counts as user code.
 
     >>> is_of_surefoot(__file__), is_of_surefoot("/home/me/surefoot/train/task.py")
     (True, False)
@@ -27,7 +29,9 @@ def is_of_surefoot(file: str, below: str = "") -> bool:
 
 
 def is_of_library(file: str) -> bool:
-    """Whether `file` is of Python or an installed package, or stands for code without a file, such as `<string>`.
+    """Return whether `file` belongs to Python or an installed package.
+
+    True also for code without a file, such as `<string>`.
 
     >>> import enum
     >>> is_of_library(enum.__file__), is_of_library("/home/me/lib/python/task.py")
@@ -37,7 +41,7 @@ def is_of_library(file: str) -> bool:
 
 
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame of the traceback that is neither ours nor a library's; None where there is none."""
+    """Return the innermost frame of the traceback in user code; None where there is none."""
     chosen = None
     for frame, summary in zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True):
         file = summary.filename
@@ -48,7 +52,10 @@ def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def is_of_torch(file: str, below: str = "") -> bool:
-    """Whether `file` is a module of torch, or of its subfolder `below`; torch is looked up and not imported."""
+    """Return whether `file` is a module of torch, or of its subfolder `below`.
+
+    torch is located without importing it.
+    """
     folder = _torch_folder()
     return folder is not None and _is_in(_resolve(file), os.path.join(folder, below))
 

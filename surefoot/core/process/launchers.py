@@ -1,17 +1,23 @@
-"""Launchers that start a command several times and whose variables surefoot does not join by: Slurm's srun, MPI, jsrun, Flux, PALS."""
+"""Launchers whose variables surefoot does not read: Slurm's srun, MPI, jsrun, Flux, PALS.
+
+They start a command several times, and each process would train alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-JOINED = ("RANK", "WORLD_SIZE")  # what torchrun and `--ranks` set, and surefoot reads
-LAST_STEP = 0xFFFF_FFF0  # steps of Slurm from here on are no srun: the batch script, the interactive shell, external processes
+JOINED = ("RANK", "WORLD_SIZE")  # set by torchrun and `--ranks`, and read by surefoot
+LAST_STEP = 0xFFFF_FFF0  # Slurm step ids from here on are not srun: batch script, interactive shell, external processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """Several processes that run one command: who started them, how many (None: unknown), which variable says so, on how many hosts."""
+    """Several processes that run one command: launcher, number, its variable, number of hosts.
+
+    `number` is None where it is unknown.
+    """
 
     launcher: str
     number: int | None
@@ -22,9 +28,9 @@ class Tasks:
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
     name: str
-    size: str  # the variable of how many tasks there are
-    rank: str  # that of which task this is, without which `size` may be that of an allocation
-    local_size: str = ""  # that of how many tasks this host has
+    size: str  # variable with the number of tasks
+    rank: str  # variable with the index of this task, without which `size` may be that of an allocation
+    local_size: str = ""  # variable with the number of tasks on this host
 
 
 LAUNCHERS = (
@@ -33,7 +39,7 @@ LAUNCHERS = (
     _Launcher(name="jsrun", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK", local_size="JSM_NAMESPACE_LOCAL_SIZE"),
     _Launcher(name="flux run", size="FLUX_JOB_SIZE", rank="FLUX_TASK_RANK"),
 )
-PROTOCOLS = (  # which more than one launcher speaks, srun among them
+PROTOCOLS = (  # spoken by several launchers, srun among them
     _Launcher(name="mpirun", size="PMI_SIZE", rank="PMI_RANK", local_size="MPI_LOCALNRANKS"),
     _Launcher(name="mpirun", size="MPI_LOCALNRANKS", rank="MPI_LOCALRANKID"),
     _Launcher(name="mpiexec", size="PALS_LOCAL_SIZE", rank="PALS_RANKID"),
@@ -42,11 +48,13 @@ RANKS_ALONE = (
     ("PALS_RANKID", "mpiexec"),
     ("PMIX_RANK", "mpirun"),
     ("ALPS_APP_PE", "aprun"),
-)  # a task above 0 has others beside it
+)  # an index above 0 means that there are other tasks
 
 
 def find_tasks(environ: Mapping[str, str]) -> Tasks | None:
-    """The several tasks of which this process is one, where nothing says how it joins the others; None for a process by itself.
+    """Return the tasks of which this process is one, if no rank variables are set.
+
+    None for a single process.
 
     >>> find_tasks({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}).number
     4
@@ -70,7 +78,10 @@ def _find_named(environ: Mapping[str, str], launchers: Sequence[_Launcher]) -> T
 
 
 def _find_slurm_tasks(environ: Mapping[str, str]) -> Tasks | None:
-    """The tasks of the step of srun that this process is in; a batch script and an interactive shell are one process."""
+    """Return the tasks of the srun step of this process.
+
+    None in a batch script or an interactive shell.
+    """
     if "SLURM_PROCID" not in environ:
         return None
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
@@ -90,7 +101,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def describe(tasks: Tasks) -> tuple[str, str]:
-    """What is wrong with `tasks`, and the line to type in the place of theirs."""
+    """Return the error message for `tasks`, and the command line to use instead."""
     number = "several" if tasks.number is None else str(tasks.number)
     shown = f" ({tasks.variable}={tasks.number})" if tasks.number is not None else f" ({tasks.variable} is set)"
     message = (

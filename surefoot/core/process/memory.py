@@ -1,4 +1,4 @@
-"""How much memory this process may use: the limits of its cgroups and of `ulimit -v`; and what the kernel killed for memory."""
+"""Memory limits of this process, by its cgroups and `ulimit -v`, and its out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import psutil
 from surefoot.core.process.refused import address_space_bytes
 from surefoot.core.units import format_bytes
 
-ROOT = Path("/")  # where the files of the kernel are
+ROOT = Path("/")  # root of the kernel's files
 UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for no limit
 
 
 class Limit(NamedTuple):
-    """`num_bytes` of memory, and who sets them, in words."""
+    """A limit of `num_bytes` of memory, and what sets it, in words."""
 
     num_bytes: int
     source: str
@@ -27,7 +27,7 @@ class Limit(NamedTuple):
 
 
 def find_limit(root: Path | None = None) -> Limit:
-    """The least of the memory of the host, the limits of the cgroups of this process and `ulimit -v`."""
+    """Return the smallest of host memory, the cgroup limits of this process and `ulimit -v`."""
     return min(_limits(root), key=lambda each: each.num_bytes)
 
 
@@ -43,13 +43,16 @@ def _limits(root: Path | None) -> Iterator[Limit]:
 
 
 def find_available_bytes(root: Path | None = None) -> int:
-    """The bytes that this process may still take: the least of what the host, its cgroups and `ulimit -v` have left."""
+    """Return the bytes that this process may still allocate: the least left by any limit.
+
+    The limits are those of the host, its cgroups and `ulimit -v`.
+    """
     left = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, taken = _number(folder / most), _number(folder / used)
             if limit is not None and taken is not None and limit < UNLIMITED:
-                cached = _entries(folder / "memory.stat").get("inactive_file", 0)  # given back before anything is refused
+                cached = _entries(folder / "memory.stat").get("inactive_file", 0)  # freed before memory is refused
                 left.append(max(0, limit - max(0, taken - cached)))
     if (space := address_space_bytes()) is not None:
         left.append(max(0, space - psutil.Process().memory_info().vms))
@@ -57,7 +60,7 @@ def find_available_bytes(root: Path | None = None) -> int:
 
 
 def count_kills(root: Path | None = None) -> int:
-    """How many processes of this process's cgroup the kernel has killed for memory; 0 where it does not count them."""
+    """Return how many processes of this cgroup the kernel killed for memory; 0 if unknown."""
     return max(
         (
             _entries(folder / name).get("oom_kill", 0)
@@ -69,7 +72,7 @@ def count_kills(root: Path | None = None) -> int:
 
 
 def _cgroups(root: Path | None) -> Iterator[Path]:
-    """The folders of the memory cgroups of this process, from its own up to the topmost that is seen from here."""
+    """Yield the folders of this process's memory cgroups, up to the topmost visible one."""
     top = ROOT if root is None else root
     for line in _text(top / "proc" / "self" / "cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -93,7 +96,7 @@ def _number(path: Path) -> int | None:
 
 
 def _entries(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines such as `oom_kill 2`, by name."""
+    """Return the numbers in a file of lines such as `oom_kill 2`, by name."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 

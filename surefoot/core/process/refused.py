@@ -1,4 +1,4 @@
-"""Whether an error says that memory was refused. Imports nothing that is large: there may be no memory for it."""
+"""Recognize out-of-memory errors; imports nothing large, since memory may be exhausted."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
-# how C++, torch's allocators and the C library say that memory is refused; CUDA's and Python's errors have types of their own
+# out-of-memory messages of C++, torch's allocators and the C library; CUDA and Python have exception types
 REFUSED = (
     "std::bad_alloc", "can't allocate memory", "annot allocate memory", "not enough memory: you tried to allocate",
     "failed to map segment from shared object",
 )  # fmt: skip
-NO_THREAD = "can't start new thread"  # under `ulimit -v` its stack found no room; else there are too many threads
+NO_THREAD = "can't start new thread"  # under `ulimit -v` there was no memory for its stack; else there are too many threads
 TYPES = ("OutOfMemoryError", "AcceleratorOutOfMemoryError")
 
 
 def is_refused(error: BaseException | None) -> bool:
-    """Whether `error`, or what it was raised from, says that memory was refused: on the host or a device.
+    """Return whether `error`, or its cause, says that memory was refused, on host or device.
 
     >>> is_refused(MemoryError()), is_refused(RuntimeError("std::bad_alloc")), is_refused(RuntimeError("a wrong shape"))
     (True, True, False)
@@ -39,7 +39,7 @@ def is_refused(error: BaseException | None) -> bool:
 
 
 def address_space_bytes() -> int | None:
-    """What `ulimit -v` permits this process; None where it does not limit it."""
+    """Return the bytes of address space that `ulimit -v` allows; None without a limit."""
     if resource is None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,1 +1,1 @@
-"""What is known of ranks without any of them running: how many lie on which axis, and which one the others wait for."""
+"""Layouts of ranks and stragglers, as pure functions that need no running rank."""

@@ -1,7 +1,7 @@
-"""How the ranks of a run are laid out: how many per axis of the mesh, and why a layout does not fit the ranks that there are.
+"""Layout of the ranks of a run: ranks per axis of the mesh, and errors for layouts that do not fit.
 
-`replicate` ranks hold the same weights, `shard` ranks a part each of what `stage` says; all of them read other samples. Further axes
-will multiply in the same way.
+`replicate` ranks hold the same weights; `shard` ranks each hold a part of what `stage` names; all
+of them read different samples. Further axes will multiply in the same way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Transport = Literal["auto", "shared_memory", "gloo"]  # of ranks on CPUs
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks per axis, and what the shard axis splits: 1 the optimiser's state, 2 gradients too, 3 weights too.
+    """Ranks per axis, and what the shard axis splits.
 
-    The stages are those of ZeRO (Rajbhandari et al., 2020). Ranks next to each other share a shard axis: `replicate` is the outer one.
+    Stage 1 splits the optimizer state, 2 also gradients, 3 also weights, as in ZeRO (Rajbhandari et
+    al., 2020). Adjacent ranks share a shard axis: `replicate` is the outer axis.
 
     >>> Layout.parse("replicate=2,shard=2,stage=1").world_size
     4
@@ -55,12 +56,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """The ranks that it takes."""
+        """Number of ranks of the layout."""
         return self.replicate * self.shard
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds a part of something."""
+        """Whether a rank holds only a part of the state."""
         return self.shard > 1
 
     def __str__(self) -> str:
@@ -69,9 +70,10 @@ class Layout:
 
 
 def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) -> Layout:
-    """The layout of a run on so many ranks; a `replicate` that is left open takes what `shard` leaves.
+    """Return the layout of a run on `world_size` ranks.
 
-    Raises SpecError where the axes do not make up the world.
+    A `replicate` of None becomes world_size / shard. Raises SpecError where the axes do not
+    multiply to `world_size`.
     """
     are = f"there {'is' if world_size == 1 else 'are'} {world_size} rank{'s' * (world_size != 1)}"
     if world_size % shard:

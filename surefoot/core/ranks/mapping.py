@@ -1,4 +1,7 @@
-"""A file as memory, which needs no descriptor once it is mapped: Python's mmap keeps one open for each, of which a process has 1,024."""
+"""Map files into memory without keeping a descriptor open.
+
+Python's mmap keeps one open for each mapping, and a process may have 1,024.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from typing import Any
 
 
 def map_file(descriptor: int, size: int) -> Any:
-    """So many bytes of a file, shared with all that map it: an array of bytes, unmapped when it is let go; None where that is refused."""
+    """Map `size` bytes of a file, shared with all processes that map it.
+
+    Returns a ctypes array of bytes, which is unmapped when it is garbage-collected; None where the
+    system refuses.
+    """
     calls = _calls()
     address = calls.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
@@ -21,7 +28,10 @@ def map_file(descriptor: int, size: int) -> Any:
 
 
 def let_go(address: int, size: int) -> None:
-    """What was written there stays in the file, and comes back where it is asked for. See madvise(2)."""
+    """Release the memory of a mapped range; its content stays in the file.
+
+    The content is read again when it is accessed: madvise(2), MADV_DONTNEED.
+    """
     _calls().madvise(address, size, mmap.MADV_DONTNEED)
 
 

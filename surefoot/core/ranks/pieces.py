@@ -1,4 +1,4 @@
-"""Whether the batches of a run can be dealt to so many ranks."""
+"""Check whether the batches of a run can be divided among its ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from surefoot.core.errors import SpecError
 
 
 def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int) -> None:
-    """Raise SpecError where the smallest batch has not a piece for each rank."""
+    """Raise SpecError where the smallest batch has fewer microbatches than there are ranks."""
     smallest = min(batches)
     pieces = smallest if microbatch is None else -(-smallest // microbatch)
     if pieces < num_ranks:
@@ -22,7 +22,10 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
 
 
 def check_equal_passes(batches: Iterable[int], microbatch: int | None, num_ranks: int, *, has_ramp: bool = False) -> None:
-    """Raise SpecError where a step has a rank compute fewer passes than another, which would wait for it in a joint BatchNorm."""
+    """Raise SpecError where ranks compute different numbers of forward passes in a step.
+
+    With synchronized BatchNorm a rank with more passes would wait for the others.
+    """
     for batch in batches:
         size = microbatch or -(-batch // num_ranks)
         if has_ramp or -(-batch // size) % num_ranks:
@@ -33,7 +36,7 @@ def check_equal_passes(batches: Iterable[int], microbatch: int | None, num_ranks
 
 
 def check_virtual(virtual_ranks: int, num_ranks: int) -> None:
-    """Raise SpecError where virtual ranks cannot be shared evenly by those that there are."""
+    """Raise SpecError where the virtual ranks cannot be divided evenly among the ranks."""
     if virtual_ranks % num_ranks:
         legal = [str(each) for each in range(1, virtual_ranks + 1) if virtual_ranks % each == 0]
         raise SpecError(

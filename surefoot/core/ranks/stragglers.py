@@ -1,15 +1,19 @@
-"""Who is waited for: of ranks that wait for each other in every step, which one comes last, how often, at what cost and why.
+"""Stragglers: which rank is last in synchronized steps, how often, at what cost and why.
 
-**The rule.** A rank is *behind* in a step when what it did without waiting for others (its data, its passes and update, what came between
-two steps) took over 10 % and over 1 ms longer than the median of the other ranks. Suppose that a rank's true median excess is no more than
-that: then it is behind in at most every second step, and in k or more of n steps with a probability of at most P(Binomial(n, 1/2) >= k).
-That is a sign test, which asks nothing of the shape of the noise but that steps are independent. A rank is named where that probability,
-times the number of ranks, is at most 1 in 1,000: with 2 ranks in 18 of the last 20 steps, with 8 in 19, with 64 in all 20. Ranks that are
-last in turn are each last in 1 / ranks of the steps, far from that. It is looked at after each step, which finds more than one look does:
-of 2 ranks whose steps vary by a factor of 2.7 either way one is named in 10,000 steps, with 1.35 either way none in 20,000.
+**The rule.** A rank is *behind* in a step when its busy time (data, forward and backward passes and
+update, the time between two steps, but no waiting for other ranks) is over 10 % and over 1 ms
+longer than the median of the other ranks. Suppose that a rank's true median excess is no more than
+that: then it is behind in at most every second step, and in k or more of n steps with a probability
+of at most P(Binomial(n, 1/2) >= k). This is a sign test, which assumes nothing about the noise
+except that steps are independent. A rank is reported where that probability, times the number of
+ranks, is at most 1 in 1,000: with 2 ranks in 18 of the last 20 steps, with 8 in 19, with 64 in all
+20. Ranks that are last in turn are each last in 1 / ranks of the steps, far fewer. The test is
+repeated after each step, which raises its false alarm rate: of 2 ranks whose step times vary by a
+factor of 2.7 either way one is reported in 10,000 steps, with a factor of 1.35 none in 20,000.
 
-Others divide a rank's median time by that of the fastest and hold it against a threshold (NVIDIA's resiliency extension), or print the
-slowest and the fastest of an interval (Megatron): neither says how often that comes of noise alone.
+Other tools divide a rank's median time by that of the fastest and compare the ratio with a
+threshold (NVIDIA's resiliency extension), or print the slowest and the fastest rank of an interval
+(Megatron): neither states how often that happens by noise alone.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ from typing import Literal, NamedTuple
 from surefoot.core.units import format_number, format_percent, format_seconds
 
 WINDOW = 20  # steps
-MARGIN, LEAST_S = 0.1, 0.001  # of the others' time, and what the system's own noise comes to
-FALSE_CALL = 0.001  # of any rank in one window
-EXACT = 1000  # steps up to which the binomial is added up
+MARGIN, LEAST_S = 0.1, 0.001  # share of the others' time, and the noise of the system in seconds
+FALSE_CALL = 0.001  # false alarms for any rank in one window
+EXACT = 1000  # steps up to which the binomial is summed exactly
 SKIPPED = 1  # first steps of an attempt, in which ranks start up
 
 Cause = Literal["data", "work", "compute", "other"]
@@ -40,10 +44,11 @@ ADVICE: Mapping[Cause, str] = {
 
 
 class Pace(NamedTuple):
-    """One rank in one step: seconds without waiting for others, and what it had to compute with.
+    """Work of a rank in one step: seconds without waiting for others, and the size of its work.
 
-    `data_s` went into getting its samples, `compute_s` into passes and update, `other_s` into what lies between two steps. `num_items` is
-    what its loss counts, `num_numbers` the elements of its batches, padding and all.
+    `data_s` was spent getting its samples, `compute_s` on forward and backward passes and the
+    update, `other_s` between two steps. `num_items` is the number of items in its loss,
+    `num_numbers` the number of elements of its batches, including padding.
     """
 
     data_s: float
@@ -60,8 +65,11 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that the others wait for: behind in `num_behind` of `num_steps` steps. In the median step the median of the others waited
-    `waited_s` for it, which is the share `share` of what they do themselves."""
+    """A rank that was behind in `num_behind` of `num_steps` steps.
+
+    In the median step the median of the other ranks waited `waited_s` seconds for it, which is the
+    share `share` of their busy time.
+    """
 
     rank: int
     num_behind: int
@@ -79,13 +87,18 @@ class Straggler:
 
 
 def find_window(num_ranks: int) -> int:
-    """Over how many steps so many ranks are judged: 20, or as few as can tell where they are over a thousand."""
+    """Return the number of steps over which ranks are judged.
+
+    It is 20, or for more than about 1,000 ranks the smallest number that can give a result.
+    """
     return max(WINDOW, math.ceil(math.log2(num_ranks / FALSE_CALL)))
 
 
 @cache
 def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
-    """In how many of so many steps a rank must be behind to be named; all of them where the ranks are more than the steps can tell.
+    """Return in how many of `num_steps` steps a rank must be behind to be reported.
+
+    It is all of them where the steps are too few for the number of ranks.
 
     >>> [least_often(ranks) for ranks in (2, 8, 64)], least_often(2, 10_000)
     ([18, 19, 20], 5166)
@@ -93,7 +106,7 @@ def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
     allowed = FALSE_CALL / num_ranks
     if num_steps > EXACT:
         return math.ceil((num_steps - NormalDist().inv_cdf(allowed) * math.sqrt(num_steps) + 1) / 2)
-    tail, k = 1, num_steps  # of 2 ** num_steps ways, those in which it is behind so often
+    tail, k = 1, num_steps  # of 2 ** num_steps outcomes, those in which it is behind at least k times
     while (tail + math.comb(num_steps, k - 1)) / 2**num_steps <= allowed:
         k -= 1
         tail += math.comb(num_steps, k)
@@ -101,7 +114,7 @@ def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
 
 
 def find_lags(busy_s: Sequence[float]) -> list[float]:
-    """Of each rank by how much it took longer than the median of the others, in seconds; less than 0 where it was faster.
+    """Return by how many seconds each rank exceeds the median of the others; negative if faster.
 
     >>> find_lags([1.0, 1.0, 4.0]), find_lags([2.0, 3.0])
     ([-1.5, -1.5, 3.0], [-1.0, 1.0])
@@ -110,18 +123,18 @@ def find_lags(busy_s: Sequence[float]) -> list[float]:
 
 
 def _others(values: Sequence[float]) -> list[float]:
-    """Of each the median of all the others."""
+    """Return for each value the median of all the others."""
     order = sorted(range(len(values)), key=values.__getitem__)
     count = len(values) - 1
     low, high = (count - 1) // 2, count // 2
     found = [0.0] * len(values)
-    for place, index in enumerate(order):  # without itself, what stood behind it moves up
+    for place, index in enumerate(order):  # without the value itself, those after it move up
         found[index] = (values[order[low + (low >= place)]] + values[order[high + (high >= place)]]) / 2
     return found
 
 
 def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
-    """The ranks that took noticeably longer than the median of the others."""
+    """Return the ranks that took noticeably longer than the median of the others."""
     if max(busy_s) - min(busy_s) <= LEAST_S:
         return frozenset()
     lags = enumerate(find_lags(busy_s))
@@ -129,7 +142,10 @@ def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
 
 
 def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
-    """The ranks that are named after these steps, each a pace of every rank; the one that costs most first. None of too few steps."""
+    """Return the stragglers over these steps, the most expensive first; none for too few steps.
+
+    `steps` holds for each step the pace of every rank.
+    """
     if not steps or len(steps[0]) / 2 ** len(steps) > FALSE_CALL:
         return []
     least = least_often(len(steps[0]), len(steps))
@@ -145,7 +161,7 @@ def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
 
 
 def name(rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num_steps: int) -> Straggler:
-    """A rank out of what every one does in a typical step."""
+    """Return the straggler `rank` from the pace of every rank in a typical step."""
     typical = Pace(*(_others(column)[rank] for column in zip(*paces, strict=True)))
     cause, why = explain(paces[rank], typical)
     return Straggler(
@@ -155,10 +171,11 @@ def name(rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num
 
 
 def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
-    """Which of four parts of a rank's excess over the others is the largest, and in words.
+    """Return the largest of four parts of a rank's excess over the others, and an explanation.
 
-    What a rank computes longer is laid to its work as far as that goes: so many times the work, so many times as long. What grows faster
-    than the work, as attention does with the length of a sequence, leaves a rest that is told as slow computing.
+    Longer computing is attributed to more work in proportion to the work. Time that grows faster
+    than the work, as attention does with the sequence length, leaves a remainder that is attributed
+    to slow computing.
     """
     measures = {
         "samples": (mine.num_samples, others.num_samples), "items": (mine.num_items, others.num_items),
@@ -189,20 +206,24 @@ def _amount(times: float) -> str:
 
 
 class Watch:
-    """Looks at each step as it comes; tells of a rank once it is named, and once it keeps up again.
+    """Detector of stragglers that reports a rank when it becomes one and when it catches up.
 
-    An attempt that has just begun is judged as soon as so few steps can tell: with 2 ranks after 11 of them, all behind.
+    A new attempt is judged as soon as its steps are enough: with 2 ranks after 11 steps, all
+    behind.
     """
 
     def __init__(self) -> None:
         self._steps: deque[Sequence[Pace]] = deque()
-        self._behind: deque[frozenset[int]] = deque()  # the ranks that were, in each of them
+        self._behind: deque[frozenset[int]] = deque()  # the ranks that were behind in each of them
         self._counts: Counter[int] = Counter()
         self._named: dict[int, Cause] = {}
         self._num_seen = 0
 
     def add(self, paces: Sequence[Pace]) -> tuple[list[Straggler], list[int]]:
-        """Another step: who is named now that was not, or for another cause; and who was, and keeps up again."""
+        """Add a step; return new stragglers, and ranks that have caught up.
+
+        A straggler is reported again when its cause changes.
+        """
         self._num_seen += 1
         if self._num_seen <= SKIPPED:
             return [], []
@@ -222,7 +243,7 @@ class Watch:
             found = find_stragglers(self._steps)
             fresh = [each for each in found if self._named.get(each.rank) != each.cause]
             self._named |= {each.rank: each.cause for each in fresh}
-        # in between nothing is said: a rank near the margin would be named again and again
+        # in between nothing is reported: a rank near the margin would be reported again and again
         over = [rank for rank in self._named if 2 * self._counts[rank] < len(self._steps)]
         for rank in over:
             del self._named[rank]

@@ -1,1 +1,1 @@
-"""The rate of learning over a run: curves, the table that chooses them, and that table as one curve."""
+"""Learning-rate schedules: curves, the [schedule] table, and the curve that it specifies."""

@@ -1,9 +1,10 @@
-"""Every learning-rate curve as a pure function of the step; the multiplier of the base rate is what it returns.
+"""Learning-rate curves as pure functions of the step that return a multiplier of the base lr.
 
-`step` counts applied updates from 0: the first update uses curve(0), the last one of a run curve(total - 1). Lengths are in
-steps. `floor`, `start` and `final` are shares of the base rate. Past its length a curve stays where it ended. Nothing has a
-state, so a run that goes on from any step has the same tail; the one exception, `Plateau`, is a frozen value of its own.
-`schedule_plan` makes these out of a spec's [schedule] table.
+`step` counts applied updates from 0: the first update uses curve(0), the last update of a run
+curve(total - 1). Lengths are in steps. `floor`, `start` and `final` are shares of the base learning
+rate. Past its length a curve stays at its last value. No curve has a state, so a resumed run
+continues the same curve; the one exception, `Plateau`, is a frozen value. `core/schedule/plan`
+makes these curves from a spec's [schedule] table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BatchRule = Literal["linear", "sqrt"]
 
 
 def constant(step: int, factor: float = 1.0) -> float:
-    """`factor`, at every step.
+    """Return `factor` at every step.
 
     >>> constant(0), constant(10**6, factor=0.1)
     (1.0, 0.1)
@@ -33,7 +34,7 @@ def constant(step: int, factor: float = 1.0) -> float:
 
 
 def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> float:
-    """From `start` to `floor` in a straight line: start + (floor - start) t/T. As torch's LinearLR.
+    """Return start + (floor - start) t/T, a straight line, as torch's LinearLR.
 
     >>> [linear(step, 4) for step in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
@@ -42,9 +43,10 @@ def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> fl
 
 
 def cosine(step: int, length: int, floor: float = 0.0) -> float:
-    """From 1 to `floor` along half a cosine: floor + (1 - floor)/2 (1 + cos(pi t/T)); then stays at `floor`.
+    """Return half a cosine from 1 to `floor`: floor + (1 - floor)/2 (1 + cos(pi t/T)).
 
-    Torch's CosineAnnealingLR rises again past T; this does not. Loshchilov and Hutter 2017, arXiv 1608.03983.
+    After T steps it stays at `floor`, where torch's CosineAnnealingLR rises again. Loshchilov and
+    Hutter 2017, arXiv 1608.03983.
 
     >>> [round(cosine(step, 4, floor=0.1), 3) for step in (0, 1, 2, 4, 9)]
     [1.0, 0.868, 0.55, 0.1, 0.1]
@@ -53,9 +55,10 @@ def cosine(step: int, length: int, floor: float = 0.0) -> float:
 
 
 def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) -> float:
-    """Cosine that starts anew: the first cycle lasts `first` steps, each later one `factor` times the one before.
+    """Return a cosine with warm restarts: the first cycle has `first` steps.
 
-    As torch's CosineAnnealingWarmRestarts. Loshchilov and Hutter 2017, arXiv 1608.03983.
+    Each later cycle is `factor` times as long as the one before. As torch's
+    CosineAnnealingWarmRestarts. Loshchilov and Hutter 2017, arXiv 1608.03983.
 
     >>> [cosine_restarts(step, 10, factor=2) for step in (0, 10, 30, 70)]  # lengths 10, 20, 40
     [1.0, 1.0, 1.0, 1.0]
@@ -72,7 +75,7 @@ def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) 
 
 
 def step_decay(step: int, every: int, factor: float = 0.1) -> float:
-    """Multiplied by `factor` after each `every` steps: factor^floor(t/S). As torch's StepLR.
+    """Return factor^floor(t/S): multiplied by `factor` after each `every` steps, as torch's StepLR.
 
     >>> [round(step_decay(step, 30), 3) for step in (0, 29, 30, 59, 60)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
@@ -81,7 +84,7 @@ def step_decay(step: int, every: int, factor: float = 0.1) -> float:
 
 
 def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> float:
-    """Multiplied by `factor` at each of the (rising) `milestones`. As torch's MultiStepLR.
+    """Return the value multiplied by `factor` at each (rising) milestone, as torch's MultiStepLR.
 
     >>> [multi_step(step, [30, 80], factor=0.5) for step in (29, 30, 79, 80)]
     [1.0, 0.5, 0.5, 0.25]
@@ -90,7 +93,9 @@ def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> flo
 
 
 def exponential(step: int, factor: float, every: int = 1) -> float:
-    """Smooth decay: factor^(t/S); `factor` and `every` together fix the time scale. As torch's ExponentialLR with `every` 1.
+    """Return factor^(t/S), a smooth decay; with `every` 1 as torch's ExponentialLR.
+
+    `factor` and `every` together define the time scale.
 
     >>> f"{0.1 * exponential(100, 0.95):.1e}", round(exponential(5, 0.25, every=10), 3)
     ('5.9e-04', 0.5)
@@ -99,7 +104,7 @@ def exponential(step: int, factor: float, every: int = 1) -> float:
 
 
 def polynomial(step: int, length: int, power: float = 1.0, floor: float = 0.0) -> float:
-    """floor + (1 - floor) (1 - t/T)^power. As torch's PolynomialLR, with a floor.
+    """Return floor + (1 - floor) (1 - t/T)^power, as torch's PolynomialLR with a floor.
 
     >>> [polynomial(step, 4, power=2) for step in (0, 2, 4, 9)]
     [1.0, 0.25, 0.0, 0.0]
@@ -108,7 +113,7 @@ def polynomial(step: int, length: int, power: float = 1.0, floor: float = 0.0) -
 
 
 def inverse_square_root(step: int, timescale: int) -> float:
-    """sqrt(S / (S + t)). Behind a warm-up of S steps this is sqrt(S / s) of the whole run's step s.
+    """Return sqrt(S / (S + t)); after a warm-up of S steps this is sqrt(S / s) of the run's step s.
 
     Vaswani et al. 2017, arXiv 1706.03762, section 5.3, scaled so that its peak is 1.
 
@@ -119,9 +124,10 @@ def inverse_square_root(step: int, timescale: int) -> float:
 
 
 def warmup(step: int, length: int, shape: WarmupShape = "linear", start: float = 0.01) -> float:
-    """Rises to 1 over `length` updates, counted from 1 (n = t + 1), so that the first update is not lost at a rate of zero.
+    """Return the rise to 1 over `length` updates.
 
-    linear: n/T. cosine: (1 - cos(pi n/T))/2. exponential: start^(1 - n/T). A length of 0 is no warm-up.
+    Updates count from 1, so that the first one does not have an lr of 0. With n = t + 1: linear:
+    n/T. cosine: (1 - cos(pi n/T))/2. exponential: start^(1 - n/T). A length of 0 is no warm-up.
     Goyal et al. 2017, arXiv 1706.02677, section 2.2, there for large batches.
 
     >>> [warmup(step, 4) for step in (0, 1, 3, 4)], warmup(0, 0)
@@ -138,9 +144,11 @@ def warmup(step: int, length: int, shape: WarmupShape = "linear", start: float =
 def warmup_stable_decay(
     step: int, warmup_length: int, stable: int, decay: int, floor: float = 0.0, shape: DecayShape = "linear"
 ) -> float:
-    """Rises for `warmup_length` steps, stays at 1 for `stable`, falls to `floor` in `decay`: linear, cosine, or 1 - sqrt(t/T).
+    """Return a warm-up, a constant phase at 1, and a decay to `floor`.
 
-    Hu et al. 2024, arXiv 2404.06395; the falling shapes: Hägele et al. 2024, arXiv 2405.18392.
+    They take `warmup_length`, `stable` and `decay` steps. The decay is linear, cosine, or 1 -
+    sqrt(t/T). Hu et al. 2024, arXiv 2404.06395; the decay shapes: Hägele et al. 2024, arXiv
+    2405.18392.
 
     >>> [warmup_stable_decay(step, 2, 4, 4) for step in (0, 1, 5, 6, 8, 10)]
     [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
@@ -156,10 +164,10 @@ def warmup_stable_decay(
 def one_cycle(
     step: int, length: int, peak: float = 0.3, start: float = 0.04, final: float = 4e-6, shape: Shape = "cosine"
 ) -> float:  # fmt: skip
-    """From `start` up to 1 at the share `peak` of the length, then down to `final` at the very last update (step T - 1).
+    """Return one cycle: from `start` up to 1, then down to `final` at the last update (step T - 1).
 
-    As torch's OneCycleLR with pct_start = peak, div_factor = 1/start, final_div_factor = start/final.
-    Smith and Topin 2018, arXiv 1708.07120.
+    The maximum is at the share `peak` of the length. As torch's OneCycleLR with pct_start = peak,
+    div_factor = 1/start, final_div_factor = start/final. Smith and Topin 2018, arXiv 1708.07120.
 
     >>> [round(one_cycle(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
     [0.04, 1.0, 4e-06]
@@ -170,7 +178,9 @@ def one_cycle(
 def one_cycle_momentum(
     step: int, length: int, peak: float = 0.3, low: float = 0.85, high: float = 0.95, shape: Shape = "cosine"
 ) -> float:  # fmt: skip
-    """The momentum (or Adam's first beta) beside `one_cycle`, itself and no multiplier: falls while the rate rises, and back.
+    """Return the momentum of `one_cycle` (or Adam's first beta), which moves against the lr.
+
+    The value is the momentum itself, not a multiplier.
 
     >>> [round(one_cycle_momentum(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
     [0.95, 0.85, 0.95]
@@ -179,9 +189,10 @@ def one_cycle_momentum(
 
 
 def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier:
-    """Curves one after another, each for its own number of steps and counting from 0. As torch's SequentialLR.
+    """Return the curves one after another, each counting its steps from 0, as torch's SequentialLR.
 
-    Raises SpecError where the lengths do not add up to `total`, the run's own.
+    Each piece is (curve, number of steps). Raises SpecError where the lengths do not add up to
+    `total`, the length of the run.
 
     >>> curve = sequence([(lambda step: warmup(step, 2), 2), (constant, 2), (lambda step: linear(step, 4), 4)], total=8)
     >>> [curve(step) for step in range(9)]
@@ -205,10 +216,12 @@ def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """Lowers the multiplier by `factor` at the `patience`-th check in a row that is not better, never below `least`.
+    """A multiplier that falls by `factor` at the `patience`-th consecutive check without
+    improvement.
 
-    Better is below the best so far by more than `threshold` of it (above, in mode max); what is not finite is not better.
-    Torch's ReduceLROnPlateau lowers one check later: its patience 10 is the eleventh bad check, ours the tenth.
+    It never falls below `least`. Better means below the best value so far by more than `threshold`
+    of it (above, in mode max); a non-finite value is not better. Torch's ReduceLROnPlateau lowers
+    one check later: its patience 10 is the eleventh bad check, here the tenth.
 
     >>> plateau = Plateau(factor=0.5, patience=2)
     >>> for loss in (1.0, 0.9, 0.9, 0.9):
@@ -227,7 +240,7 @@ class Plateau:
     multiplier: float = 1.0
 
     def observe(self, value: float) -> Self:
-        """The state after one more check, reduced over ranks beforehand so that all agree."""
+        """Return the state after one more check; `value` must be the same on all ranks."""
         if self._is_better(value):
             return replace(self, best=value, num_bad=0)
         if self.num_bad + 1 < self.patience:
@@ -242,10 +255,11 @@ class Plateau:
 
 
 def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> float:
-    """What a rate found for a batch of `reference` is multiplied by for one of `batch`: their ratio, or its square root.
+    """Return the multiplier of an lr tuned for a batch of `reference`, when used for `batch`.
 
-    Linear for SGD: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. The root for Adam and its kin: S. Malladi et al.,
-    "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022. A batch is that of all ranks together.
+    It is their ratio, or the square root of that. Linear for SGD: P. Goyal et al., "Accurate, Large
+    Minibatch SGD", 2017. The root for Adam and its variants: S. Malladi et al., "On the SDEs and
+    Scaling Rules for Adaptive Gradient Algorithms", 2022. A batch is that of all ranks together.
 
     >>> scale_to_batch(1024, 256), scale_to_batch(1024, 256, "sqrt"), scale_to_batch(64, 256)
     (4.0, 2.0, 0.25)
@@ -255,7 +269,10 @@ def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> fl
 
 
 def _share(step: int, length: int) -> float:
-    """How much of `length` is over, from 0 to 1; of no length none at its first step, so that a warm-up rises to where a curve begins."""
+    """Return the completed share of `length`, from 0 to 1.
+
+    For a length of 0 it is 0 at the first step, so that a warm-up rises to the start of a curve.
+    """
     return 1.0 if step >= max(length, 1) else step / max(length, 1)
 
 

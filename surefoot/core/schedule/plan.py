@@ -1,4 +1,8 @@
-"""From a spec's [schedule] table to the curve of a run: durations made steps, warm-up before curve, contradictions refused."""
+"""Build the curve of a run from a spec's [schedule] table.
+
+Durations are converted to steps, the warm-up comes before the curve, and contradictions are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,10 @@ ToSteps = Callable[[str], int]
 
 @final
 class Curve:
-    """The schedule of a run: `curve(step)` is the multiplier of the rate.
+    """The schedule of a run: `curve(step)` is the multiplier of the base learning rate.
 
-    A pure function of the step, unless `plateau` is there: `observe` moves it, and a checkpoint keeps it.
+    It is a pure function of the step, unless `plateau` is set: then `observe` changes it, and a
+    checkpoint stores its state.
     """
 
     def __init__(self, multiplier: Multiplier, *, momentum: Multiplier | None = None, plateau: Plateau | None = None) -> None:
@@ -37,32 +42,38 @@ class Curve:
         return self._multiplier(step) * (1.0 if self.plateau is None else self.plateau.multiplier)
 
     def momentum(self, step: int) -> float | None:
-        """The momentum, or Adam's first beta, at `step`; None where the schedule leaves it alone."""
+        """Return the momentum (or Adam's first beta) at `step`; None if the schedule sets none."""
         return None if self._momentum is None else self._momentum(step)
 
     @property
     def is_pure(self) -> bool:
-        """Whether the step alone decides, so that the curve may be tabulated beforehand."""
+        """Whether the curve depends on the step alone, so that it may be tabulated."""
         return self.plateau is None
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint must hold: where a plateau stands; None for the other curves, which the step alone decides."""
+        """Return the state that a checkpoint stores: that of a plateau, None for other curves."""
         plateau = self.plateau
         return None if plateau is None else {"best": plateau.best, "num_bad": plateau.num_bad, "multiplier": plateau.multiplier}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint's `state`."""
+        """Restore the `state` of a checkpoint."""
         if self.plateau is not None and state is not None:
             self.plateau = replace(self.plateau, **state)
 
     def observe(self, score: float) -> None:
-        """Tell a plateau one more check of the score, the same on every rank; other curves do not listen."""
+        """Pass one more check of the score to a plateau; it must be the same on every rank.
+
+        Other curves ignore it.
+        """
         if self.plateau is not None:
             self.plateau = self.plateau.observe(score)
 
 
 def preview(curve: Curve, steps: Sequence[int], check_every: int) -> list[float]:
-    """The multipliers at the rising `steps`; a plateau as if its checks, one each `check_every` steps, were never better."""
+    """Return the multipliers at the rising `steps`.
+
+    A plateau is shown as if its checks, one every `check_every` steps, never improved.
+    """
     plateau, shown, checked = curve.plateau, Curve(curve._multiplier, plateau=curve.plateau), 0
     values = []
     for step in steps:
@@ -76,10 +87,16 @@ def preview(curve: Curve, steps: Sequence[int], check_every: int) -> list[float]
 def build(
     settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps, *, better: Literal["lower", "higher"] = "lower"
 ) -> Curve:
-    """The curve of a run of `total_steps` (None: its length is a time); `to_steps` reads a duration.
+    """Return the curve of a run.
 
-    `better` ("lower" or "higher") is what the score of the run says of itself, for a plateau without a mode.
-    Raises SpecError for durations that contradict each other or the run.
+    Args:
+        settings: the [schedule] table.
+        total_steps: length of the run; None if its length is a time.
+        to_steps: converts a duration to steps.
+        better: which scores of the run are better, for a plateau without a mode.
+
+    Raises:
+        SpecError: durations contradict each other or the run.
     """
     if settings.sequence:
         return Curve(_sequence(settings.sequence, total_steps, to_steps))
@@ -97,7 +114,12 @@ def build(
 
 
 def check_for_ramp(settings: ScheduleSettings) -> None:
-    """Raise SpecError for a part of a schedule whose steps depend on where it begins: with a ramp only the steps themselves do not."""
+    """Raise SpecError for a duration that a batch ramp makes ambiguous.
+
+    With a ramp the number of steps in an epoch or in samples depends on where it starts; only
+    durations in steps, and shares of the run, do not. `warmup` is exempt, since it starts with the
+    run.
+    """
     pieces = settings.sequence or (settings,)
     for piece in pieces:
         for key, value in piece.effective().items():
@@ -138,7 +160,7 @@ def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_st
 
 
 class _Builder:
-    """One curve: its settings, how many steps it has (None: not known), and how many of them are the warm-up."""
+    """Builder of one curve: its settings, its steps (None: unknown) and its warm-up steps."""
 
     def __init__(self, settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps) -> None:
         self._settings, self._to_steps = settings, to_steps
@@ -151,7 +173,7 @@ class _Builder:
             )
 
     def with_warmup(self) -> Multiplier:
-        """The warm-up rises to where the curve begins."""
+        """Return the curve with its warm-up, which rises to the first value of the curve."""
         warm, settings = self._warmup, self._settings
         body = self._body()
         if settings.length is not None and settings.name in (
@@ -216,7 +238,7 @@ class _Builder:
                 return partial(curves.warmup, length=self._room(), shape=shape, start=start)
 
     def _room(self) -> int:
-        """The steps after the warm-up."""
+        """Return the number of steps after the warm-up. Raises SpecError if it is unknown."""
         if self._total is None:
             raise SpecError(
                 f"{self._settings.name} must know where it ends, and the run's length is a time",
@@ -267,5 +289,5 @@ class _Builder:
 
 
 def _hold(curve: Multiplier, length: int) -> Multiplier:
-    """Stays at the last of its `length` steps."""
+    """Return `curve` with a constant value after its last step."""
     return lambda step: curve(min(step, max(length - 1, 0)))

@@ -1,4 +1,4 @@
-"""A spec's [schedule] table as a frozen value: which keys each curve uses, their defaults, and what is refused."""
+"""A spec's [schedule] table as a frozen value: the keys of each curve, defaults and checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Mode = Literal["min", "max"]
 
 _WARM = {"warmup": "0 steps", "warmup_shape": "linear", "warmup_start": 0.01}
 _SPAN = {"length": None, **_WARM}
-# for each curve the keys it uses and what they are when nothing is said; None is explained beside the key below
+# for each curve its keys and their defaults; None is explained at the key below
 USES: Mapping[str, Mapping[str, Any]] = {
     "constant": {"factor": 1.0, **_SPAN},
     "linear": {"start_factor": 1.0, "floor": 0.0, **_SPAN},
@@ -49,14 +49,16 @@ _OPTIONS = {"name": Name, "warmup_shape": WarmupShape, "shape": DecayShape, "mod
 
 
 def _means(description: str) -> dict[str, str]:
-    return {"description": description}  # what `spec schema` shows
+    return {"description": description}  # shown by `spec schema`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """The [schedule] table. A key that is None has the default of its curve (`USES`); raises SpecError for one it does not use.
+    """The [schedule] table of a spec.
 
-    The curve begins where the warm-up ends, and its durations count from there.
+    A key that is None has the default of its curve (`USES`). Raises SpecError for a key that the
+    curve does not use. The curve starts at the end of the warm-up, and its durations count from
+    there.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
@@ -125,15 +127,15 @@ class ScheduleSettings:
             _check_used(self.name, stated)
         for key, value in stated.items():
             if USES[self.name].get(key, self) == value:
-                object.__setattr__(self, key, None)  # a default that is spelt out has the same meaning, so it is the same spec
+                object.__setattr__(self, key, None)  # a given default has the same meaning, so it is the same spec
 
     def value(self, key: str) -> Any:
-        """What `key` is for this curve: as stated, or its default."""
+        """Return the value of `key` for this curve, given or default."""
         stated = getattr(self, key)
         return USES[self.name][key] if stated is None else stated
 
     def effective(self) -> dict[str, Any]:
-        """The keys that this curve uses, each with its value; what a person wants to see."""
+        """Return the keys that this curve uses, each with its value, for display."""
         if self.sequence:
             return {"sequence": tuple(piece.effective() for piece in self.sequence)}
         return {"name": self.name, **{key: self.value(key) for key in USES[self.name]}}
