@@ -1,4 +1,4 @@
-"""The blocks of a model: the modules that repeat, or those that are named."""
+"""The blocks of a model: modules that repeat, or modules that the caller names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key: str = "memory.blocks") -> dict[str, nn.Module]:
-    """Name -> block: the modules `wanted`, by pattern or themselves, else those that repeat; `key` of the spec names them.
+    """Return the blocks of `model` by name: the modules `wanted`, or without any, the modules that
+    repeat.
 
-    What repeats are children of one type in a Sequential, ModuleList or ModuleDict that have children of their own; the outermost.
-    Raises InputError where none repeats, and for a pattern that matches nothing.
+    Modules that repeat are children of one type in a Sequential, ModuleList or ModuleDict, that
+    have children themselves; of nested ones
+    the outermost count.
+
+    Args:
+        model: The model to search.
+        wanted: Name patterns (as in fnmatch), or modules.
+        key: The spec key that names the blocks, for errors.
+
+    Raises:
+        InputError: Where no module repeats, and for a pattern or module that matches nothing.
     """
     if not wanted:
         found = _repeating("", model)
@@ -72,7 +82,7 @@ def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
 
 
 def _an_example(model: nn.Module) -> str:
-    """A pattern that matches something, where the model has parts of its own."""
+    """Return a pattern for the error's hint: the first child that has children, if there is one."""
     for name, child in model.named_children():
         if any(True for _ in child.children()):
             return f"{name}.*" if isinstance(child, CONTAINERS) else name

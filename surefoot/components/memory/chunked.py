@@ -1,7 +1,10 @@
-"""A linear layer and the cross-entropy behind it, a few rows at a time: the logits of all rows never exist.
+"""A linear layer with cross-entropy, computed a few rows at a time, so that the logits of all rows
+never exist at once.
 
-The gradients are computed together with the loss, while the logits of their rows are there, as in Liger (Hsu et al. 2024,
-arXiv 2410.10989) and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009): three products for each row, as the plain way has.
+The gradients are computed together with the loss, while the logits of their rows exist, as in Liger
+(Hsu et al. 2024, arXiv 2410.10989)
+and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009): three matmuls for each row, as many
+as the unchunked computation has.
 """
 
 # R rows (all leading sizes as one), D width, V vocabulary
@@ -23,11 +26,25 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, chunk: int | None = None,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The cross-entropy of `linear(hidden, weight, bias)` in nats, summed over the targets that are not `ignore_index`, and their count.
+    """Return the summed cross-entropy of `linear(hidden, weight, bias)` in nats, and the number of
+    targets it sums over.
 
-    `hidden` (..., D), `weight` (V, D), `targets` (...) int64, `bias` (V,); `chunk` rows at a time (None: as many as fit into 16 MiB of
-    logits). The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(), targets, reduction="sum")`;
-    under autocast the products are computed in its dtype. It can be differentiated once. Raises InputError for sizes that do not fit.
+    The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(),
+    targets, reduction="sum")`; under autocast
+    the matmuls run in its dtype. The result can be differentiated once.
+
+    Args:
+        hidden: (..., D).
+        weight: (V, D).
+        targets: (...), int64.
+        bias: (V,), or None.
+        chunk: Rows at a time; None takes as many as fit into 16 MiB of fp32 logits, at least 64.
+        ignore_index: Targets of this value are left out.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+
+    Raises:
+        InputError: For shapes that do not fit, targets that are no integers, and a chunk or
+            smoothing out of range.
 
     >>> hidden, weight, targets = torch.ones(2, 3, 4), torch.zeros(5, 4), torch.tensor([[0, 1, 2], [3, 4, -100]])
     >>> total, count = linear_cross_entropy(hidden, weight, targets)
@@ -88,7 +105,7 @@ def _compute(
     hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, settings: tuple[int, int, float],
     *, needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
-    """The sum, and the gradients of hidden, weight and bias as far as `needs` asks for them."""
+    """Return the summed loss, and the gradients of hidden, weight and bias that `needs` selects."""
     rows, ignored, smoothing = settings
     device = hidden_RD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
