@@ -34,7 +34,7 @@ EPILOGUE = "copy_"  # into an input, at the end of a graph: how it writes what e
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One kernel launch: the eager operators that it computes, its bytes, and the bytes that these
+    """A kernel launch: the eager operators that it computes, its bytes, and the bytes that these
     operators move in eager mode.
 
     An operator that several kernels compute counts for the first of them. An operator that a

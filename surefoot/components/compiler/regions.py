@@ -41,7 +41,7 @@ class Compiled:
 
     @property
     def words(self) -> str:
-        """One line for the log that names the regions that will be compiled."""
+        """A line for the log that names the regions that will be compiled."""
         if self._words is not None:
             return self._words
         names = self.regions

@@ -50,7 +50,7 @@ class CachesOff:
 
     @property
     def notes(self) -> list[str]:
-        """One line for the log that names the switches that are off; empty where there are none."""
+        """A line for the log that names the switches that are off; empty where there are none."""
         named = ", ".join(f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules)
         return [f"passes that take gradients fill no cache of keys and values, as if {named} = False"] if named else []
 

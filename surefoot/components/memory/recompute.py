@@ -48,7 +48,7 @@ class Recomputed:
 
     @property
     def words(self) -> str:
-        """One line for the log on which blocks are recomputed."""
+        """A line for the log on which blocks are recomputed."""
         if self.budget is not None and self.budget.chosen is None:
             return self.budget.words
         what = "the cheap operators of " if self.how.kind == "operators" else ""

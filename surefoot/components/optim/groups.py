@@ -18,7 +18,7 @@ from surefoot.core.errors import SpecError, TaskError
 
 @dataclass(frozen=True)
 class Named:
-    """One trained parameter, or its master, with the properties that decide its group.
+    """A trained parameter, or its master, with the properties that decide its group.
 
     `kind` is matrix, embedding, head, norm or vector. `others` are the further names of a tied
     parameter: a pattern may match any of them.

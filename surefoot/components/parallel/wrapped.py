@@ -1,4 +1,5 @@
-"""A model in a wrapper that spreads it over devices by itself: refused, since surefoot does that, and both would sum gradients."""
+"""Detection of models in torch's wrappers for several devices, which surefoot rejects: both
+would sum the gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ WRAPPERS = {
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise TaskError for a model that is, or holds, one of torch's wrappers for several devices."""
+    """Raise TaskError for a model that is, or contains, one of torch's wrappers for several
+    devices."""
     for place, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):

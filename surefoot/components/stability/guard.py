@@ -1,4 +1,5 @@
-"""The guard: counts skipped steps and losses out of all proportion, and ends a run that cannot come back."""
+"""Non-finite check: counts skipped steps and losses that are far too high, and ends a run that
+cannot recover."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MIN_REFERENCE = 1.0  # a first loss near zero is no scale to hold others against
 
 @dataclass(frozen=True)
 class GuardFault:
-    """One fault and what was done about it."""
+    """A fault and the action that was taken."""
 
     step: int
     fault: str
@@ -28,7 +29,11 @@ class GuardFault:
 
 
 class Guard:
-    """Watches reports as they come, judges them when a window is read: on an asynchronous device nobody waits for a single step."""
+    """Check of step reports for skipped steps and divergence.
+
+    Reports are judged together when a window is read, so that on an asynchronous device the host
+    waits for no single step.
+    """
 
     def __init__(self, table: StabilityTable, *, min_scale: float = 0.0) -> None:
         self._table, self._min_scale = table, min_scale
@@ -41,11 +46,11 @@ class Guard:
         self.num_skipped = self.num_empty = 0  # the second: of the skipped steps those whose loss counted no item
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold; every report was judged before."""
+        """Return the counters for a checkpoint; all reports must have been judged before."""
         return {name: getattr(self, name) for name in _REMEMBERED}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's `state`."""
+        """Restore the counters from a checkpoint's `state`."""
         for name in _REMEMBERED:
             setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer
 
@@ -53,7 +58,7 @@ class Guard:
         self._unread.append(report)
 
     def judge(self, step: int) -> list[GuardFault]:
-        """Read what came since the last call; gives the faults."""
+        """Read the reports since the last call; return the faults."""
         reports, self._unread = self._unread, []
         return [fault for report in reports if (fault := self._judge(report)) is not None]
 
@@ -99,7 +104,8 @@ class Guard:
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
     def _without_items(self, report: StepReport, empty: tuple[str, ...]) -> GuardFault:
-        """A batch in which no item counts is rare data and no error: such steps never end a run, however many come in a row."""
+        """Report a step whose loss counted no item: such data is rare and no error, so these
+        steps never end a run."""
         self.num_skipped += 1
         self.num_empty += 1
         many = self.num_empty
@@ -110,7 +116,8 @@ class Guard:
         return GuardFault(report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed)
 
     def _overflowed(self, report: StepReport) -> GuardFault:
-        """What the loss scale answers is no sign of a run that goes wrong, until the scale has no room left."""
+        """Report a step whose fp16 gradients overflowed; it ends the run only once the loss
+        scale is below its minimum."""
         self.num_skipped += 1
         scale = report.loss_scale or 0.0
         detail = f"gradients overflowed fp16 at a loss scale of {2 * scale:g}"
@@ -157,7 +164,7 @@ class Guard:
         )
 
     def raise_if_over(self, step: int) -> None:
-        """Raise NumbersError when the run cannot come back."""
+        """Raise NumbersError when the run cannot recover."""
         if self._ending is not None:
             raise self._ending
 

@@ -97,7 +97,7 @@ def _is_allowed(value: Any, allowed: str) -> bool:
 
 @dataclass(frozen=True)
 class Driven:
-    """One group of a `ByGroup` optimizer, with its state created, so that a checkpoint can be
+    """A group of a `ByGroup` optimizer with its state created, so that a checkpoint can be
     restored into it in place."""
 
     optimizer: ByGroup
