@@ -1,12 +1,15 @@
-"""Counts a model's operators while they run: FLOPs, bytes and time of each, for the whole step and for each module.
+"""Counts of a model's operators while they run: FLOPs, bytes and time of each, for the whole step
+and for each module.
 
     with Counter(model) as counter:
         loss(model(batch)).backward()
-    counter.of()            # the whole step, an operator and dtype a row
-    counter.modules()       # the modules that ran; what is in one has its backward pass and all that it contains
+    counter.of()            # the whole step, one row for each operator and dtype
+    counter.modules()       # the modules that ran; a module includes its backward pass and its
+        submodules
 
-The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`, on which torch's own flop counter stands too. A fused
-operator is one call here, as it is for the device; what a compiled graph runs is not seen.
+It uses `torch.utils._python_dispatch.TorchDispatchMode`, as torch's flop counter does. A fused
+operator is one call, as it is for the
+device; operators inside a compiled graph are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class _Tally:
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which every operator is counted and timed. `model` gives the modules their names.
+    """A context in which every operator is counted and timed; `model` gives the modules their
+    names.
 
     On a GPU the time is that between two events around each call, read when the context ends.
     """
@@ -105,7 +109,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def of(self, module: str = WHOLE) -> list[Work]:
-        """What ran inside `module`, an operator and dtype a row; the longest first."""
+        """Return the operators that ran inside `module`, one row for each operator and dtype,
+        the longest first."""
         rows = [
             Work(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
                  num_bytes=tally.num_bytes, elapsed_s=tally.elapsed_s)
@@ -114,12 +119,14 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(rows, key=lambda row: -row.elapsed_s)
 
     def modules(self) -> list[str]:
-        """The modules that ran something, `.` being the model itself; in the order in which they were met."""
+        """Return the modules that ran an operator, in order of their first operator; `.` is the
+        model itself."""
         return list(dict.fromkeys(where for where, *_ in self._tallies if where != WHOLE))
 
     @property
     def again_flops(self) -> int:
-        """FLOPs of products that a backward pass computed once more: recomputed activations. They are no part of the model's own."""
+        """FLOPs of matmuls that a backward pass recomputed (activation checkpointing); they are
+        no model FLOPs."""
         return sum(tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE)
 
 

@@ -1,9 +1,13 @@
-"""What a call of an operator of torch computes and moves, from the shapes that went in and came out.
+"""FLOPs and bytes of a call of a torch operator, from the shapes of its inputs and outputs.
 
-FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element of its result, whatever the function.
-Bytes: each tensor that goes in is read once and each that comes out is written once, as with a perfect cache; a broadcast tensor has
-the bytes that it has in memory, a look-up reads only the rows that it takes, a view moves nothing. Arithmetic on complex numbers has no
-formula: a product takes four times the multiplications of one of reals, a sum twice the additions, a function has no agreed count.
+FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element
+of its result, whatever the function.
+Bytes: each input tensor is read once and each output is written once, as with a perfect cache; a
+broadcast tensor counts the bytes that it
+has in memory, a look-up reads only the rows that it selects, a view moves nothing. Arithmetic on
+complex numbers has no formula: a product
+takes four times the multiplications of a real one, a sum twice the additions, a function has no
+agreed count.
 """
 
 # what is indexed below: (input, weight, ...) as each operator's schema lists its arguments
@@ -88,7 +92,8 @@ MUTATED = {aten._fused_adamw_: (0, 2, 3, 5), aten._fused_adam_: (0, 2, 3, 5), at
 
 @dataclass(frozen=True)
 class Call:
-    """What one call did: `group` says of what kind it is, `is_known` whether a formula stands behind the FLOPs."""
+    """The cost of one call: `group` is the kind of operator, `is_known` is false where its FLOPs
+    have no formula."""
 
     group: str
     dtype: str
@@ -99,7 +104,7 @@ class Call:
 
 
 def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
-    """Count a call of the overload `func` with its result."""
+    """Return the cost of a call of the overload `func` with the result `out`."""
     packet = func.overloadpacket
     read, written = list(_tensors((args, kwargs))), list(_tensors(out))
     dtype = _complex_dtype((*written, *read)) or _dtype(written) or _dtype(read) or NO_FLOAT
@@ -115,14 +120,14 @@ def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
 
 
 def _is_free(group: str, written: Sequence[Tensor]) -> bool:
-    """Whether it counts nothing on whatever numbers: a copy, a look-up, a comparison."""
+    """Return whether an operator counts no FLOPs for any dtype: a copy, a look-up, a comparison."""
     return group in ("move", "look-up") or (bool(written) and all(each.dtype == torch.bool for each in written))
 
 
 def _flops(
     func: Any, packet: Any, args: Args, kwargs: Mapping[str, Any], out: Any, read: list[Tensor], written: list[Tensor]
 ) -> tuple[Flops | None, str]:
-    """The FLOPs, None without a formula, and the kind of operator."""
+    """Return the FLOPs, None without a formula, and the kind of operator."""
     if packet in FORMULAS:
         group, formula = FORMULAS[packet]
         return formula(args, kwargs, out), group
@@ -187,7 +192,8 @@ def _norm(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops
 
 
 def _batch_norm(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """In evaluation the statistics are given: a difference and a scale are left."""
+    """Return the FLOPs of a BatchNorm; in evaluation, with given statistics, a difference and a
+    scale remain."""
     inputs, weight, bias = args[:3]
     is_training = next((each for each in args[3:] if isinstance(each, bool)), True)
     affine = (weight is not None) + (bias is not None)
@@ -203,7 +209,8 @@ def _norm_backward(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any)
 
 
 def _recurrent(args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1) -> Flops:
-    """One layer in one direction of oneDNN; `times` is 2 for a backward pass, which has two products for each."""
+    """Return the FLOPs of one oneDNN layer in one direction; `times` is 2 for a backward pass,
+    with two matmuls for each."""
     inputs, weight, hidden = args[first], args[first + 1], args[first + 2].shape[-1]
     rows, gates = inputs.numel() // weight.shape[-1], weight.shape[0] // hidden
     every, products = shape.recurrent_flops(rows, weight.shape[-1], hidden, gates)
@@ -228,7 +235,7 @@ def _pool(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
 
 
 def _formulas() -> dict[Any, tuple[str, Formula]]:
-    """Operator -> its kind, and what counts its FLOPs."""
+    """Return, for each operator, its kind and the formula of its FLOPs."""
     found: dict[Any, tuple[str, Formula]] = {
         aten.convolution: ("product", _convolution), aten.convolution_backward: ("product", _convolution_backward),
         aten.mkldnn_rnn_layer: ("recurrent", _recurrent),
@@ -257,7 +264,7 @@ def _formulas() -> dict[Any, tuple[str, Formula]]:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Every tensor inside, in order."""
+    """Yield every tensor in `tree`, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -275,7 +282,8 @@ def _dtype(tensors: Iterable[Tensor]) -> str | None:
 
 
 def _complex_dtype(tensors: Iterable[Tensor]) -> str | None:
-    """One complex number among reals makes the arithmetic complex."""
+    """Return the first complex dtype, if there is one: a single complex tensor makes the
+    arithmetic complex."""
     return next((COMPLEX[each.dtype] for each in tensors if each.is_complex()), None)
 
 
@@ -284,7 +292,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _in_memory(tensor: Tensor) -> int:
-    """The bytes that a tensor has: a dimension that it is broadcast along has none."""
+    """Return the bytes that a tensor has in memory; a broadcast dimension has none."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)

@@ -1,4 +1,5 @@
-"""What was counted: nanoseconds by phase and by step, and the steps that stood out, each with its cause."""
+"""Counts of the phase clock: nanoseconds by phase and by step, and the outlier steps, each with
+its cause."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ Noted = tuple[int, int, int, list[int]]  # a step's number, when it ended, nanos
 
 @final
 class Tally:
-    """`spent_ns` is added to from outside, by the number of the phase; steps are noted as they end, and judged when a window does.
+    """Counts of time by phase and step; the clock adds to `spent_ns` by the index of the phase, and
+    steps are judged at the end of a window.
 
-    After a step no code of this is in the caches: what it costs is how much of it runs at all, not how often.
+    After a step, this code is not in the CPU caches: its cost is the amount of code that runs, not
+    how often it runs.
     """
 
     def __init__(self, num_phases: int, count_compiled: Callable[[], int]) -> None:
@@ -42,17 +45,17 @@ class Tally:
         self._stride = 1
 
     def begin_steps(self, now_ns: int) -> None:
-        """The next step begins now."""
+        """Start the next step at `now_ns`."""
         self._last = (0, now_ns, self._last[2], self.spent_ns[:])
 
     def end_step(self, number: int, now_ns: int, collecting_ns: int) -> None:
-        """A step ended, when so many nanoseconds of garbage collection were counted in all."""
+        """End a step; `collecting_ns` is the total time of garbage collection so far."""
         self._noted.append((number, now_ns, collecting_ns, self.spent_ns[:]))
         if len(self._noted) > MOST_STEPS:
             self._judge_noted()
 
     def take(self) -> Timing:
-        """What came since the last call."""
+        """Return the timing since the last call."""
         self._judge_noted()
         has_changed = 2 * len(self._outliers) > len(self._steps) or not self._usual_ns
         if len(self._recent) >= (FEWEST if has_changed else OFTEN):
@@ -64,7 +67,7 @@ class Tally:
         return Timing(phases=phases, step_s=_rounded(steps), outliers=tuple(outliers))
 
     def _judge_noted(self) -> None:
-        """Add the noted steps to the window; where all are quick, none is looked at by itself."""
+        """Add the recorded steps to the window; look for outliers only if one of them is slow."""
         noted, self._noted = self._noted, []
         if not noted:
             return
@@ -81,7 +84,8 @@ class Tally:
         self._last = noted[-1]
 
     def _explain(self, noted: Sequence[Noted]) -> None:
-        """Find the cause of each step that stands out, and of a run's first: whether it does is known once it is known what is usual."""
+        """Find the cause of each outlier step, and of a run's first step: whether that is an
+        outlier is known once the usual time is."""
         before, self._compiled = self._compiled, self._count_compiled()
         has_compiled = self._compiled > before
         for done, (begun, ended) in enumerate(pairwise(noted), self._num_steps):
@@ -93,7 +97,11 @@ class Tally:
                 self._add_outlier(_outlier(ended[0], elapsed_ns, self._cause(begun, ended, done, has_compiled)))
 
     def _cause(self, begun: Noted, ended: Noted, done: int, has_compiled: bool) -> str:
-        """What made the step after `done` others slow; where code was compiled, those that computed for longer than usual did it."""
+        """Return the cause of a slow step, after `done` others.
+
+        Compilation is the cause only of steps whose forward, backward or optimizer grew most over
+        the earlier steps.
+        """
         if done and 2 * (ended[2] - begun[2]) > ended[1] - begun[1] - self._usual_ns:
             return "garbage collection"
         grown = [now - then - then // max(1, done) for now, then in zip(ended[3], begun[3], strict=True)]
@@ -107,7 +115,7 @@ class Tally:
             self._slowest = _slowest(self._slowest)
 
     def _learn(self) -> None:
-        """Find what is usual now, and keep a sample of the steps."""
+        """Update the usual step time and the outlier limit, and keep a sample of the steps."""
         recent, self._recent = self._recent, []
         newest = sorted(recent[-max(FEWEST, len(self._steps)) :])
         self._usual_ns = newest[len(newest) // 2]
@@ -124,11 +132,13 @@ class Tally:
             self._stride *= 2
 
     def _sampled(self, steps: Sequence[int]) -> Sequence[int]:
-        """Of the newest steps every so many-th one of the run, so that there are never too many."""
+        """Return every `_stride`-th of the newest steps, counted over the run, so that the
+        sample stays small."""
         return steps[-(self._num_steps - len(steps)) % self._stride :: self._stride]
 
     def total(self) -> Timing:
-        """Of the whole run: its phases, an even sample of its steps, the slowest of those that stood out."""
+        """Return the timing of the whole run: its phases, an even sample of its steps, and its
+        slowest outlier steps."""
         phases = _seconds(self.spent_ns, [0] * len(self.spent_ns))
         sample = [*self._sample, *self._sampled(self._recent)]
         return Timing(phases=phases, step_s=_rounded(sample), outliers=tuple(_slowest(self._slowest)))
