@@ -16,7 +16,7 @@ import subprocess
 
 import torch
 
-KNOWS = 12  # gcc and clang from this release on know AVX-512 with all that torch uses of it
+KNOWS = 12  # gcc and clang support the AVX-512 that torch uses from this release on
 
 
 def are_known(compilers: tuple[str | None, ...]) -> bool:

@@ -28,8 +28,8 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx import Node
 
-VIEWS = ("_unsafe_view",)  # besides those whose schema says so
-EPILOGUE = "copy_"  # into an input, at the end of a graph: how it writes what eager mode changes in place
+VIEWS = ("_unsafe_view",)  # in addition to the operators whose schema marks them as views
+EPILOGUE = "copy_"  # the copy into an input at the end of a graph, in place of an in-place change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def _origins(part: Any) -> Collection[Node]:
     return part.node.get_origins() if called is None else (called,)
 
 
-# ---- what eager mode would run
+# ---- the operators of eager mode
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from surefoot.core.statistics import median
 from surefoot.core.units import format_number, format_seconds
 
-NUM_TIMED = 20  # compiled steps; the first two belong to the compiling
+NUM_TIMED = 20  # compiled steps; the first two include compilation
 LEFT_OUT = 2
 
 

@@ -21,7 +21,7 @@ def quote_paths() -> None:
 
     Does nothing on Windows, without `CppBuilder`, and where its constructor is wrapped already.
     """
-    inductor: Any = torch._inductor  # torch loads it when it is named first
+    inductor: Any = torch._inductor  # torch imports it at the first access
     builder = getattr(getattr(inductor, "cpp_builder", None), "CppBuilder", None)
     if builder is None or sys.platform == "win32" or hasattr(builder.__init__, "__wrapped__"):
         return

@@ -30,7 +30,7 @@ class Compiled:
     def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None) -> None:
         self.failed: dict[str, str] = {}
         self.was_called = False
-        self.is_eager = False  # for now
+        self.is_eager = False  # true inside eager()
         self.on_failure = on_failure
         self.steward, self.pace = Steward(), Pace()
         self._regions, self._words = dict(regions), words
@@ -126,7 +126,7 @@ class CompiledFunction:
 
     def take(self, function: Callable[..., Any]) -> None:
         """Compile `function` in place of the previous function, at the next call."""
-        if isinstance(function, FunctionType):  # torch counts what it compiled by code object, and gives up after eight
+        if isinstance(function, FunctionType):  # torch counts compilations by code object, and stops after eight
             code = function.__code__.replace()
             fresh = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
             fresh.__kwdefaults__ = function.__kwdefaults__
@@ -165,7 +165,7 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
     than inductor, which has no options."""
     if backend != "inductor":
         return None
-    inductor: Any = torch._inductor  # torch loads it when it is named first
+    inductor: Any = torch._inductor  # torch imports it at the first access
     try:
         options = dict(inductor.list_mode_options(mode, dynamic))
     except RuntimeError:

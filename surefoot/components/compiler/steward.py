@@ -64,7 +64,7 @@ class Steward:
         for each in self._take_new(BREAKS):
             if not each.user_stack:
                 continue
-            outer = each.user_stack[0]  # of the function that is compiled; the last is the innermost
+            outer = each.user_stack[0]  # the frame of the compiled function; the last frame is the innermost
             inner = next((frame for frame in reversed(each.user_stack) if not frame.filename.startswith(_OF_TORCH)), outer)
             mine = [
                 record
@@ -89,9 +89,9 @@ def _kept(name: str) -> Sequence[Any]:
 def _read(record: Any, ended_early: str | None) -> Compilation:
     function, file, line = record.co_name or "", record.co_filename or "", record.co_firstlineno or 0
     resumed = _AFTER_A_BREAK.fullmatch(function)
-    if resumed is not None:  # what follows a break: its own line is that of the break
+    if resumed is not None:  # the code after a graph break: its first line is that of the break
         function, line = resumed.group(1), int(resumed.group(2))
-    if record.fail_reason and not ended_early:  # a break that nothing can go on behind, as in a loop
+    if record.fail_reason and not ended_early:  # a break without code to compile after it, as in a loop
         words = _in_words(record.fail_reason, record.fail_user_frame_filename or file, record.fail_user_frame_lineno or line)
         ended_early = f"nothing of it is compiled: {words}"
     return Compilation(

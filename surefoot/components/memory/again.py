@@ -78,7 +78,7 @@ class _AsBefore(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._now = [getattr(*slot) for slot in self._slots]
         for slot, copy in zip(self._slots, self._before, strict=True):
-            setattr(*slot, copy.clone())  # another backward pass over the same graph starts from them too
+            setattr(*slot, copy.clone())  # a second backward pass over the same graph starts from the same values
 
     def __exit__(self, *error: object) -> None:
         for slot, tensor in zip(self._slots, self._now, strict=True):
@@ -104,5 +104,5 @@ class Both(AbstractContextManager[None]):
 def _moved(before: Tensor, now: Tensor) -> bool:
     try:
         return before.shape != now.shape or not torch.equal(before, now)
-    except RuntimeError:  # a tensor without numbers, in a trace of sizes alone
+    except RuntimeError:  # a fake tensor, which has no values
         return True

@@ -10,7 +10,7 @@ from torch import nn
 
 from surefoot.core.errors import InputError
 
-RECOMPUTED = 'memory.recompute = "full" with '  # names of blocks are for something
+RECOMPUTED = 'memory.recompute = "full" with '  # for the hint: block names alone do nothing
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -41,7 +41,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
     names = {
         name: module for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     }
-    every: dict[int, list[str]] = {}  # of a module that stands in several places, all names
+    every: dict[int, list[str]] = {}  # all names of a module that is used more than once
     for name, module in model.named_modules(remove_duplicate=False):
         every.setdefault(id(module), []).append(name)
     chosen: dict[str, nn.Module] = {}
@@ -64,7 +64,7 @@ def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
         inner = _repeating(f"{prefix}{name}.", child)
-        is_row = isinstance(child, CONTAINERS)  # of blocks, and none itself, unless what it holds is too small
+        is_row = isinstance(child, CONTAINERS)  # a container of blocks, no block, unless its children are too small
         if (
             isinstance(module, CONTAINERS)
             and kinds[type(child)] > 1

@@ -18,7 +18,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.recompute import Cost, choose, peak_bytes
 from surefoot.core.units import format_bytes, format_seconds
 
-TRIALS = 3  # times that a block is measured; the fastest counts
+TRIALS = 3  # number of measurements of a block; the fastest counts
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Budget:
         self._names, self._bytes = names, num_bytes
         self._own = set(_storages(own))
         self._costs: dict[int, Cost] = {}
-        self._held: set[int] = set()  # inputs that an earlier block holds as well, as a mask
+        self._held: set[int] = set()  # inputs that an earlier block also holds, such as a mask
 
     @property
     def words(self) -> str:
@@ -67,7 +67,7 @@ class Budget:
         fate = self.fates[number]
         if fate.most_bytes is not None and fate.covers(inputs):
             if self.chosen is None:
-                self._decide()  # the next pass began: what was not measured was not called
+                self._decide()  # the next forward pass has started: unmeasured blocks were not called
             return False
         if self.chosen is not None:
             self.forget()
@@ -92,7 +92,7 @@ class Budget:
         versions = [each._version for each in inputs]
         inner_bytes, again_s = 0, float("inf")
         for _ in range(TRIALS):
-            kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address stands for two
+            kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
             with _without_a_trace(inputs, buffers), saved_tensors_hooks(_keeping(kept), _as_it_is):
                 none_of_it = self._own | given.keys() | _storages(buffers.tensors()).keys()
                 started_s = _now_s(inputs)
@@ -116,7 +116,7 @@ class Budget:
     def costs(self) -> list[Cost]:
         """The measured cost of each block, in the order of the blocks; zeros for a block that
         was not called."""
-        nothing = Cost("", 0, 0, 0.0)  # was not called
+        nothing = Cost("", 0, 0, 0.0)  # for a block that was not called
         return [self._costs.get(number, nothing) for number in range(len(self._names))]
 
     def _decide(self) -> None:
@@ -126,7 +126,7 @@ class Budget:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)  # a compiler knows nbytes only of fixed sizes
+    return sum(each.numel() * each.element_size() for each in tensors)  # the compiler knows nbytes only for static sizes
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from surefoot.core.errors import InputError
 
 CHUNK_ELEMENTS = 1 << 22  # logits at a time: 16 MiB in fp32
-FEWEST_ROWS = 64  # below that the product with the weights is no longer a product of matrices
+FEWEST_ROWS = 64  # with fewer rows the matmul becomes inefficient
 
 
 def linear_cross_entropy(
@@ -96,7 +96,7 @@ class _Chunked(torch.autograd.Function):
                 "linear_cross_entropy can be differentiated once, and create_graph asks for more",
                 hint="use cross_entropy(linear(hidden, weight), targets) where a second derivative is needed",
             )
-        # in the dtype of the loss: 16 bits would round 1 / count, and all gradients by as much
+        # in the dtype of the loss: in 16 bits, the rounding of 1 / count would scale all gradients
         made = (None if each is None else (each.to(gradient.dtype) * gradient).to(each.dtype) for each in ctx.saved_tensors)
         return *made, None, None
 
@@ -129,7 +129,7 @@ def _compute(
         total += nats.masked_fill_(~counted, 0.0).sum()
         if not any(needs):
             continue
-        # what flows into the logits: the probabilities, less those that are right
+        # the gradient of the logits: probabilities minus the one-hot targets
         wrong = logs.exp_()
         if smoothing:
             wrong.sub_(smoothing / wrong.shape[1])

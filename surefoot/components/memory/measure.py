@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from surefoot.core import place
 
-MEMORY = "[memory]"  # what the profiler calls an allocation or a release
+MEMORY = "[memory]"  # the profiler's name for an allocation or a release
 
 
 class Rise:
@@ -39,7 +39,7 @@ class Rise:
         events = results.events() if results is not None else ()
         changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == MEMORY]
         now = most = 0
-        for _, change in sorted(changes, key=lambda pair: pair[0]):  # stable: changes at one moment keep their order
+        for _, change in sorted(changes, key=lambda pair: pair[0]):  # a stable sort: changes at the same time keep their order
             now += change
             most = max(most, now)
         return most

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surefoot.components.memory.tensors import find_tensors
 
-LEAST_BYTES = 1 << 16  # a smaller tensor stays: its copies would cost more than its place
+LEAST_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than its memory
 
 
 class Offloaded:

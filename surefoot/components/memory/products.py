@@ -27,13 +27,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from surefoot.components.memory.again import Contexts
 from surefoot.core.cost import shape
 
-# where the time of a forward pass goes: products of matrices, convolutions, fused attention; by their names in torch.ops.aten
+# the expensive operators of a forward pass, by their names in torch.ops.aten
 PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
-SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # the argument whose last dimension is summed over
-SHARE = 0.26  # of the FLOPs of all products that may be computed again: of a GPT's block queries, keys and values are a quarter
+SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # index of the argument whose last dimension is the inner size
+SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter of a GPT block's
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Kept:
     def __init__(self, output: Any) -> None:
         self._is_one = isinstance(output, Tensor)
         parts = (output,) if self._is_one else output
-        # without this guard they had versions of their own
+        # without this guard the detached tensors would have separate version counters
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._parts = [each.detach() if isinstance(each, Tensor) else each for each in parts]
         self._versions = self._now()
@@ -168,7 +168,7 @@ class _Reusing(_Mode):
         self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:
-        self._count = 0  # another backward pass over the same graph has nothing left, and computes all of it
+        self._count = 0  # a second backward pass over the same graph finds nothing saved, and recomputes all
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -233,6 +233,6 @@ def _what_draws(operator: Any) -> bool | int | None:
     return next((place for place, each in enumerate(operator._schema.arguments) if each.name == "dropout_p"), True)
 
 
-# compilers keep what they made in a cache by this name of the choice
+# torch.compile identifies the policy by this text in its cache
 setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010 - a function has no such attribute for mypy
 _PACKETS = {getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)}

@@ -25,7 +25,7 @@ from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
 from surefoot.core.recompute import How
 
-_SEAT = "_surefoot_seat"  # the attribute of a block that holds its seat
+_SEAT = "_surefoot_seat"  # the attribute of a block that holds its _Seat
 
 
 class Recomputed:
@@ -67,7 +67,7 @@ class Recomputed:
         """Turn off activation checkpointing for all blocks, and remove the hooks."""
         self._caches.remove()
         for block in self._modules.values():
-            if hasattr(block, _SEAT):  # and not undone already
+            if hasattr(block, _SEAT):  # false if undo() was called already
                 block.__class__ = type(block).__mro__[1]
                 delattr(block, _SEAT)
 
@@ -107,7 +107,7 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     made = Recomputed(parsed, taken, skipped, budget, CachesOff(model, taken))
     for number, block in enumerate(taken.values()):
         setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
-        kind: Any = type(block)  # for mypy a module is not hashable
+        kind: Any = type(block)  # mypy takes a module for not hashable
         block.__class__ = _kind_that_forgets(kind)
     return made
 
@@ -135,11 +135,11 @@ class _Seat:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
-        given = (*args, *named.values())  # as positions, so that torch sees where one of them is changed in place
+        given = (*args, *named.values())  # positional, so that torch detects in-place changes of them
         run = functools.partial(_call, forward, len(args), tuple(named))
         budget, selects = self._plan.budget, self._plan.how.kind == "operators"
         inputs = [] if budget is None else list(find_tensors(given))
-        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and torch takes only its own contexts into it
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and supports only torch's contexts
             if not self._fate.again and self._fate.covers(inputs):
                 return forward(*args, **named)
             if selects:

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from surefoot.core.ranks.mapping import let_go, map_file
 
-LEAST_BYTES, KEPT_BYTES = 1 << 18, 16 << 20  # a smaller tensor stays in memory; so much may be in work before it is let go
-ALONE = 2  # who uses the memory of a parameter that nothing else looks at: its tensor, and the object that is asked
+LEAST_BYTES, KEPT_BYTES = 1 << 18, 16 << 20  # smaller tensors stay in memory; touched pages are released beyond the second
+ALONE = 2  # use count of a storage that only one parameter uses: its tensor, and the queried object
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
 
@@ -39,14 +39,14 @@ class Spilled(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._maps: dict[int, int] = {}  # their sizes, by address
+        self._maps: dict[int, int] = {}  # sizes of the maps, by address
         self._touched_bytes, self._is_full = 0, False
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
         self._hooks = [
             register_module_parameter_registration_hook(lambda module, name, parameter: self._move(parameter)),
-            register_module_module_registration_hook(self._move_all),  # copies of blocks register no parameter
+            register_module_module_registration_hook(self._move_all),  # a copied block registers no parameters
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -61,7 +61,7 @@ class Spilled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        for each in (*args, *(kwargs or {}).values()):  # functions of torch.nn.init hand theirs on by name
+        for each in (*args, *(kwargs or {}).values()):  # functions of torch.nn.init pass tensors by keyword
             if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and _address(each) in self._maps:
                 self._touched_bytes += each.nbytes
         if self._touched_bytes > KEPT_BYTES:
@@ -81,7 +81,7 @@ class Spilled(TorchFunctionMode):
 
     def _move(self, parameter: Tensor | None) -> None:
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or parameter.layout != torch.strided:
-            return  # none, or of a kind that knows where it lies
+            return  # None, or a tensor subclass or device with other storage
         if self._is_full or parameter.nbytes < LEAST_BYTES or _address(parameter) in self._maps:
             return
         if not _is_alone(parameter):

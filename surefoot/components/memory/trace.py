@@ -73,7 +73,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._part: str | None = None
         self._is_forward = False
-        self._events: list[tuple[int, int]] = []  # number of the storage, bytes that came or went
+        self._events: list[tuple[int, int]] = []  # number of the storage, bytes allocated or freed
         self._kinds: list[str] = []
         self._alive: dict[int, int] = {}  # id of a storage -> its number
 
@@ -99,7 +99,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out, inside = workspace.of(func, args, out)
         for tensor in find_tensors(out):
             self.hold(tensor, self._kind())
-        if inside:  # beside what it gives
+        if inside:  # memory besides the output
             self.pass_through(inside, WORKSPACE)
         return out
 

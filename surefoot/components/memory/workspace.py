@@ -28,11 +28,9 @@ from torch import Tensor
 from surefoot.components.memory.measure import Rise
 from surefoot.components.memory.tensors import find_tensors
 
-BLOCK = 16  # channels that stand side by side in oneDNN's own layout
-SHORT, LONG = 2, 34  # steps of the sequences that an LSTM's workspace is asked with
-MOST_ASKED_BYTES = (
-    1 << 25
-)  # of what an operator is given and gives: more would take seconds, and the rest is a small share by then
+BLOCK = 16  # channels in one block of oneDNN's layout
+SHORT, LONG = 2, 34  # sequence lengths for the measurement of an LSTM's workspace
+MOST_ASKED_BYTES = 1 << 25  # of inputs and outputs: more takes seconds, for a small share
 aten = torch.ops.aten
 
 
@@ -168,7 +166,7 @@ class _Sized(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _inside_once(operator: Any, given: tuple[Any, ...], num_threads: int) -> int:
     def ask() -> int:
-        torch.set_num_threads(num_threads)  # a thread has its own
+        torch.set_num_threads(num_threads)  # each thread has a separate setting
         args = [
             torch.empty_strided(each.shape, each.stride, dtype=each.dtype).zero_() if isinstance(each, _Sized) else each
             for each in given
@@ -201,7 +199,7 @@ def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
     kernel allocate meanwhile."""
     given = args[0]
     if given.dtype not in (torch.float32, torch.bfloat16):
-        return 0, 0, 0  # asked in another format, the library may end the process
+        return 0, 0, 0  # in another dtype, oneDNN may abort the process
     shapes = tuple(tuple(each.shape) for each in args[:7])
     at = functools.partial(_ask_once, shapes, given.dtype, tuple(tuple(x) if isinstance(x, list) else x for x in args[7:]))
     steps = given.shape[0]

@@ -21,10 +21,10 @@ from surefoot.components.observe.meter import Summary
 from surefoot.core.process.forked import call_in_children
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds, format_throughput
 
-LINE_EVERY_S = 5.0  # plain lines: at most so often
-WIDE = 100  # columns of a terminal that has room for the time that has passed, too
+LINE_EVERY_S = 5.0  # least time between two plain lines
+WIDE = 100  # columns from which the elapsed time is shown too
 SHORTEST_BAR = 8  # columns
-LEAST_SHARE = 0.005  # of the time: a phase below that is not named
+LEAST_SHARE = 0.005  # share of the time from which a phase is named
 MOST_OUTLIERS = 3  # in the final table; `surefoot show` has more
 
 

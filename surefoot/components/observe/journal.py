@@ -19,7 +19,7 @@ from surefoot.core.errors import StorageError, hint_unwritten
 from surefoot.core.place import close_in_children
 
 BLOCK_BYTES = 1 << 16
-MAX_HELD_BYTES = 1 << 20  # hours of a run that records once a second
+MAX_HELD_BYTES = 1 << 20  # hours of a run with one record per second
 
 
 class NoJournal:
@@ -106,7 +106,7 @@ class Journal:
             return None
         try:
             written = os.write(self._descriptor, self._held)
-            if written != len(self._held):  # a part fitted: take it back, so that whatever comes next stands on a line of its own
+            if written != len(self._held):  # a partial write: cut it off, so that the next record starts a new line
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -16,7 +16,7 @@ from surefoot.contract.events import PHASES, Evaluated, Event, Step
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import MissingExtra, StorageError
 
-FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not before the first steps are done
+FIRST_WRITE_S = 10.0  # importing TensorBoard takes about 0.5 s, so it waits for the first steps
 
 
 class TensorBoard:
@@ -112,7 +112,7 @@ class TensorBoard:
     def _turn_off(self) -> None:
         self._on = False
         if self._records is not None:
-            with contextlib.suppress(OSError):  # a disk that refused the content refuses the rest of it as well
+            with contextlib.suppress(OSError):  # a disk that refused a record refuses the rest too
                 self._records.close()
 
 

@@ -22,12 +22,12 @@ class LiveBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
-        self._moving: list[Slot] = []  # whose module puts another tensor in their place
+        self._moving: list[Slot] = []  # buffers that the module replaces by another tensor
         self._held: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._kinds: list[
             tuple[list[Tensor], list[Tensor]]
-        ] = []  # copies and originals of one dtype each: one pass for all of them
+        ] = []  # copies and originals by dtype: one kernel for all of one dtype
         self._is_settled = not self._slots
         self._model = model
         self._attributes: AttributeSnapshot | None = None
@@ -35,7 +35,7 @@ class LiveBuffers:
 
     def keep(self) -> None:
         """Copy the buffers and attributes; called before each step."""
-        if self._attribute_slots != []:  # of most models none
+        if self._attribute_slots != []:  # empty for most models
             self._keep_attributes()
         if not self._is_settled:
             self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
@@ -103,4 +103,4 @@ class LiveBuffers:
         if self._attributes is not None:
             self._attributes.put_back()
         if self._attribute_slots is None:
-            self._attributes = None  # a step that broke off does not show which attributes a whole one changes
+            self._attributes = None  # an interrupted step does not show which attributes a complete one changes

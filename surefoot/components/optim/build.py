@@ -20,11 +20,11 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import name_some
 
-ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
-PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
-NUM_NAMED = 4  # of the parameters that are alike
+ADAM_KINDS = ("embedding", "head", "norm", "vector")  # parameters that AdamW updates with optim.name = "muon"
+PLAIN_KINDS = ("embedding", "norm", "vector")  # parameters without a layer-wise rate in LARS and LAMB
+NUM_NAMED = 4  # names listed for each reason
 Groups = Sequence[dict[str, Any]]
-OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")  # of [optim], of surefoot's own optimizers alone
+OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")  # [optim] keys of surefoot's optimizers only
 PLAIN_TABLE = OptimTable()
 GROUP_KEYS = ("no_decay", "rates")
 UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)

@@ -51,7 +51,7 @@ def create_state(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if isinstance(optimizer, SGD) and not group["momentum"]:
-                state.pop("momentum_buffer", None)  # the kernel takes none then
+                state.pop("momentum_buffer", None)  # without momentum the kernel accepts no buffer
             elif isinstance(optimizer, SGD) and "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if state or isinstance(optimizer, SGD):
@@ -214,7 +214,7 @@ class FusedGroup:
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         group, (steps, first, second, momentum) = self.group, states
-        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernels take it in 32 bits alone
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernels accept grad_scale in fp32 only
             scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         if self._is_sgd:

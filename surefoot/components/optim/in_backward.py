@@ -33,7 +33,7 @@ class UpdateInBackward:
                 "the update cannot run inside the backward pass with this optimiser",
                 hint="it goes with torch.optim.SGD, Adam and AdamW, fused; set memory.update_in_backward = false",
             )
-        guarded.on_device = False  # the host moves the schedule and counts
+        guarded.on_device = False  # the host sets the learning rates and counts steps
         self._guarded = guarded
         self._places: dict[int, tuple[FusedGroup, int]] = {}
         self._norms: list[Tensor] = []
@@ -71,7 +71,7 @@ class UpdateInBackward:
     def run(self, run_backward: Callable[[], None]) -> None:
         """Run the backward pass with its updates, at the learning rates that the groups have."""
         self._hook()
-        self._places = self._guarded.places() or {}  # taken again: a resume replaces them
+        self._places = self._guarded.places() or {}  # read again: a resume replaces the groups
         self._norms, self._is_on = [], True
         try:
             run_backward()

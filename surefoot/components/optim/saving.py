@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from surefoot.contract.state import laid_as
 from surefoot.core.errors import RunFolderError, TaskError
 
-MOST_SAID = 300  # letters
-NOT_SAVED = ("params", "names", "lr")  # the parameters themselves, and the rate: the schedule says it anew at every step
+MOST_SAID = 300  # characters
+NOT_SAVED = ("params", "names", "lr")  # parameters, and lr: the schedule sets it at every step
 
 
 def has_own_form(optimizer: Optimizer) -> bool:

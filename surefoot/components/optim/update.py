@@ -28,10 +28,10 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
-FusedGroups = Sequence[fused.Group] | None  # of an optimizer; None for one that has no fused update
+FusedGroups = Sequence[fused.Group] | None  # of one optimizer; None without a fused update
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
-HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # whose updates a graph can hold
+HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
 RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
@@ -57,7 +57,7 @@ class GuardedUpdate:
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
         self.applied_steps = 0
-        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # set where other ranks hold other parts of the gradients
+        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # replaced where ranks hold parts of the gradients
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._learning_rates = LearningRates(has_curve=curve is not None)
@@ -109,7 +109,7 @@ class GuardedUpdate:
             if not _is_current(optimizer, taken):
                 self._take_optimizers()
                 return
-            self._taken[number] = _Taken.of(optimizer, taken.fused)  # its state is what the update made of it
+            self._taken[number] = _Taken.of(optimizer, taken.fused)  # only the update has changed its state
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ class GuardedUpdate:
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
-        for parameter in self._parameters:  # what was added since the last update has no gradient yet
+        for parameter in self._parameters:  # parameters added since the last update have no gradient yet
             parameter.grad = None
         for parameter in self._masters:
             leaf_of(parameter).grad = None
@@ -224,7 +224,7 @@ class GuardedUpdate:
         gradients. Raises SpecError for a factor that is not above 0, where it can be read without
         waiting for a device.
         """
-        self._follow_optimizers()  # once for all that follows
+        self._follow_optimizers()  # once for the whole update
         grads = self._gradients()
         if not grads:
             return 0.0, False
@@ -296,7 +296,7 @@ class GuardedUpdate:
                 f"{ONE_GRAPH} does not go with a schedule that moves the momentum", hint=f"use another schedule, {other}"
             )
         if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
-            raise SpecError(  # torch takes the state of such a one for a number, and what the graph writes to it is lost
+            raise SpecError(  # torch treats such a state as a Python number, and loses the graph's writes
                 f"{ONE_GRAPH} does not go with a parameter in float64 that has no dimensions",
                 hint=f"give it the shape (1,), {other}",
             )
@@ -359,7 +359,7 @@ class GuardedUpdate:
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
         optimizer.step()
-        self._learning_rates.keep()  # one that moves its learning rate itself starts from the schedule's at every step
+        self._learning_rates.keep()  # an optimizer that changes lr itself gets the schedule's lr at every step
 
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         norm = raw * factor
@@ -374,7 +374,7 @@ class GuardedUpdate:
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
         rates = [(multiplier * base).float() for base in self._learning_rates.read()]
-        self._learning_rates.write(rates)  # what a report shows of them; read by the host only when the report is
+        self._learning_rates.write(rates)  # for reports; the host reads them only when it reads the report
         for each, rate in zip((each for groups in self._fused for each in groups or ()), rates, strict=True):
             each.step(rate, grad_scale, found_inf)
         self._applied += finite
@@ -415,7 +415,7 @@ class _Taken:
         live: list[Iterable[Any]] = [groups, *lists]
         if of_fused is not None:
             live.append(state.values())
-        if fused.supports(optimizer):  # what it keeps of a parameter stays the same object, so that each is compared
+        if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
             live += [entry.values() for entry in state.values()]
         live.append((_END,))
         return cls(groups, lists, [[*each] for each in lists], state, live, [*chain.from_iterable(live)], of_fused)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from surefoot.runtime.comm import Group
 
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size
 
 
 class Apart(NamedTuple):

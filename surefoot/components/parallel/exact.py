@@ -65,7 +65,7 @@ class Ordered:
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._parameters = [master_of(each) for each in leaves if each.requires_grad]
-        self._tree: list[tuple[int, Grads]] = []  # what waits for its neighbour, and of how many levels it is a sum
+        self._tree: list[tuple[int, Grads]] = []  # sums that wait for their neighbor, each with its level
 
     @torch.no_grad()
     def end_one(self) -> None:
@@ -105,7 +105,7 @@ class InOrder:
 
     def begin(self) -> Wait:
         if self._group.memory_of(self._flat) is not None:
-            return self._group.begin_to_add(self._flat)  # which adds in that order
+            return self._group.begin_to_add(self._flat)  # the reduction through shared memory adds in that order
         return self._exchange
 
     @torch.no_grad()

@@ -36,7 +36,7 @@ from torch import Tensor
 from surefoot.components.parallel.wires import Link, Wait
 from surefoot.core.errors import TaskError
 
-SAVES = 2  # a matrix is compressed where that makes it so many times smaller
+SAVES = 2  # least compression ratio of a matrix
 
 
 @dataclass(eq=False)
@@ -45,10 +45,10 @@ class Held:
     the step is applied."""
 
     parameter: Tensor
-    place: int  # in its bucket
-    matrix: Tensor  # (n, m), in the bucket: the gradient, then what all ranks get
-    fresh: Tensor  # (m, r): columns to begin with
-    residual: Tensor = field(init=False)  # (n, m): what was not sent yet
+    place: int  # index of the parameter in its bucket
+    matrix: Tensor  # (n, m), a view of the bucket: the gradient, then the decompressed sum
+    fresh: Tensor  # (m, r): initial columns of Q
+    residual: Tensor = field(init=False)  # (n, m): the error not sent yet
     warm: Tensor = field(init=False)  # (m, r): Q, with columns of length 1
     unit: Tensor = field(
         init=False
@@ -94,7 +94,7 @@ class LowRank:
                 hint="call keep() after finish(), once the step is decided",
             )
         self._is_open = bool(self.held)
-        return self._project  # which is no part of the backward pass
+        return self._project  # runs in finish(), not in the backward pass
 
     def use(self, factor: float | Tensor) -> None:
         """Set the factor that the sums of this step will be multiplied by; every rank must pass

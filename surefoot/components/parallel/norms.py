@@ -39,9 +39,9 @@ class JoinedBuffers:
         `end_one` must be called after each virtual rank.
         """
         self._group, self._virtual = group, virtual
-        self._ended: list[list[Tensor]] = []  # the statistics with which each virtual rank ended
+        self._ended: list[list[Tensor]] = []  # the statistics at the end of each virtual rank
         norms = [each for each in model.modules() if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)]
-        alike = [each for each in norms if isinstance(each, SyncNorm)]  # on every rank, by themselves
+        alike = [each for each in norms if isinstance(each, SyncNorm)]  # these synchronize in their forward pass
         self._norms = [each for each in norms if joins_norms and each not in alike]
         known = {(id(module), name) for module in (*self._norms, *alike) for name, _ in module.named_buffers(recurse=False)}
         self._others = [
@@ -54,7 +54,7 @@ class JoinedBuffers:
         self._joined: tuple[Tensor, list[Tensor]] | None = (
             None  # the statistics of all ranks in a row, and this rank's share of each
         )
-        self._live: list[Slot] | None = None  # those of the others that change
+        self._live: list[Slot] | None = None  # the other buffers that change
         self._before: list[Tensor] = []
         self._others_before: list[Tensor] = []
 
@@ -197,7 +197,7 @@ class JoinedBuffers:
             return stays**total, stays**mine, stays ** (total - until)
         if before + total == 0:
             return 1.0, 1.0, 0.0
-        kept = before / (before + mine) if before + mine else 1.0  # the mean of all, each microbatch as much as any other
+        kept = before / (before + mine) if before + mine else 1.0  # a cumulative mean: each microbatch has equal weight
         return before / (before + total), kept, (before + mine) / (before + total)
 
     def _find_live(self) -> list[Slot]:

@@ -33,5 +33,5 @@ class JoinedRenorms:
             assert table.max_norm is not None
             norms = torch.linalg.vector_norm(table.weight, table.norm_type, dim=1)
             rows = (norms > self._group.gather(norms).amin(0)).nonzero().flatten()
-            if len(rows):  # by the operation that the lookup itself uses: the same bits
+            if len(rows):  # the operator of the lookup itself: bitwise identical
                 torch.embedding_renorm_(table.weight, rows, table.max_norm, table.norm_type)

@@ -24,7 +24,7 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # as in DDP: the first bucket is small, so that it is sent early
 
 ONE_PASS = (
     "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
@@ -41,8 +41,8 @@ class Bucket:
     views: list[Tensor]
     presence: Tensor
     wire: Wire
-    there: list[bool] = field(default_factory=list)  # which of them are in `flat`
-    has: list[float] = field(default_factory=list)  # 1 for each that this rank has, 0 for the others
+    there: list[bool] = field(default_factory=list)  # which gradients are in `flat`
+    has: list[float] = field(default_factory=list)  # 1 for each gradient that this rank has, else 0
     num_missing: int = 0
     wait: Wait | None = field(default=None, init=False)
 
@@ -78,15 +78,15 @@ class Replicas:
         self._in_order = in_order
         self._group, self._link = group, Link(group)
         self._compress = NONE if group.is_alone else compress
-        self._columns = torch.Generator().manual_seed(0)  # what PowerSGD begins with
+        self._columns = torch.Generator().manual_seed(0)  # draws the initial columns of PowerSGD
         leaves = [each for each in parameters if each.requires_grad]
         self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
-        self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
+        self._place: dict[int, tuple[int, int]] = {}  # parameter id -> (bucket index, index in the bucket)
         self._sparse = [each for each in self._parameters if any(each is other for other in sparse)]
-        self._rows: dict[int, Tensor] = {}  # of each of those, the rows that this rank has
-        self._next = 0  # the bucket that is sent next: all ranks send them in one order
+        self._rows: dict[int, Tensor] = {}  # sparse parameter id -> the rows that this rank has
+        self._next = 0  # index of the next bucket to send: all ranks send in one order
         self._is_armed = False
         self._leaves = leaves
         self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class Replicas:
             )
         for leaf, handle in zip(self._leaves, self._hooks, strict=True):
             hooks: Any = leaf._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != handle.id:  # hooks of the loop come first
+            if next(reversed(hooks)) != handle.id:  # hooks that the loop added run first
                 hooks[handle.id] = hooks.pop(handle.id)
         if not self._buckets:
             self._lay_out()
@@ -130,7 +130,7 @@ class Replicas:
         `factor` multiplies the sums when they are applied; all ranks must pass the same value.
         """
         if not self._is_armed:
-            self.arm()  # a rank that had nothing to compute
+            self.arm()  # a rank without a batch
         self._is_armed = False
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -140,7 +140,7 @@ class Replicas:
                 bucket.wire.use(factor)
         self._send_ready()
         left = self._buckets
-        while left:  # the buckets take turns, so that one is on its way while the next is computed
+        while left:  # in turns, so that one bucket is sent while the next is computed
             for bucket in left:
                 bucket.wait = None if bucket.wait is None else bucket.wait()
                 if bucket.wait is None:
@@ -225,7 +225,7 @@ class Replicas:
         pass."""
         if not self._is_armed:
             return
-        parameter = self._holder(parameter)  # which has the gradient by now: its hook came first
+        parameter = self._holder(parameter)  # the master has the gradient by now: its hook ran first
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:
@@ -260,7 +260,7 @@ class Replicas:
             self._rows[id(bucket.parameters[index])] = grad._indices()[0]
         view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
         if grad.dtype == view.dtype:
-            bucket.parameters[index].grad = view  # the gradient's own memory is free from here on
+            bucket.parameters[index].grad = view  # frees the memory of the gradient
 
     def _send_ready(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
@@ -272,7 +272,7 @@ class Replicas:
     @torch.no_grad()
     def _give_out(self, bucket: Bucket) -> None:
         missing = [index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None]
-        elsewhere = bucket.presence.tolist() if missing else []  # which a device is waited for, and only where one is missing
+        elsewhere = bucket.presence.tolist() if missing else []  # a host wait, only where a gradient is missing
         for index, parameter in enumerate(bucket.parameters):
             view = bucket.views[index]
             if parameter.grad is None and not elsewhere[index]:
@@ -326,5 +326,5 @@ def _make_bucket(parameters: Sequence[Tensor], make_wire: Callable[[Tensor, Sequ
 def laid_like(part: Tensor, parameter: Tensor) -> Tensor:
     """Return `part` as a view with the shape and memory layout of `parameter`, such as channels
     last."""
-    laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's order of memory
+    laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's memory order
     return part.as_strided(laid.shape, laid.stride(), part.storage_offset())

@@ -14,7 +14,7 @@ from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
 Row = tuple[Tensor, float | Tensor, float]
-Names = tuple[tuple[str, float], ...]  # of terms, with their weights
+Names = tuple[tuple[str, float], ...]  # loss terms with their weights
 
 
 class Totals:
@@ -23,7 +23,7 @@ class Totals:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._names: dict[str, tuple[tuple[str, float], ...]] = {}  # of each update: its terms, with their weights
+        self._names: dict[str, tuple[tuple[str, float], ...]] = {}  # update -> its loss terms with their weights
 
     def add(self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()) -> tuple[dict[str, Row], list[float]]:
         """Return the loss terms summed over all ranks, by name, and the sums of `extra`; a rank

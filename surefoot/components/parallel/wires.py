@@ -18,9 +18,9 @@ from torch import Tensor
 
 from surefoot.runtime.comm import Group
 
-Wait = Callable[[], Any]  # Wait | None: what is waited for next
-EXPONENTS = {torch.float32: 126, torch.float64: 1022}  # of powers of two that are normal numbers, as their inverse is
-TOP = 15  # the largest sum in fp16 is at most 2 ** 15; it holds 65504
+Wait = Callable[[], Any]  # returns the next Wait, or None
+EXPONENTS = {torch.float32: 126, torch.float64: 1022}  # largest exponent whose power of two and its inverse are normal numbers
+TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ WRAPPERS = {
     "DistributedDataParallel": "sums gradients in each backward pass, as surefoot does once a step",
     "FullyShardedDataParallel": "splits weights where surefoot cannot see them",
     "FSDPModule": "splits weights where surefoot cannot see them",
-}  # by name: to import all of them takes half as long as torch
+}  # by name: importing all of them takes half as long as torch
 
 
 def check_unwrapped(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from surefoot.contract.spec import PrecisionTable
 from surefoot.core.errors import SpecError
 from surefoot.runtime.lowbit import torchao
 
-MULTIPLE = 16  # what a tensor core takes at a time
+MULTIPLE = 16  # the size that a tensor core multiplies at a time
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
     with torchao('precision.compute = "float8"'):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     emulates = emulate or next(model.parameters()).device.type == "cpu"
-    config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)  # rows of a batch are padded to a multiple, too
+    config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)  # the batch is padded to a multiple too
     given = {name: model.get_submodule(name) for name in found.layers}
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in found.layers, config=config)
     for name, layer in given.items():

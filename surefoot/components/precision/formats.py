@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALVINGS = 60  # of an interval of doubles: down to its last bit
+HALVINGS = 60  # bisections of an interval of doubles, down to the last bit
 LEAST_NORMAL, LARGEST = 2.0**-126, 3.4028234e38  # of fp32
 USES = {
     "fp32": "weights, optimiser state, sums; the default",

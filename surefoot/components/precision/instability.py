@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from surefoot.components.precision.record import NAMES, OverflowRecord
 
-VANISHES_UP_TO = 2.0**-25  # in fp16: half its least number, ties go to zero
-HEADROOM = 2.0**14  # a scaled gradient should stay this small: fp16 ends at 65,504, and the next batch may have larger ones
+VANISHES_UP_TO = 2.0**-25  # half the smallest fp16 number; ties round to zero
+HEADROOM = 2.0**14  # limit of scaled gradients: below fp16's 65,504, as later batches may be larger
 LARGEST_SCALE = 2.0**24
 LOSS = "the loss"
 
@@ -80,7 +80,7 @@ class Watch:
     def __init__(self, model: nn.Module, *, scale: float = 1.0, scales: Iterable[float] = (1.0,)) -> None:
         self._model, self._scale, self._scales = model, scale, tuple(scales)
         self._handles: list[RemovableHandle] = []
-        self._last = LOSS  # whose gradient was seen last, and finite
+        self._last = LOSS  # the last module with a finite gradient
         self._running: list[str] = []
         self._operators = OverflowRecord(lambda: self._running[-1] if self._running else LOSS)
         self._counts: dict[str, list[float]] = {}

@@ -22,7 +22,7 @@ from surefoot.core.hardware import find_machine, find_processor_flags
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16", "float8"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-AUTOCAST = {**HALVES, "float8": torch.bfloat16}  # what is no linear layer
+AUTOCAST = {**HALVES, "float8": torch.bfloat16}  # float8 applies to linear layers only
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and ARM, as /proc/cpuinfo names them
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 SINCE = {"fp16": "Volta (2017)", "float8": "Ada and Hopper (2022)"}  # the others: Ampere (2020)

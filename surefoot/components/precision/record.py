@@ -29,19 +29,19 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
 CASTS = ("_to_copy", "to", "copy_")
-SCALES = ("mul", "clamp")  # on the way into 8 bits
-# what moves numbers and computes none
+SCALES = ("mul", "clamp")  # operators before a cast to 8 bits
+# operators that move data and compute nothing
 MOVES = {
     "detach", "alias", "clone", "t", "transpose", "permute", "expand", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze",
     "squeeze", "as_strided", "split", "unbind", "cat", "stack", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty",
     "fill_", "zero_", "slice_backward", "select_backward", "contiguous", "_reshape_alias", "split_with_sizes", "new_empty_strided",
 }  # fmt: skip
-# what overflows by computing; others make infinite numbers on purpose, as a mask of attention does
+# operators that may overflow; others create inf on purpose, as an attention mask
 OVERFLOWING = {
     "_to_copy", "add", "addmm", "baddbmm", "bmm", "convolution", "cumsum", "div", "exp", "linalg_vector_norm", "mean", "mm", "mul", "norm",
     "pow", "prod", "reciprocal", "rsqrt", "square", "sub", "sum", "var",
 }  # fmt: skip
-UPDATES = ("_fused_", "_foreach_")  # inside a backward pass that updates
+UPDATES = ("_fused_", "_foreach_")  # operators of an update inside the backward pass
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
 
@@ -81,8 +81,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
-        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}  # what was given of a parameter to the last such operator
-        self._held: list[Tensor] = []  # casts: a storage that is let go gives its address to another
+        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}  # outputs of SCALES -> the parameter that was scaled
+        self._held: list[Tensor] = []  # casts, kept alive: the address of a freed storage is reused
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}
         self._operators: dict[str, dict[str, None]] = {}
@@ -99,7 +99,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler to leave this one alone; nothing is compiled while it looks
+        return False  # else torch imports its compiler to skip this mode; nothing compiles inside it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -201,7 +201,7 @@ class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None  # operator, module, what it gave, what it was given
+        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None  # operator, module, output, inputs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -55,7 +55,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._whereabouts = Whereabouts(model)
         self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
-        self._tracker = ModuleTracker()  # asked only whether a backward pass runs
+        self._tracker = ModuleTracker()  # used only to detect a backward pass
         self.unknown: set[str] = set()  # operators without a formula: they count bytes and time, and no FLOPs
 
     def __enter__(self) -> Self:
@@ -90,12 +90,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = count(func, args, kwargs, out)
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
-            # complex numbers by their dtype: of reals the operator may have a formula
+            # with a complex dtype: for real dtypes the operator may have a formula
             self.unknown.add(f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name)
         around = self._whereabouts.around()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
-        is_asked = not is_again and (is_backward or is_on or bool(around))  # else an optimiser's product, as Muon's
+        is_asked = not is_again and (is_backward or is_on or bool(around))  # else a matmul of the optimizer, as Muon's
         tallies = [self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)]
         for tally in tallies:
             tally.calls += 1

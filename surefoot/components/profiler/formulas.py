@@ -10,7 +10,7 @@ takes four times the multiplications of a real one, a sum twice the additions, a
 agreed count.
 """
 
-# what is indexed below: (input, weight, ...) as each operator's schema lists its arguments
+# the indices below follow the arguments of each operator's schema
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from surefoot.core.cost import shape
 
 aten: Any = torch.ops.aten
 Args = Sequence[Any]
-Flops = int | tuple[int, int]  # all; where they differ, also those of products that the model itself asks for
+Flops = int | tuple[int, int]  # all FLOPs; where they differ, also the model FLOPs (matmuls)
 Formula = Callable[[Args, Mapping[str, Any], Any], Flops]
 
-NO_FLOAT = "none"  # of an operator on integers: whatever it does is no floating-point operation
+NO_FLOAT = "none"  # the dtype of an operator on integers, which has no FLOPs
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 COMPLEX = {torch.complex32: "complex32", torch.complex64: "complex64", torch.complex128: "complex128"}
 FIRST_FACTOR = {
     aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten._scaled_mm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1,
     aten._addmm_activation: 1,
 }  # fmt: skip
-# fused attention: where `is_causal` stands; query, key and value come first, backward after the gradient
+# index of `is_causal`; query, key and value come first, in backward after the gradient
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: 4, aten._scaled_dot_product_flash_attention: 4,
     aten._scaled_dot_product_efficient_attention: 6, aten._scaled_dot_product_cudnn_attention: 6,
@@ -54,12 +54,12 @@ NORMS_BACKWARD = {
     aten.cudnn_batch_norm_backward: ("layer", 2, None), aten.batch_norm_backward: ("layer", 2, None),
 }  # fmt: skip
 ADAM, SGD = 13, 2  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
-PER_RESULT = {  # of the first result
+PER_RESULT = {  # FLOPs per element of the first result
     aten._softmax: shape.SOFTMAX, aten._log_softmax: shape.SOFTMAX, aten._safe_softmax: shape.SOFTMAX,
     aten._softmax_backward_data: shape.SOFTMAX_BACKWARD, aten._log_softmax_backward_data: shape.SOFTMAX_BACKWARD,
     aten.native_dropout: 2, aten.native_dropout_backward: 2,
 }  # fmt: skip
-PER_INPUT = {  # of the first argument
+PER_INPUT = {  # FLOPs per element of the first argument
     aten.sum: 1, aten.mean: 1, aten.amax: 1, aten.amin: 1, aten.max: 1, aten.min: 1, aten.argmax: 1, aten.argmin: 1, aten.prod: 1,
     aten.var: 4, aten.var_mean: 4, aten.std: 4, aten.linalg_vector_norm: 2, aten.norm: 2, aten.cumsum: 1, aten.logsumexp: 4,
     aten.mse_loss: 3, aten.mse_loss_backward: 2, aten.embedding_dense_backward: 1, aten._adaptive_avg_pool2d: 1,
@@ -67,7 +67,7 @@ PER_INPUT = {  # of the first argument
 }  # fmt: skip
 SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}  # where what is added stands
+ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}  # index of the added argument
 OVERWRITTEN = {
     aten.copy_,
     aten.fill_,
@@ -147,7 +147,7 @@ def _bytes(packet: Any, args: Args, kwargs: Mapping[str, Any], read: list[Tensor
     unread: list[Tensor] = list(_tensors(kwargs.get("out")))
     if packet in OVERWRITTEN:
         unread += _tensors(args[0])
-    if packet in LOOK_UPS:  # the rows that are taken, not the table
+    if packet in LOOK_UPS:  # the selected rows, not the table
         unread += _tensors(args[0])
         taken = _size(args[1]) * args[0].element_size() if packet is aten.nll_loss_forward else sum(map(_in_memory, written))
     else:
@@ -171,7 +171,8 @@ def _convolution(args: Args, kwargs: Mapping[str, Any], out: Tensor) -> Flops:
 
 
 def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Once for each of the two gradients that are asked for; that of the bias is one sum."""
+    """Return the FLOPs once for each requested gradient of input and weights; the bias gradient
+    is one sum."""
     gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     once = shape.convolution_flops(weight.shape, inputs.numel() if transposed else gradient.numel())
     products = once * (wanted[0] + wanted[1])
@@ -179,7 +180,8 @@ def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Fl
 
 
 def _attention(args: Args, causal_at: int, first: int) -> tuple[int, int, int]:
-    """Pairs over batch and heads, and the sizes of a key and a value."""
+    """Return the number of query-key pairs over batch and heads, and the sizes of a key and a
+    value."""
     query, key, value = args[first : first + 3]
     causal = len(args) > causal_at and bool(args[causal_at])
     heads = math.prod(query.shape[:-2])

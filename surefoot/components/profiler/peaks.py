@@ -23,14 +23,14 @@ from surefoot.core.process.memory import find_limit
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]
-SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest differs with dtype and cores: thin ones stay in the caches
+SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest shape depends on dtype and cores: thin ones stay in the caches
     "cpu": ((512, 512, 512), (768, 768, 768), (1536, 1536, 1536), (4096, 1024, 1024), (8192, 256, 256)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
-COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # past the last cache; of the memory at most a sixteenth
-CACHED_BYTES = 256 << 10  # the second cache of a core holds both sides
-LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one product; what would take longer is left out
-# a machine that others use too is slow for seconds at a time: the KEPT fastest products of each dtype, and the copies, are taken again
+COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # larger than the last-level cache; at most 1/16 of the memory
+CACHED_BYTES = 256 << 10  # source and target fit into the L2 cache of a core
+LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one matmul; a longer one is left out
+# a shared machine is slow for seconds at a time: the KEPT fastest are measured PASSES times
 PASSES, KEPT, BUDGET_S, COPIES_S = 8, 4, 0.03, 0.1
 
 
@@ -126,7 +126,7 @@ class _Products:
             return 0.0
         try:
             found = flops / _fastest_s(make(*shape, self._like), self._device, BUDGET_S)
-        except (RuntimeError, TypeError):  # no such product on this device
+        except (RuntimeError, TypeError):  # the device does not support this matmul
             return 0.0
         self._best_of[make] = max(best, found)
         return found
@@ -135,7 +135,7 @@ class _Products:
 def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> float:
     """Return bytes read and written per second; the read of a cache line before it is written is
     not counted."""
-    source, target = (torch.ones(size // 4, device=device) for _ in range(2))  # written once, so that all pages are there
+    source, target = (torch.ones(size // 4, device=device) for _ in range(2))  # written once, so that all pages are mapped
     repeats = max(1, (1 << 22) // size)  # a copy inside a cache is shorter than a clock's tick
 
     def copy() -> None:

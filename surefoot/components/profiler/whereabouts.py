@@ -24,9 +24,9 @@ class Whereabouts:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name or ROOT for name, module in model.named_modules()}
-        self._running: list[tuple[str, set[Any]]] = []  # with the nodes that its inputs came from
+        self._running: list[tuple[str, set[Any]]] = []  # with the autograd nodes of its inputs
         self._behind: str | None = None
-        self._owned: set[Any] = set()  # nodes; held, since one that is let go gives its identity to another
+        self._owned: set[Any] = set()  # nodes, kept alive: the id of a freed node is reused
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:

@@ -14,7 +14,7 @@ from surefoot.core.errors import NumbersError
 
 DIVERGED_STEPS = 5
 _REMEMBERED = ("_applied_before", "_skips_in_row", "_high_in_row", "_first_loss", "num_skipped", "num_empty")
-MIN_REFERENCE = 1.0  # a first loss near zero is no scale to hold others against
+MIN_REFERENCE = 1.0  # a first loss near zero is no reference for later losses
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class GuardFault:
     fault: str
     action: str
     detail: str
-    is_printed: bool = True  # beside the record of it
+    is_printed: bool = True  # in addition to the event
 
 
 class Guard:
@@ -43,7 +43,7 @@ class Guard:
         self._high_in_row = 0
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
-        self.num_skipped = self.num_empty = 0  # the second: of the skipped steps those whose loss counted no item
+        self.num_skipped = self.num_empty = 0  # num_empty: the skipped steps whose loss counted no item
 
     def state(self) -> dict[str, Any]:
         """Return the counters for a checkpoint; all reports must have been judged before."""
@@ -52,7 +52,7 @@ class Guard:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the counters from a checkpoint's `state`."""
         for name in _REMEMBERED:
-            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer fields
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
@@ -112,7 +112,7 @@ class Guard:
         which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
         steps = "1 such step" if many == 1 else f"{many:,} such steps"
         action = f"{which} was skipped, nothing moved; {steps} so far"
-        is_printed = many & (many - 1) == 0  # 1, 2, 4, 8, ...: data of which many batches hold none would fill the screen
+        is_printed = many & (many - 1) == 0  # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
         return GuardFault(report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed)
 
     def _overflowed(self, report: StepReport) -> GuardFault:

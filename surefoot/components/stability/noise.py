@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 LEVEL, RESAMPLED = 0.95, 1000
-LEAST, MOST = 8, 200  # steps that an estimate is made of: with fewer its interval says nothing, and older weights are others
+LEAST, MOST = 8, 200  # least and most steps of an estimate: older steps had other weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class GradientNoise:
         tail = (1 - LEVEL) / 2
         low, high = ratios[int(tail * RESAMPLED)], ratios[int((1 - tail) * RESAMPLED)]
         signal, noise = pairs.mean(0)
-        if not math.isfinite(low):  # nothing but noise: what is certain is that it is more than was looked at
+        if not math.isfinite(low):  # only noise: the scale is known to exceed the batches
             low = ratios[0] if math.isfinite(ratios[0]) else max(0.0, noise) / abs(signal) if signal else math.inf
         if not math.isfinite(low):
             return None

@@ -10,7 +10,7 @@ from torch import nn
 from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MOST_GROUPS, LEAST_CHANNELS = 32, 8  # GroupNorm's own default; fewer channels a group leave little of a sample without positions
+MOST_GROUPS, LEAST_CHANNELS = 32, 8  # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 

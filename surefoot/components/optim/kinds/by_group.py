@@ -17,7 +17,7 @@ from surefoot.core.errors import SpecError
 
 # parameters, counters, first and second moments, momentum
 Traced = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-# what a setting of a group may be: from (or above) a number up, and below another
+# the allowed values of a group's settings
 LEAST, MORE_THAN_0, BELOW_1 = "0 or more", "more than 0", "0 or more, and below 1"
 ALLOWED = {"lr": LEAST, "weight_decay": LEAST, "eps": LEAST, "trust": MORE_THAN_0, "momentum": BELOW_1, "betas": BELOW_1}
 

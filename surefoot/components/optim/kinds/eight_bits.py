@@ -24,13 +24,13 @@ from surefoot.components.optim.kinds.by_group import ByGroup
 from surefoot.core.errors import SpecError
 from surefoot.runtime.lowbit import torchao
 
-BLOCK = 256  # numbers under one scale
-LEAST = 4096  # numbers of a tensor below which it saves nothing: torchao's own limit
-PIECE = 1 << 16  # numbers that are widened at a time: what they need stays in a processor's cache
-WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # on their way into fp32, and back
+BLOCK = 256  # values with one scale
+LEAST = 4096  # elements; 8 bits save nothing for a smaller tensor: torchao's limit
+PIECE = 1 << 16  # elements dequantized at a time: they fit into the CPU cache
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights, which are computed in fp32
 NAMES = ("exp_avg", "exp_avg_sq")
-SHARES = (1, 1, BLOCK, 1, BLOCK)  # numbers to an entry of: weights, codes and scales of both moments
-HALVINGS = 64  # of the way between two values, until no number is left between
+SHARES = (1, 1, BLOCK, 1, BLOCK)  # elements per entry of weights, and of codes and scales of both moments
+HALVINGS = 64  # bisections between two values, until no fp32 number is between
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Adam8bit(ByGroup):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._codes = {}  # a copy of an optimizer has what torch copies: its state, groups and defaults
+        self._codes = {}  # torch copies only state, groups and defaults of an optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -149,7 +149,7 @@ class Adam8bit(ByGroup):
                     state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
                     state[f"{name}_scale"] = torch.zeros(parameter.numel() // BLOCK, device=parameter.device)
             for name in NAMES:
-                state[name] = state[name].byte()  # torch's own load_state_dict gives it the parameter's dtype
+                state[name] = state[name].byte()  # torch's load_state_dict casts it to the parameter's dtype
 
     def _move(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,

@@ -86,7 +86,7 @@ class Lars(_Layerwise):
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         if grad_scale is not None:
-            fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave what they applied
+            fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave the scaled gradients
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, slopes = self._norms(params, grads)
@@ -144,14 +144,14 @@ class Lamb(_Layerwise):
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
-        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernel takes it in 32 bits alone
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernel accepts grad_scale in fp32 only
             fused.scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         states = [self.state[parameter] for parameter in params]
         moves = fused.times(params, float(group["weight_decay"]))
         rows = [moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]]
         with fused.in_one_layout(rows) as (alike, slopes, first, second):
-            adam(  # on what is not the weights, and upwards: decay * w plus the direction
+            adam(  # Adam on decay * w with lr -1, which adds the direction to it
                 alike, slopes, first, second, [], [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0],
                 beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"],
                 foreach=not group["fused"], has_complex=any(map(torch.is_complex, params)), grad_scale=grad_scale, found_inf=found_inf,

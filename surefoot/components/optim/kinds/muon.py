@@ -82,8 +82,8 @@ class FlatMuon(Optimizer):
         for parameter, matrix in zip(params, matrices, strict=True):
             if matrix is not parameter:
                 matrix.grad = as_matrix(parameter.grad, like=parameter)
-            muon.state[matrix] = self.state[parameter]  # the same dict: the buffer that Muon creates stands in both
-        inspect.unwrap(Muon.step)(muon)  # without its hooks: those of all optimizers have run for this one
+            muon.state[matrix] = self.state[parameter]  # the same dict: a buffer that Muon creates is in both states
+        inspect.unwrap(Muon.step)(muon)  # without Muon's hooks: torch has run the global ones for this optimizer
         for parameter, matrix in zip(params, matrices, strict=True):
             if not _is_view(parameter):
                 into = _in_order(parameter, parameter)

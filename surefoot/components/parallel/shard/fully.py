@@ -52,9 +52,9 @@ class FullySharded:
             does not have.
     """
 
-    is_even = True  # whether every rank must pass as often
+    is_even = True  # whether all ranks must run equally many passes
     splits_weights = True
-    first_weights = ""  # a digest of those that a rank began with
+    first_weights = ""  # a digest of the initial weights of a rank
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int, narrow: torch.dtype | None = None,
@@ -94,7 +94,7 @@ class FullySharded:
         for module, unit in zip(self._modules, self._units.names, strict=True):
             gathering, scattering = _Gathering(mesh.shard, self._units, unit), _Scattering(mesh.shard, self._units, unit)
             self._gathered.watch(module)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13; else all ranks must use the same parameters
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13; before, all ranks must use the same parameters
                 module.set_reduce_scatter_unused_params(True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -105,7 +105,7 @@ class FullySharded:
         with torch.no_grad():
             for parameter in held_here:
                 held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-                most = -(-len(parameter) // mesh.shard.size)  # as torch.chunk cuts
+                most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
                 serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self, on_host=on_host)
 
     def _add_replicas(self, rows: Tensor) -> None:
@@ -158,13 +158,13 @@ class _Gathered:
     call the user's hooks on the sharded ones."""
 
     def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks], whole: Collection[int]) -> None:
-        self.used: set[int] = set()  # the sharded parameters, by id, that have had a gradient
-        self.handed_over: list[Tensor] = []  # those whose gradient is that of an update, and not to be added to
+        self.used: set[int] = set()  # ids of the sharded parameters that had a gradient
+        self.handed_over: list[Tensor] = []  # parameters whose gradient belongs to the last update
         self._whole = whole
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
-        for name, (before, after) in hooks.items():  # those of the whole parameter: handles of before remove them, too
+        for name, (before, after) in hooks.items():  # the hooks of the whole parameter, so that existing handles can remove them
             held: Any = self._sharded[name]
             held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 
@@ -267,7 +267,7 @@ class _HandedOver:
             found: Any = leaf.grad
             master = master_of(leaf)
             master.grad = None if found is None else found.to_local().to(master.device)
-            if master.device != leaf.device:  # a copy
+            if master.device != leaf.device:  # the master has a copy on the host
                 leaf.grad = None
         self._gathered.handed_over += [each for each in self._leaves if each.grad is not None]
         if self._replicas is not None:

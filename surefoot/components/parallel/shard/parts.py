@@ -16,7 +16,7 @@ from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group
 
 Named = Sequence[tuple[str, Tensor]]
-Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]  # as torch's optimizers take them
+Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]  # as for torch's optimizers
 
 TAKES = "give a module, parameters, pairs of a name and a parameter, or groups: dicts with an entry 'params'"
 
@@ -111,7 +111,7 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
         what = "a set, which each rank may read in another order" if isinstance(held, set | frozenset) else _kind_of(held)
         raise SpecError(f"the 'params' of a group with the entries {sorted(given)} are {what}", hint=TAKES)
     items = [held] if isinstance(held, Tensor) else list(held)
-    if "param_names" in settings:  # as an optimizer keeps them
+    if "param_names" in settings:  # as in the groups of a torch optimizer
         items = [*zip(settings.pop("param_names"), items, strict=True)]
     are_pairs = [isinstance(each, tuple) and len(each) == 2 for each in items]
     if len(set(are_pairs)) > 1:

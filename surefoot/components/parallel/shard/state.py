@@ -35,7 +35,7 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Mesh
 
-Rows = list[range]  # of one tensor, by rank
+Rows = list[range]  # the rows of one tensor, by rank
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,9 +78,9 @@ class ShardedState:
         SpecError: For a parameter without rows, and for arguments that no torch optimizer accepts.
     """
 
-    is_even = False  # whether every rank must pass as often
+    is_even = False  # whether all ranks must run equally many passes
     splits_weights = False
-    first_weights = ""  # a digest of those that a rank began with
+    first_weights = ""  # a digest of the initial weights of a rank
 
     def __init__(
         self, model: Given, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,

@@ -30,8 +30,8 @@ class Units:
         self._titles = {name: _title(name, parameters) for name, parameters in own.items()}
         self._empty = {name for name, parameters in own.items() if not parameters}
         self._gathered = dict.fromkeys(self.names, 0)
-        self._order: list[str] = []  # in which this rank gathered them first, in this step
-        self._order_before: list[str] = []  # and in the step before, or in what was tried before the first
+        self._order: list[str] = []  # the order of first gathers on this rank in this step
+        self._order_before: list[str] = []  # the same of the previous step, or of a trial before the first
 
     def begin(self) -> None:
         """Start a step."""
@@ -79,7 +79,7 @@ class Units:
         except LostRank as error:
             if not error.message.startswith(DIFFERENT):
                 raise
-            comes = looks_ahead and name in self._order_before  # what came after it in the step before may come yet
+            comes = looks_ahead and name in self._order_before  # units that came later in the previous step may still come
             later = self._order_before[self._order_before.index(name) :] if comes else []
             done = {*later, *self._empty, *(each for each, count in self._gathered.items() if count)}
             skipped = [title for each, title in self._titles.items() if each not in done]

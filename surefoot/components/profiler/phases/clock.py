@@ -115,7 +115,7 @@ class PhaseClock:
         gc.callbacks.append(heard)
 
         def stop() -> None:
-            with suppress(ValueError):  # a second time
+            with suppress(ValueError):  # stop() was called before
                 gc.callbacks.remove(heard)
 
         return stop

@@ -10,7 +10,7 @@ import sys
 
 
 def count_compiled() -> int:
-    """Return how many graphs torch.compile has compiled in this process; 0 while its compiler is
+    """Return how many frames torch.compile has handled in this process; 0 while its compiler is
     not imported."""
     loaded = sys.modules.get("torch._dynamo.utils")
     if loaded is None:

@@ -18,7 +18,7 @@ import torch
 
 from surefoot.components.profiler.phases.tally import Tally
 
-MOST_MARKS = 8192  # then they are read before the window ends
+MOST_MARKS = 8192  # above this the events are read before the window ends
 HOST, MARK, STEP = range(3)
 make_cuda_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 Segment = tuple[int, int]  # a phase of the host, nanoseconds
@@ -34,11 +34,11 @@ class DeviceLine:
 
     def __init__(self, make_event: Callable[[], Any], timed: Collection[int]) -> None:
         self._make_event, self._timed = make_event, timed
-        self._events: list[Any] = []  # used again in every window
+        self._events: list[Any] = []  # reused in every window
         self._line: list[
             tuple[Any, ...]
         ] = []  # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, its number, ns of collections)
-        self._inside: int | None = None  # which of `timed` went on when the window began
+        self._inside: int | None = None  # the phase of `timed` that was running when the window started
 
     def start(self, now_ns: int) -> None:
         """Reset at `now_ns`, when the device is idle."""

@@ -13,10 +13,10 @@ from surefoot.contract.state import Timing
 MOST_STEPS = 1000  # of one window
 MOST_OUTLIERS = 10  # of one window
 MOST_SAMPLED = 20_000  # of a run
-OUTLIER_TIMES = 3  # a step that took so many times as long as usual stands out
-OUTLIER_NS = 1_000_000  # if it is also so much longer: below that it is the system's noise
-FEWEST = 8  # steps that tell what is usual
-OFTEN = 100  # steps after which that is found again; at once where most of a window stands out
+OUTLIER_TIMES = 3  # an outlier takes this many times the usual time
+OUTLIER_NS = 1_000_000  # and is longer by this much: below that it is system noise
+FEWEST = 8  # steps needed to know the usual time
+OFTEN = 100  # steps after which the usual time is updated; at once if most are outliers
 Noted = tuple[int, int, int, list[int]]  # a step's number, when it ended, nanoseconds of collections and of each phase until then
 
 
@@ -31,11 +31,11 @@ class Tally:
 
     def __init__(self, num_phases: int, count_compiled: Callable[[], int]) -> None:
         self.spent_ns = [0] * num_phases
-        self._window = [0] * num_phases  # as `spent_ns` stood when the window began
-        self._last: Noted = (0, 0, 0, [0] * num_phases)  # where the first of the noted steps begins
+        self._window = [0] * num_phases  # `spent_ns` at the start of the window
+        self._last: Noted = (0, 0, 0, [0] * num_phases)  # the start of the first recorded step
         self._noted: list[Noted] = []
         self._steps: list[int] = []
-        self._recent: list[int] = []  # not learned from yet
+        self._recent: list[int] = []  # steps since the last _learn()
         self._outliers: list[dict[str, Any]] = []
         self._slowest: list[dict[str, Any]] = []
         self._first: tuple[int, dict[str, Any]] | None = None
@@ -75,7 +75,7 @@ class Tally:
         for _, now_ns, _, _ in noted:
             steps.append(now_ns - ended_ns)
             ended_ns = now_ns
-        if max(steps) > self._usual_ns + OUTLIER_NS:  # nothing is compiled in less
+        if max(steps) > self._usual_ns + OUTLIER_NS:  # no compilation is faster
             self._explain([self._last, *noted])
         self._num_steps += len(steps)
         del steps[MOST_STEPS - len(self._steps) :]
@@ -105,7 +105,7 @@ class Tally:
         if done and 2 * (ended[2] - begun[2]) > ended[1] - begun[1] - self._usual_ns:
             return "garbage collection"
         grown = [now - then - then // max(1, done) for now, then in zip(ended[3], begun[3], strict=True)]
-        largest = PHASES[grown.index(max(grown))]  # that grew most above what it took in the steps before
+        largest = PHASES[grown.index(max(grown))]  # the phase that grew most over the earlier steps
         return "compile" if has_compiled and largest in COMPILED else largest
 
     def _add_outlier(self, row: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Tally:
 
 
 COMPILED = ("forward", "backward", "optimiser")  # the phases of compiled code
-CAUSES = ("compile", "checkpoint", "evaluation")  # what says more of a first step than that it was the first
+CAUSES = ("compile", "checkpoint", "evaluation")  # causes more specific than "first step"
 
 
 def _outlier(step: int, elapsed_ns: int, cause: str) -> dict[str, Any]:

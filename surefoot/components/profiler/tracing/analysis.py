@@ -112,7 +112,7 @@ def draw(found: Found, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE, MEMORY_PLOT} - texts.keys():
-            (folder / name).unlink(missing_ok=True)  # of an earlier profile
+            (folder / name).unlink(missing_ok=True)  # files of an earlier profile
         for name, text in texts.items():
             files.write_whole(folder, name, text.encode())
     except OSError as error:

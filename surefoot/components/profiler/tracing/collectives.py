@@ -3,10 +3,11 @@ not import torch.
 
 A collective *overlaps* with the computation of its rank while the host does something else (gloo,
 on threads; memory that ranks share,
-which the other ranks write), or while a device runs another kernel beside it (NCCL); the rest of it
-is *exposed*. It lasts from its start
-on this rank until it is complete, or, through shared memory, until it was waited for, so that
-waiting for a slower rank is a part of it.
+where the other ranks continue), or while a device runs another kernel beside it (NCCL); the rest of
+it is *exposed*. It lasts from its
+start on this rank until it is complete, or, through shared memory, until it was waited for, so that
+waiting for a slower rank is a part of
+it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from surefoot.core import flight
 
 ON_HOST, ON_DEVICE, CALL = "gloo:", "nccl", "c10d::"
 WAITED = flight.Kind.WAIT.words
-BACKWARD = "autograd::engine::evaluate_function"  # torch's mark around each part of a backward pass
-Spans = list[tuple[int, int]]  # in order, none of which touches another; nanoseconds
+BACKWARD = "autograd::engine::evaluate_function"  # torch's range around each autograd node
+Spans = list[tuple[int, int]]  # sorted and disjoint, in nanoseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Collective:
 
 class _Call(NamedTuple):
     name: str
-    place: int  # among those of its name in its step
+    place: int  # index among the calls of this name in the step
     begins_ns: int
     ends_ns: int
     backward_ends_ns: int | None
@@ -127,7 +128,7 @@ def _through_memory(trace: Trace) -> list[tuple[Slice, str]]:
             calls.setdefault(each.thread, []).append(each.start_ns)
     steps = [each.start_ns for each in trace.steps]
     found: list[tuple[Slice, str]] = []
-    open_: dict[tuple[Any, int, str], list[int]] = {}  # places in `found` of what was begun
+    open_: dict[tuple[Any, int, str], list[int]] = {}  # indices in `found` of started collectives
     for each in filter(_is_ours, trace.slices):
         name = each.name.removeprefix(flight.RANGE)
         key = each.thread, bisect_right(steps, each.start_ns), name.rpartition(" of ")[2]

@@ -22,7 +22,7 @@ from typing import Any, Self
 from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
 
 PARAMETERS, GRADIENTS, OPTIMISER, ACTIVATIONS, TEMPORARIES = "parameters", "gradients", "optimiser", "activations", "temporaries"
-CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # what stays longest first
+CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
 MOST_POINTS = 2000
 _NODE = "autograd::engine::evaluate_function"
 
@@ -91,7 +91,7 @@ def find_timeline(trace: Trace, known: Known) -> Timeline:
     once they are freed."""
     changes = [each for each in trace.changes if each.device == known.device]
     allocated = {each.address for each in changes if each.num_bytes > 0}
-    kept = known.after.get(GRADIENTS, {}).keys() - allocated  # of others from before, torch does not record the release
+    kept = known.after.get(GRADIENTS, {}).keys() - allocated  # for other earlier blocks, torch does not record the release
     before = {**known.before, GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept}}
     blocks = [Block(at, size, None, None, name) for name, found in before.items() for at, size in found.items()]
     blocks = _pair(((each.time_ns, each.address, each.num_bytes) for each in changes), blocks)

@@ -18,15 +18,15 @@ ITEM_BYTES = {
     "short unsigned int": 2, "unsigned int": 4, "long unsigned int": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
     "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1, "c10::Float8_e8m0fnu": 1,
 }  # fmt: skip
-NO_TENSORS = ("", "Scalar", "ScalarList")  # what torch writes for None, for a number, for numbers
-INDEXED = {  # a list of tensors, some of them None, that torch writes as if it were None
+NO_TENSORS = ("", "Scalar", "ScalarList")  # torch's types for None, a scalar, a list of scalars
+INDEXED = {  # operators with a list of optional tensors, which torch records as None
     "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put",
 }  # fmt: skip
-CONVOLUTIONS = {  # where stride and padding stand among the arguments
+CONVOLUTIONS = {  # indices of stride and padding in the arguments
     "aten::conv1d": (3, 4), "aten::conv2d": (3, 4), "aten::conv3d": (3, 4), "aten::mkldnn_convolution": (4, 3),
     "aten::cudnn_convolution": (3, 2),
 }  # fmt: skip
-EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}  # whether it is transposed stands at 6
+EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}  # argument 6 says whether it is transposed
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 TRANSPOSED = {
     "aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::slow_conv_transpose2d",
@@ -112,7 +112,7 @@ def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iter
             not stack or stack[-1].name != each.name
         )  # an operator that hands on to itself is called once, as torch counts
         found.self_ns += length_ns
-        if all(one.name != each.name for one in stack):  # of calls within themselves only the outer one counts
+        if all(one.name != each.name for one in stack):  # of recursive calls only the outermost counts
             found.total_ns += length_ns
         _add_shapes(found, each)
         stack.append(each)
@@ -127,7 +127,7 @@ def _add_shapes(found: _Sum, each: Slice) -> None:
         found.bytes = found.flops = None
         return
     found.bytes = _plus(found.bytes, None if each.name in INDEXED else _given_bytes(shapes, types))
-    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)  # has no convention, and counts nothing
+    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)  # has no convention: not counted
     values = values if isinstance(values, list) else []
     found.flops = _plus(found.flops, None if is_complex else count_flops(each.name, shapes, values))
 

@@ -56,7 +56,7 @@ class ModuleRanges:
     def open(self) -> None:
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),  # also of a part that raised
+            hooks.register_module_forward_hook(self._leave, always_call=True),  # also for a module that raised
         ):
             self._hooked.callback(handle.remove)
 
@@ -77,6 +77,6 @@ class ModuleRanges:
 
 
 def _entered(name: str) -> record_function:
-    opened: Any = record_function(name)  # torch leaves it without types
+    opened: Any = record_function(name)  # torch has no type annotations for it
     opened.__enter__()
     return cast(record_function, opened)

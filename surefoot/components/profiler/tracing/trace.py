@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError
 
-MAX_TEXT_BYTES = 4 << 30  # unpacked: what claims to be longer is no trace of a window
+MAX_TEXT_BYTES = 4 << 30  # unpacked size; a longer file is no trace of a window
 LARGEST = 1e18  # as microseconds 30,000 years
 MOST_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
-OUR_STEP = "step "  # before its number; the step that leads in has none
+OUR_STEP = "step "  # prefix of the step number; the warm-up step has no range
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HINT = "give one that surefoot profile or torch.profiler wrote: trace.json.gz"
@@ -67,7 +67,7 @@ class Trace:
     slices: Sequence[Slice]
     changes: Sequence[Change]
     epoch_ns: int
-    most_steps: int | None = None  # so many were whole: a loop that was left has begun one more
+    most_steps: int | None = None  # number of complete steps: an interrupted loop has started one more
 
     @cached_property
     def steps(self) -> list[Slice]:

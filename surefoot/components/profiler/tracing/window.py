@@ -31,8 +31,8 @@ from surefoot.core.process.memory import find_available_bytes
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
 MOST_TRACE_BYTES = 50_000_000
-LOOK_EVERY = 20  # recorded steps, after which the memory is looked at
-CLOSING = 60  # to end a window torch takes 20 to 56 times the memory that recording it took
+LOOK_EVERY = 20  # recorded steps between two readings of memory
+CLOSING = 60  # closing a window takes 20 to 56 times the memory of recording it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Profiler:
         self.folder, self.window, self.levels = Path(folder).absolute(), window, () if nvtx else check_levels(levels)
         self._nvtx = nvtx
         self._model, self._optimizers, self._more = model, list(optimizers), list(more_state)
-        self.ranges: Ranges | None = None  # while the window is open
+        self.ranges: Ranges | None = None  # None unless the window is open
         self._first_step, self._num_done = first_step, 0
         self._running: profile | None = None
         self._open = ExitStack()
@@ -116,7 +116,7 @@ class Profiler:
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
         self.is_done = self._is_short = False
-        self._resident: list[int] = []  # bytes of this process, after so many recorded steps each
+        self._resident: list[int] = []  # resident bytes of this process, every LOOK_EVERY recorded steps
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
 
@@ -173,7 +173,7 @@ class Profiler:
     def _begin_capture(self) -> None:
         """Start the capture of nsys or ncu, with every range and operator as an NVTX range,
         until the window closes."""
-        capture: Any = torch.cuda.profiler  # torch leaves both without types
+        capture: Any = torch.cuda.profiler  # torch has no type annotations for both
         mark: Any = torch.autograd.profiler.emit_nvtx
         torch.cuda.synchronize()
         capture.start()
@@ -194,7 +194,7 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         lead = min(1, self.window.warmup)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice to warm up: a window says how much it does
+            warnings.simplefilter("ignore")  # torch advises a warm-up, which the window defines
             plan = schedule(wait=0, warmup=self.window.warmup - lead, active=lead + self.window.active, repeat=1)
             return profile(
                 activities=activities, schedule=plan, record_shapes=SHAPES in self.levels, with_stack=STACKS in self.levels,
@@ -205,7 +205,7 @@ class Profiler:
         self._before = self._known()
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                hook: Any = parameter.register_post_accumulate_grad_hook  # torch leaves it without types
+                hook: Any = parameter.register_post_accumulate_grad_hook  # torch has no type annotations for it
                 self._open.callback(hook(self._saw_gradient).remove)
 
     def _saw_gradient(self, parameter: Tensor) -> None:
