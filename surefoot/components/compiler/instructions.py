@@ -1,11 +1,9 @@
 """Detection of AVX-512 support in the C++ compiler, so that torch skips its test programs.
 
 Before its first CPU kernel, torch compiles and loads up to six small programs to find the vector
-instructions it may use. That takes
-about six seconds, on each machine and in each container without a cache of the results. The answer
-depends on two facts that are
-cheaper to read: the CPU capability that torch reports (`torch.backends.cpu.get_cpu_capability`),
-and the release of the compiler.
+instructions it may use. That takes about six seconds, on each machine and in each container without
+a cache of the results. The answer depends on two facts that are cheaper to read: the CPU capability
+that torch reports (`torch.backends.cpu.get_cpu_capability`), and the release of the compiler.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ def are_known(compilers: tuple[str | None, ...]) -> bool:
     AVX-512 on this CPU.
 
     False where the release of the compiler cannot be read. Only AVX-512 is checked: every other
-    instruction set costs torch one or two
-    test programs.
+    instruction set costs torch one or two test programs.
     """
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and _release_of(compilers) >= KNOWS
 

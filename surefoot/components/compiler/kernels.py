@@ -6,9 +6,8 @@ bytes that each reads and writes.
     graphs[0].kernels
 
 Inductor passes its source to `GraphLowering.save_output_code` while the graph and the schedule that
-it was generated from still exist
-(`V.graph`); both names are private. Every buffer of a kernel counts once in its bytes, as in
-inductor's `get_read_write_buffers_sizes`.
+it was generated from still exist (`V.graph`); both names are private. Every buffer of a kernel
+counts once in its bytes, as in inductor's `get_read_write_buffers_sizes`.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ class Kernel:
     operators move in eager mode.
 
     An operator that several kernels compute counts for the first of them. An operator that a
-    backward graph recomputes counts no eager
-    bytes, since eager mode saves its output. A library kernel (`is_library`), such as a matmul, is
-    called and not generated.
+    backward graph recomputes counts no eager bytes, since eager mode saves its output. A library
+    kernel (`is_library`), such as a matmul, is called and not generated.
     """
 
     operators: tuple[str, ...]
@@ -117,8 +115,8 @@ def _launches(node: Any) -> bool:
 
 
 def _origins(part: Any) -> Collection[Node]:
-    """Return the graph nodes that a part of the schedule computes; for a library call, the node
-    of that call alone."""
+    """Return the graph nodes that a part of the schedule computes; for a library call, the node of
+    that call alone."""
     called = part.node.get_origin_node() if part.is_extern() else None
     return part.node.get_origins() if called is None else (called,)
 
@@ -173,8 +171,8 @@ def _is_epilogue(node: Node) -> bool:
 
 
 def _computes_again(node: Node) -> bool:
-    """Return whether a node of a backward graph recomputes an operator of the forward pass;
-    eager mode saves its output."""
+    """Return whether a node of a backward graph recomputes an operator of the forward pass; eager
+    mode saves its output."""
     return bool(node.meta.get("partitioner_tag") == "is_forward")
 
 
@@ -210,8 +208,8 @@ def _users(node: Node) -> Iterator[Node]:
 
 
 def _size_of(value: Any) -> int:
-    """Return the bytes of a tensor (an expanded dimension counts once) or of a list of tensors;
-    0 for any other value."""
+    """Return the bytes of a tensor (an expanded dimension counts once) or of a list of tensors; 0
+    for any other value."""
     if isinstance(value, Tensor):
         sizes = [_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if _hint(stride)]
         return math.prod(sizes) * value.dtype.itemsize

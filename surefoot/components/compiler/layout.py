@@ -1,10 +1,9 @@
 """Conversion of a model's weights to the channels-last memory format.
 
 Most convolution kernels work with channels last, and reorder tensors in any other format in every
-step. The output of a convolution has
-the format of its weights, so only weights and buffers are converted; batches need no conversion.
-See "Channels Last Memory Format in
-PyTorch", https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+step. The output of a convolution has the format of its weights, so only weights and buffers are
+converted; batches need no conversion. See "Channels Last Memory Format in PyTorch",
+https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def lay_channels_last(model: nn.Module) -> list[str]:
     """Convert every parameter and buffer of four or five dimensions to channels last, in place.
 
     Returns notes for the log: how many tensors were converted, and which 1-D convolutions have no
-    such format. Raises SpecError if the
-    model has no tensor of four or five dimensions.
+    such format. Raises SpecError if the model has no tensor of four or five dimensions.
     """
     count = 0
     for tensor in itertools.chain(model.parameters(), model.buffers()):

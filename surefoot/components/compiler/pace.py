@@ -1,5 +1,5 @@
-"""The break-even point of compilation: from the time of an eager step, of a compiled step, and
-of compiling."""
+"""The break-even point of compilation: from the time of an eager step, of a compiled step, and of
+compiling."""
 
 from __future__ import annotations
 

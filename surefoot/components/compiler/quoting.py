@@ -1,8 +1,8 @@
 """Quoting of paths that contain a space in the commands that torch builds for the C++ compiler.
 
 torch writes a command as one line, splits it as a shell does, and quotes only the include folders.
-An environment, a cache or a
-temporary folder below `my project/` is then split in two, and no CPU kernel can be compiled.
+An environment, a cache or a temporary folder below `my project/` is then split in two, and no CPU
+kernel can be compiled.
 """
 
 from __future__ import annotations

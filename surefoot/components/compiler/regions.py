@@ -1,5 +1,5 @@
-"""torch.compile for regions of a model, or for a function; a region that cannot be compiled runs
-in eager mode, and is recorded."""
+"""torch.compile for regions of a model, or for a function; a region that cannot be compiled runs in
+eager mode, and is recorded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OnFailure = Literal["eager", "stop"]
 
 
 class Compiled:
-    """Result of compiling: the names of the compiled `regions` of a model, and `failed`, a dict
-    of names and reasons."""
+    """Result of compiling: the names of the compiled `regions` of a model, and `failed`, a dict of
+    names and reasons."""
 
     def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None) -> None:
         self.failed: dict[str, str] = {}
@@ -149,8 +149,7 @@ def compile_function(
     """Compile `function`, which may call torch.autograd.grad, as one graph at its first call.
 
     The arguments are those of `compile_regions`. With `on_cpu`, for a function whose tensors are
-    all on the CPU, one C++ program calls the
-    kernels (`cpp_wrapper`), without Python between them.
+    all on the CPU, one C++ program calls the kernels (`cpp_wrapper`), without Python between them.
     """
     torch._dynamo.config.trace_autograd_ops = True
     made = Compiled({}, on_failure, f"{name} will be compiled as one graph when it is needed")
@@ -161,8 +160,8 @@ def compile_function(
 
 
 def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any) -> dict[str, Any] | None:
-    """Return the options that torch.compile takes in place of `mode`; None for a backend other
-    than inductor, which has no options."""
+    """Return the options that torch.compile takes in place of `mode`; None for a backend other than
+    inductor, which has no options."""
     if backend != "inductor":
         return None
     inductor: Any = torch._inductor  # torch imports it at the first access
@@ -180,8 +179,8 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
 
 
 class _Region:
-    """The replacement for a module's call: the compiled call, or the eager call once compiling
-    has failed."""
+    """The replacement for a module's call: the compiled call, or the eager call once compiling has
+    failed."""
 
     def __init__(
         self, name: str, module: nn.Module, plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any

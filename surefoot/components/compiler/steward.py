@@ -2,10 +2,8 @@
 graph ended.
 
 torch keeps records of its last compilations (`torch._dynamo.utils.get_compilation_metrics`) and of
-every graph break
-(`graph_break_reasons` in the same module). Both are private; where torch lacks them, nothing is
-reported.
-https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
+every graph break (`graph_break_reasons` in the same module). Both are private; where torch lacks
+them, nothing is reported. https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ _JUMP = "Data-dependent branching: the value of a tensor decides which way the c
 
 
 class Steward:
-    """Reader that returns each compilation of this process once, except those before the reader
-    was created."""
+    """Reader that returns each compilation of this process once, except those before the reader was
+    created."""
 
     def __init__(self) -> None:
         self._last = {name: next(reversed(_kept(name)), None) for name in (RECORDS, BREAKS)}
@@ -101,8 +99,8 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
 
 
 def _in_words(reason: str, file: str, line: int) -> str:
-    """Return why a graph ends, and the user's line of code where it ends, without torch's hints
-    and links."""
+    """Return why a graph ends, and the user's line of code where it ends, without torch's hints and
+    links."""
     lines = [part.strip() for part in reason.splitlines() if part.strip()]
     explained = next((part.removeprefix("Explanation: ") for part in lines if part.startswith("Explanation: ")), "")
     why = f"{lines[0]}: {explained}" if explained else lines[0] if lines else "no reason given"

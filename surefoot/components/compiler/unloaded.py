@@ -2,11 +2,9 @@
 half as long again as torch's.
 
 torch imports its compiler with the first optimizer, only to exempt `add_param_group` from tracing,
-and in
-`torch.use_deterministic_algorithms`, only to set one of its options. Two private names prevent
-both: `__dynamo_disable`, the attribute in
-which `torch._compile` stores the callable it runs in place of such a function, and
-`torch._C._set_deterministic_algorithms`.
+and in `torch.use_deterministic_algorithms`, only to set one of its options. Two private names
+prevent both: `__dynamo_disable`, the attribute in which `torch._compile` stores the callable it
+runs in place of such a function, and `torch._C._set_deterministic_algorithms`.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ def set_deterministic(on: bool) -> Callable[[], None]:
     function that restores the previous state.
 
     Same as `torch.use_deterministic_algorithms`, without importing the compiler: the environment
-    variable TORCHINDUCTOR_DETERMINISTIC
-    carries the setting to a compiler that is imported later.
+    variable TORCHINDUCTOR_DETERMINISTIC carries the setting to a compiler that is imported later.
     """
     enabled, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     put_back_variable: Callable[[], None] | None = None
@@ -54,8 +51,8 @@ def _set(on: bool, *, warn_only: bool) -> None:
 
 
 def leave_unloaded() -> Callable[[], None]:
-    """Let optimizers be created without importing torch's compiler, unless something else
-    imports it; return a function that undoes this."""
+    """Let optimizers be created without importing torch's compiler, unless something else imports
+    it; return a function that undoes this."""
     function: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
     if function is None or "torch._dynamo" in sys.modules or hasattr(function, TOLD):
         return lambda: None

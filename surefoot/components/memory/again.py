@@ -21,9 +21,8 @@ class Buffers:
     hidden state).
 
     Recomputing the block sees them as they were in the forward pass, and leaves them as they are at
-    the time of the recomputation. The first
-    forward pass in each train/eval mode of the block's modules shows which of them change; later
-    passes copy only those.
+    the time of the recomputation. The first forward pass in each train/eval mode of the block's
+    modules shows which of them change; later passes copy only those.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -41,8 +40,8 @@ class Buffers:
         return Both(_AsBefore(self._slots, self.tensors()), AttributeSnapshot(self._block).lend())
 
     def contexts(self) -> Contexts | None:
-        """Return the contexts for the forward pass and for its recomputation; None where no
-        buffer or attribute changes."""
+        """Return the contexts for the forward pass and for its recomputation; None where no buffer
+        or attribute changes."""
         modes = tuple(module.training for module in self._modules)
         slots = self._moving.get(modes, self._slots)
         known = self._attributes.get(modes)

@@ -19,8 +19,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
     repeat.
 
     Modules that repeat are children of one type in a Sequential, ModuleList or ModuleDict, that
-    have children themselves; of nested ones
-    the outermost count.
+    have children themselves; of nested ones the outermost count.
 
     Args:
         model: The model to search.

@@ -39,10 +39,9 @@ class Budget:
     """Measurement of the blocks called `names`, and the choice of the blocks to recompute.
 
     A block is measured once, and all are measured again when one gets larger inputs than before.
-    `own` are the tensors of the model.
-    `chosen` are the indices of the blocks to recompute; None while the blocks are being measured,
-    when every block is recomputed. `fates`
-    holds the decision for each block.
+    `own` are the tensors of the model. `chosen` are the indices of the blocks to recompute; None
+    while the blocks are being measured, when every block is recomputed. `fates` holds the decision
+    for each block.
     """
 
     def __init__(self, names: Sequence[str], num_bytes: int, own: Iterable[Tensor]) -> None:
@@ -74,8 +73,8 @@ class Budget:
         return True
 
     def forget(self) -> None:
-        """Discard all measurements and measure again: the calls so far were no training step,
-        such as a trial in eval mode."""
+        """Discard all measurements and measure again: the calls so far were no training step, such
+        as a trial in eval mode."""
         self.chosen = None
         self._costs, self._held = {}, set()
         for fate in self.fates:
@@ -114,8 +113,8 @@ class Budget:
 
     @property
     def costs(self) -> list[Cost]:
-        """The measured cost of each block, in the order of the blocks; zeros for a block that
-        was not called."""
+        """The measured cost of each block, in the order of the blocks; zeros for a block that was
+        not called."""
         nothing = Cost("", 0, 0, 0.0)  # for a block that was not called
         return [self._costs.get(number, nothing) for number in range(len(self._names))]
 

@@ -24,8 +24,8 @@ HINT = (
 
 
 def is_of_repeated_pass(error: BaseException) -> bool:
-    """Return whether a block raised `error` while its forward pass was recomputed, not in the
-    first forward pass."""
+    """Return whether a block raised `error` while its forward pass was recomputed, not in the first
+    forward pass."""
     frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     return any(name == "unpack_hook" and file == "checkpoint.py" for file, name in frames) or ("budget.py", "measure") in frames
 
@@ -61,8 +61,8 @@ class CachesOff:
 
 
 class _Switch:
-    """The stack of values of one module's `use_cache`, one for each forward pass of the module
-    that is running."""
+    """The stack of values of one module's `use_cache`, one for each forward pass of the module that
+    is running."""
 
     def __init__(self) -> None:
         self._before: list[Any] = []

@@ -2,9 +2,8 @@
 never exist at once.
 
 The gradients are computed together with the loss, while the logits of their rows exist, as in Liger
-(Hsu et al. 2024, arXiv 2410.10989)
-and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009): three matmuls for each row, as many
-as the unchunked computation has.
+(Hsu et al. 2024, arXiv 2410.10989) and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009):
+three matmuls for each row, as many as the unchunked computation has.
 """
 
 # R rows (all leading sizes as one), D width, V vocabulary
@@ -30,8 +29,8 @@ def linear_cross_entropy(
     targets it sums over.
 
     The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(),
-    targets, reduction="sum")`; under autocast
-    the matmuls run in its dtype. The result can be differentiated once.
+    targets, reduction="sum")`; under autocast the matmuls run in its dtype. The result can be
+    differentiated once.
 
     Args:
         hidden: (..., D).

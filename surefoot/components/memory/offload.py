@@ -1,5 +1,5 @@
-"""Offloading of saved activations: the tensors that autograd saves in the forward pass are kept
-in host memory."""
+"""Offloading of saved activations: the tensors that autograd saves in the forward pass are kept in
+host memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Offloaded:
     and copies them back in the backward pass.
 
     Weights, buffers, the batch and tensors under 64 KiB stay on the device. The copies go through
-    pinned memory, on the stream that computes:
-    no copy overtakes the computation of its tensor, and the step waits for the copies. `num_bytes`
-    counts the bytes that were offloaded.
+    pinned memory, on the stream that computes: no copy overtakes the computation of its tensor, and
+    the step waits for the copies. `num_bytes` counts the bytes that were offloaded.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:

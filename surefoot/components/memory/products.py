@@ -2,13 +2,11 @@
 convolutions and attention.
 
 Saving all of these outputs saves at most 40 % of the time that recomputing a transformer block in
-full costs; recomputing a quarter of
-their FLOPs, a twelfth of a step, brings that to 60 %. The output of attention is always saved: a
-fused kernel takes longer for its FLOPs
-than a matmul does. Two private names of torch are used:
-`torch.utils._python_dispatch.TorchDispatchMode`, which sees each operator below
-autograd, and `torch._C._SetExcludeDispatchKeyGuard`, without which an in-place change would not be
-detected in it.
+full costs; recomputing a quarter of their FLOPs, a twelfth of a step, brings that to 60 %. The
+output of attention is always saved: a fused kernel takes longer for its FLOPs than a matmul does.
+Two private names of torch are used: `torch.utils._python_dispatch.TorchDispatchMode`, which sees
+each operator below autograd, and `torch._C._SetExcludeDispatchKeyGuard`, without which an in-place
+change would not be detected in it.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ class Allowance:
         equal ones the largest.
 
         The last index is not among them: that output is neither saved nor recomputed while the
-        backward pass does not need it, and saved once it
-        does.
+        backward pass does not need it, and saved once it does.
         """
         self._left += SHARE * sum(each.flops for each in work if math.isfinite(each.flops))
         found = set()
@@ -84,9 +81,8 @@ class Products:
     saved for recomputation.
 
     Outputs are saved up to the last one that a recomputation has needed: where a block ends in a
-    matmul, the backward pass does not need the
-    output. Until that is known, the last output is not saved, so that no step holds more memory
-    than the others.
+    matmul, the backward pass does not need the output. Until that is known, the last output is not
+    saved, so that no step holds more memory than the others.
     """
 
     def __init__(self, allowance: Allowance) -> None:

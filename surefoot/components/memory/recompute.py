@@ -2,8 +2,8 @@
 activations, and recompute them in backward.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. It uses torch.utils.checkpoint
-with use_reentrant=False; random
-streams and buffers are as they were in the forward pass, so that only memory and time change.
+with use_reentrant=False; random streams and buffers are as they were in the forward pass, so that
+only memory and time change.
 """
 
 from __future__ import annotations
@@ -77,16 +77,14 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     the backward pass.
 
     Gradients stay bitwise identical. The model keeps the names of its parameters and its hooks. In
-    a forward pass with gradients,
-    `config.use_cache` is off in the modules around the blocks.
+    a forward pass with gradients, `config.use_cache` is off in the modules around the blocks.
 
     Args:
         model: The model, changed in place.
         how: "full" for every block; "every 2" for every second; "operators" to save the expensive
-            matmuls and recompute the cheap
-            operators; or the bytes that the blocks may hold, as "12 MiB". With bytes, the blocks
-                are measured on the first batch, and the
-            set that costs the least time is chosen.
+            matmuls and recompute the cheap operators; or the bytes that the blocks may hold, as "12
+            MiB". With bytes, the blocks are measured on the first batch, and the set that costs the
+            least time is chosen.
         blocks: The blocks, as name patterns or modules; without any, the modules that repeat.
 
     Raises:

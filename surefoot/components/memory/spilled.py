@@ -2,12 +2,10 @@
 are in memory.
 
 A rank that keeps some rows of each weight then needs no memory for the whole model. The model's
-constructor runs unchanged, with the same
-random draws: it fills the mapped memory, and the pages are released with madvise(2) once
-`KEPT_BYTES` were touched. The file has no name,
-is stored on disk, and disappears with the process. A parameter whose memory another tensor shares
-stays in memory: that tensor would no
-longer see changes of the parameter.
+constructor runs unchanged, with the same random draws: it fills the mapped memory, and the pages
+are released with madvise(2) once `KEPT_BYTES` were touched. The file has no name, is stored on
+disk, and disappears with the process. A parameter whose memory another tensor shares stays in
+memory: that tensor would no longer see changes of the parameter.
 """
 
 from __future__ import annotations
@@ -105,8 +103,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_alone(parameter: Tensor) -> bool:
-    """Return whether the parameter uses all of its storage and no other tensor shares that;
-    False where torch has no use count."""
+    """Return whether the parameter uses all of its storage and no other tensor shares that; False
+    where torch has no use count."""
     storage = parameter.untyped_storage()
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and storage.nbytes() == parameter.nbytes and count(storage._cdata) <= ALONE

@@ -3,8 +3,7 @@ every storage recorded.
 
 It uses `torch._subclasses.fake_tensor.FakeTensorMode`, whose tensors have sizes and no data, and
 `torch.utils._python_dispatch.TorchDispatchMode`. The memory that a kernel allocates inside itself
-is not seen; `workspace` adds it for the
-operators where it matters.
+is not seen; `workspace` adds it for the operators where it matters.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that records when every storage is created and freed, with a kind for each.
 
     A storage that a forward pass creates and leaves behind is an activation, of the part of the
-    model that `enter` named last. A storage
-    that the forward pass frees, and any other without a kind, is temporary.
+    model that `enter` named last. A storage that the forward pass frees, and any other without a
+    kind, is temporary.
     """
 
     def __init__(self) -> None:
@@ -121,8 +120,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._kinds) - 1
 
     def hold(self, tensor: Tensor, kind: str, share: float = 1.0) -> None:
-        """Record the storage of `tensor`, if it is new; `share` is the fraction of its bytes
-        that counts."""
+        """Record the storage of `tensor`, if it is new; `share` is the fraction of its bytes that
+        counts."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()

@@ -2,13 +2,11 @@
 model.
 
 The formulas follow what torch 2.13 with oneDNN 3.x allocates on x86, measured with its profiler
-(benchmarks/memory_prediction): a
-convolution changes the layout of its inputs and outputs, arithmetic between dtypes copies the
-narrower tensor, an LSTM saves a workspace
-for its backward pass. The workspace of an LSTM is measured on two short sequences and extrapolated,
-since it grows linearly with the
-steps. The memory of matmuls and convolutions in 16 bits is measured too, up to a size, since it
-follows no simple rule.
+(benchmarks/memory_prediction): a convolution changes the layout of its inputs and outputs,
+arithmetic between dtypes copies the narrower tensor, an LSTM saves a workspace for its backward
+pass. The workspace of an LSTM is measured on two short sequences and extrapolated, since it grows
+linearly with the steps. The memory of matmuls and convolutions in 16 bits is measured too, up to a
+size, since it follows no simple rule.
 """
 
 # N batch, C channels, T steps
@@ -97,8 +95,8 @@ def _batch_norm_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """Return the bytes of the tensors that are not contiguous: kernels that need contiguous
-    tensors copy those."""
+    """Return the bytes of the tensors that are not contiguous: kernels that need contiguous tensors
+    copy those."""
     return sum(_bytes(each) for each in tensors if not each.is_contiguous())
 
 

@@ -104,8 +104,8 @@ def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
 
 
 def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerByte:
-    """Return the bits per byte of a summed negative log-likelihood in nats over `count` bytes,
-    as a partial."""
+    """Return the bits per byte of a summed negative log-likelihood in nats over `count` bytes, as a
+    partial."""
     return BitsPerByte(_held(total_nats), count, better="lower")
 
 

@@ -1,5 +1,5 @@
-"""Terminal output of a run: a progress bar at a terminal, plain lines elsewhere, and the table
-at the end of the run."""
+"""Terminal output of a run: a progress bar at a terminal, plain lines elsewhere, and the table at
+the end of the run."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class Console:
             self.say(f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}")
 
     def _room(self) -> float:
-        """Return the columns left for text in the bar's line; longer text would cut off the
-        numbers beside it."""
+        """Return the columns left for text in the bar's line; longer text would cut off the numbers
+        beside it."""
         if self._bar is None:
             return math.inf
         width = self._bar.console.width
@@ -123,8 +123,8 @@ class Console:
         return width - count - SHORTEST_BAR - (25 if width >= WIDE else 17)
 
     def _describe(self, summary: Summary) -> str:
-        """Return loss, score, learning rate and throughput as text: as many of them, in this
-        order, as fit into the line."""
+        """Return loss, score, learning rate and throughput as text: as many of them, in this order,
+        as fit into the line."""
         parts = [
             f"loss {format_number(summary.loss)}",
             self._score,

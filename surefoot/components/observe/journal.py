@@ -1,8 +1,7 @@
 """The writer of `events.jsonl`: append-only, complete lines, one write each.
 
 Lines that a full disk refuses are buffered and written before the next line: a run ends because of
-its log only once more than
-`MAX_HELD_BYTES` are buffered.
+its log only once more than `MAX_HELD_BYTES` are buffered.
 """
 
 from __future__ import annotations
@@ -134,8 +133,8 @@ class Journal:
             raise self._refused(error) from error
 
     def close(self) -> None:
-        """Write the buffered lines, sync and close. Raises StorageError when the lines do not
-        reach the disk."""
+        """Write the buffered lines, sync and close. Raises StorageError when the lines do not reach
+        the disk."""
         if self._descriptor < 0:
             return
         try:

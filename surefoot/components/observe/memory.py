@@ -20,10 +20,9 @@ def take_device_memory(device: torch.device) -> dict[str, int]:
     dict for a CPU.
 
     `allocated_bytes` and `reserved_bytes` are current values, `fragmented_bytes` is their
-    difference, `peak_bytes` and `peak_reserved_bytes`
-    are the peaks since the last call. `num_retries` counts, since the process started, how often
-    cached memory was freed before an allocation
-    succeeded. `total_bytes` is the memory of the GPU. See torch.cuda.memory_stats.
+    difference, `peak_bytes` and `peak_reserved_bytes` are the peaks since the last call.
+    `num_retries` counts, since the process started, how often cached memory was freed before an
+    allocation succeeded. `total_bytes` is the memory of the GPU. See torch.cuda.memory_stats.
     """
     if device.type != "cuda":
         return {}

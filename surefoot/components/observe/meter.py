@@ -50,8 +50,8 @@ class Summary:
 
 
 class Meter:
-    """Collector of step reports; `take` reads them (the only wait for the device) and starts a
-    new window."""
+    """Collector of step reports; `take` reads them (the only wait for the device) and starts a new
+    window."""
 
     def __init__(self) -> None:
         self._reports: list[StepReport] = []

@@ -1,5 +1,5 @@
-"""TensorBoard writer for Step and Evaluated events; TensorBoard is imported after the first
-steps, so that a run starts without it."""
+"""TensorBoard writer for Step and Evaluated events; TensorBoard is imported after the first steps,
+so that a run starts without it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TensorBoard:
     """Writer of the scalars of Step and Evaluated events below `folder`.
 
     The file is written in the calling thread. TensorBoard's own writer uses a thread, and waiting
-    for that thread hangs forever once it has
-    died, for example of a MemoryError after it took a record from the queue.
+    for that thread hangs forever once it has died, for example of a MemoryError after it took a
+    record from the queue.
 
     Args:
         folder: The folder of the event files.
@@ -104,8 +104,8 @@ class TensorBoard:
         self._turn_off()
 
     def _given_up(self, error: Exception) -> StorageError:
-        """Turn the writer off and return the StorageError to raise: a failed plot is no reason
-        to end a run."""
+        """Turn the writer off and return the StorageError to raise: a failed plot is no reason to
+        end a run."""
         self._turn_off()
         return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
 
@@ -117,8 +117,8 @@ class TensorBoard:
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:
-    """Return (name, value, step) for each numeric value of an event; values that are None are
-    left out."""
+    """Return (name, value, step) for each numeric value of an event; values that are None are left
+    out."""
     if isinstance(event, Step):
         rows: dict[str, Any] = {
             "train/loss": event.loss, "train/gradient_norm": event.gradient_norm, "train/samples_per_s": event.samples_per_s,

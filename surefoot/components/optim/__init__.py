@@ -1,5 +1,5 @@
-"""Optimizers: parameter groups, the fused update with its non-finite check, Muon for filters,
-LARS and LAMB, 8-bit Adam, EMA."""
+"""Optimizers: parameter groups, the fused update with its non-finite check, Muon for filters, LARS
+and LAMB, 8-bit Adam, EMA."""
 
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward

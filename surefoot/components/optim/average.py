@@ -28,9 +28,8 @@ class WeightAverage:
         decay: The decay, the upper limit of d.
         ramp: False makes d equal to `decay` from the first update on, as in torch.optim.swa_utils.
         buffers: Buffers, as `model.buffers()`, to average by the same formula; those of integers
-            are copied, as AveragedModel does with
-            use_buffers=True. Without them the model keeps its buffers while the averages are
-                swapped in.
+            are copied, as AveragedModel does with use_buffers=True. Without them the model keeps
+            its buffers while the averages are swapped in.
     """
 
     def __init__(

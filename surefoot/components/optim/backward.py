@@ -2,8 +2,7 @@
 every step.
 
 `torch.autograd.Variable._execution_engine` is private; where torch lacks it, the public function
-runs, with identical results.
-A test compares both.
+runs, with identical results. A test compares both.
 """
 
 from __future__ import annotations

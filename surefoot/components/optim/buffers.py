@@ -16,8 +16,8 @@ class LiveBuffers:
     module attributes (a hidden state).
 
     One batch with NaN would spoil them for good. The first step shows which of them change; later
-    steps copy only those, so a buffer that
-    changes for the first time after the first step is not restored.
+    steps copy only those, so a buffer that changes for the first time after the first step is not
+    restored.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,8 +79,8 @@ class LiveBuffers:
 
     @torch.no_grad()
     def put_back_unless(self, applied: bool | Tensor) -> None:
-        """Restore what `keep` copied, unless the step was `applied`; with a tensor, the choice
-        is made on the device."""
+        """Restore what `keep` copied, unless the step was `applied`; with a tensor, the choice is
+        made on the device."""
         self._settle_attributes()
         if not self._is_settled:
             self._settle()

@@ -42,8 +42,7 @@ def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, An
     """Build the optimizers that `table` names over `trained`, in the task's `groups` where given.
 
     The update is fused where torch supports that, else foreach; with `fused = false` torch chooses.
-    Raises TaskError for a parameter with
-    sparse gradients.
+    Raises TaskError for a parameter with sparse gradients.
     """
     sparse = next((each.name for each in trained if each.is_sparse), None)
     if sparse is not None:
@@ -108,8 +107,8 @@ def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
 
 
 def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
-    """Return the groups of LARS or LAMB; `adapt` is false for norms, biases and embeddings,
-    unless a group of the task sets it."""
+    """Return the groups of LARS or LAMB; `adapt` is false for norms, biases and embeddings, unless
+    a group of the task sets it."""
     adapted, rest = _split(trained, groups, lambda each: each.kind in PLAIN_KINDS)
     return [{"adapt": True, **group} for group in adapted] + [{"adapt": False, **group} for group in rest]
 

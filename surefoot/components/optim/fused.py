@@ -2,8 +2,8 @@
 and skips.
 
 `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_` are private. Where torch lacks
-one, or an option does not fit,
-`GuardedUpdate` calls `optimizer.step()`, with identical results; a test compares both.
+one, or an option does not fit, `GuardedUpdate` calls `optimizer.step()`, with identical results; a
+test compares both.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor
 
 
 class Group(Protocol):
-    """A parameter group whose update can divide the gradients by `grad_scale`, and change
-    nothing where `found_inf` is 1."""
+    """A parameter group whose update can divide the gradients by `grad_scale`, and change nothing
+    where `found_inf` is 1."""
 
     @property
     def group(self) -> dict[str, Any]: ...
@@ -145,8 +145,8 @@ class FusedGroup:
 
     @property
     def tensors(self) -> tuple[list[Tensor], ...]:
-        """All tensors that an update changes: parameters, step counters, first and second
-        moments, momentum."""
+        """All tensors that an update changes: parameters, step counters, first and second moments,
+        momentum."""
         return self._params, self._steps[:1] if self._is_shared else self._steps, self._first, self._second, self._momentum
 
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -245,8 +245,8 @@ def numbers_of(grad: Tensor) -> Tensor:
 
 
 def norm_of(grads: Sequence[Tensor]) -> Tensor:
-    """Return the global 2-norm of the gradients as a scalar tensor. Raises TaskError for a
-    sparse gradient."""
+    """Return the global 2-norm of the gradients as a scalar tensor. Raises TaskError for a sparse
+    gradient."""
     try:
         norms = torch._foreach_norm(list(grads))
     except NotImplementedError:
@@ -291,8 +291,8 @@ def copy_tensors(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def move_towards(tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float | Tensor) -> None:
-    """Move each tensor by `share` of the distance to its target, in place; the host does not
-    wait for a share on the device."""
+    """Move each tensor by `share` of the distance to its target, in place; the host does not wait
+    for a share on the device."""
     if isinstance(share, Tensor):
         ways = torch._foreach_sub(list(targets), list(tensors))
         torch._foreach_mul_(ways, share)

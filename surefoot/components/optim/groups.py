@@ -21,8 +21,8 @@ class Named:
     """A trained parameter, or its master, with the properties that decide its group.
 
     `kind` is matrix, embedding, head, norm or vector. `others` are the further names of a tied
-    parameter: a pattern may match any of them.
-    `is_sparse` means that its gradient is a sparse tensor.
+    parameter: a pattern may match any of them. `is_sparse` means that its gradient is a sparse
+    tensor.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Named:
 
 
 def check_shaped(model: nn.Module) -> None:
-    """Raise TaskError for a parameter or buffer without a shape before the first forward pass,
-    as those of nn.LazyLinear."""
+    """Raise TaskError for a parameter or buffer without a shape before the first forward pass, as
+    those of nn.LazyLinear."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise TaskError(
@@ -132,8 +132,8 @@ def build_groups(
     learning-rate multiplier.
 
     Norms, biases and embeddings have no weight decay, nor do parameters that match `no_decay`. Of
-    several patterns in `rates` that match a
-    parameter, the last one counts. Raises SpecError for a pattern that matches nothing.
+    several patterns in `rates` that match a parameter, the last one counts. Raises SpecError for a
+    pattern that matches nothing.
     """
     rates = rates or {}
     _refuse_idle([*no_decay], trained, "no_decay")

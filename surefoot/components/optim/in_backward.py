@@ -2,10 +2,9 @@
 exists, and the gradient is freed.
 
 All gradients never exist at once, so nothing can use all of them: no gradient accumulation, no
-clipping by global norm, and a step with a
-non-finite gradient is partly applied by the time that is known. After Lv et al., "Full Parameter
-Fine-tuning for Large Language Models
-with Limited Resources", 2023.
+clipping by global norm, and a step with a non-finite gradient is partly applied by the time that is
+known. After Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+Resources", 2023.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class UpdateInBackward:
         self._hook()
 
     def _hook(self) -> None:
-        """Add a hook to each parameter that has none yet, including those of groups that were
-        added later."""
+        """Add a hook to each parameter that has none yet, including those of groups that were added
+        later."""
         for parameter in self._guarded.parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)

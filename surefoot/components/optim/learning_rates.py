@@ -16,8 +16,7 @@ class LearningRates:
     values that other code has set.
 
     A group's base learning rate is its `lr` times its `rate`, the multiplier. Without a curve, and
-    with a multiplier of 1, a value that other
-    code sets becomes the base.
+    with a multiplier of 1, a value that other code sets becomes the base.
     """
 
     def __init__(self, *, has_curve: bool) -> None:
@@ -30,8 +29,7 @@ class LearningRates:
         """Replace the previous groups by `groups`; additional groups bring their learning rate.
 
         Groups that were loaded from a state dict hold the learning rate of the step at which they
-        were saved: with a curve, the bases stay as they
-        are.
+        were saved: with a curve, the bases stay as they are.
         """
         known = {id(group) for group in self._groups}
         is_loaded = any(id(group) not in known for group in groups[: len(self._groups)])
@@ -78,8 +76,8 @@ def _mark(rate: float | Tensor) -> tuple[float | Tensor, int]:
 
 
 def _is_same(rate: float | Tensor, written: tuple[float | Tensor, int]) -> bool:
-    """Return whether a learning rate is the recorded one; a scheduler may change a tensor in
-    place, so its version counts too."""
+    """Return whether a learning rate is the recorded one; a scheduler may change a tensor in place,
+    so its version counts too."""
     value, version = written
     if isinstance(rate, Tensor) or isinstance(value, Tensor):
         return rate is value and rate._version == version  # type: ignore[union-attr]

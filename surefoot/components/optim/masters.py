@@ -2,9 +2,8 @@
 optimizer updates the master.
 
 bf16 has 8 significant bits, so 1.0 + 0.0001 is 1.0 and small updates are lost; the master
-accumulates them. Gradients of all microbatches
-are summed in the master's `.grad`, in fp32, and the model's gradients are freed as soon as they
-were added.
+accumulates them. Gradients of all microbatches are summed in the master's `.grad`, in fp32, and the
+model's gradients are freed as soon as they were added.
 
     store_narrow(model)
     optimizer = torch.optim.AdamW([master_of(parameter) for parameter in model.parameters()])

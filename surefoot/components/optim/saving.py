@@ -25,8 +25,8 @@ def has_own_form(optimizer: Optimizer) -> bool:
 
 
 def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the state, tensors not copied; `held` are the parameters in the order of the
-    groups, as the model knows them."""
+    """Return the state, tensors not copied; `held` are the parameters in the order of the groups,
+    as the model knows them."""
     kind = type(optimizer).__name__
     if has_own_form(optimizer):
         return {"type": kind, "own": optimizer.state_dict()}
@@ -47,8 +47,8 @@ def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, s
 
 
 def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a parameter's state that are sparse tensors, as SGD's momentum of
-    sparse gradients."""
+    """Return the keys of a parameter's state that are sparse tensors, as SGD's momentum of sparse
+    gradients."""
     return [key for key, value in row.items() if isinstance(value, Tensor) and value.layout is torch.sparse_coo]
 
 
@@ -67,8 +67,8 @@ def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
 
 
 def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
-    """Return the name of each parameter; a parameter that the model does not have is named by
-    its index."""
+    """Return the name of each parameter; a parameter that the model does not have is named by its
+    index."""
     return [names.get(id(parameter), f"parameter-{number}") for number, parameter in enumerate(held)]
 
 

@@ -1,5 +1,5 @@
-"""Scaling of the learning rate to another batch size than it was tuned for, and warnings where
-that rule fails."""
+"""Scaling of the learning rate to another batch size than it was tuned for, and warnings where that
+rule fails."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
 
 
 def warn_of_large_batch(curve: Curve, batch: int, total_steps: int | None, optimizer: str) -> list[str]:
-    """Return a warning for a batch above 8,192 whose learning rate does not rise at first;
-    nothing for any other."""
+    """Return a warning for a batch above 8,192 whose learning rate does not rise at first; nothing
+    for any other."""
     total = total_steps or LOOKED_AT
     later = max(curve(step) for step in range(0, total, max(1, total // LOOKED_AT)))
     if batch <= LARGEST_PLAIN or curve(0) < later:

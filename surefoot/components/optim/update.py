@@ -2,8 +2,7 @@
 update, in as few kernels as possible.
 
 On a CPU the host decides whether to apply the update. On an asynchronous device, norm, decision,
-step counter and learning rate stay
-tensors on the device, and the host does not wait.
+step counter and learning rate stay tensors on the device, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -41,13 +40,11 @@ class GuardedUpdate:
     them if they are finite.
 
     `clip` limits the global norm (0: no limit), `clip_value` the absolute value of each element
-    (None: no limit). `curve(applied_steps)`
-    multiplies every group's learning rate, `momentum_curve(applied_steps)` replaces its momentum
-    (one-cycle). `on_device` None lets any
+    (None: no limit). `curve(applied_steps)` multiplies every group's learning rate,
+    `momentum_curve(applied_steps)` replaces its momentum (one-cycle). `on_device` None lets any
     device but a CPU decide whether to apply an update, which needs `total_steps`. Groups, states
-    and, without a curve, learning rates are
-    read from the optimizers at every step, so that changes by other code count. Raises SpecError
-    for an invalid `clip` or `clip_value`.
+    and, without a curve, learning rates are read from the optimizers at every step, so that changes
+    by other code count. Raises SpecError for an invalid `clip` or `clip_value`.
     """
 
     def __init__(
@@ -74,8 +71,8 @@ class GuardedUpdate:
             self._applied = torch.zeros((), dtype=torch.int64, device=device)
 
     def _take_optimizers(self) -> None:
-        """Read groups, parameters and states of the optimizers; the fused groups hold their
-        tensors as lists."""
+        """Read groups, parameters and states of the optimizers; the fused groups hold their tensors
+        as lists."""
         self._groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
         self._held = [_holders(each) for each in self.optimizers]
         self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
@@ -124,8 +121,8 @@ class GuardedUpdate:
         return self._parameters
 
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
-        """Apply these optimizers too from the next update on. Raises SpecError for one that
-        cannot decide on the device."""
+        """Apply these optimizers too from the next update on. Raises SpecError for one that cannot
+        decide on the device."""
         if self.on_device and not all(_groups_of(each) for each in optimizers):
             raise SpecError(
                 f"{type(optimizers[0]).__name__} has no fused update, and the others have", hint="use one kind of optimiser"
@@ -140,8 +137,8 @@ class GuardedUpdate:
             yield from ((parameter, optimizer.state.get(parameter, {})) for parameter in held)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the state for a checkpoint, by the parameters' `names` (id -> name); tensors
-        are not copied."""
+        """Return the state for a checkpoint, by the parameters' `names` (id -> name); tensors are
+        not copied."""
         self._follow_optimizers()
         if self.on_device:
             self.applied_steps = int(self._applied)
@@ -220,9 +217,8 @@ class GuardedUpdate:
         """Update with the gradients times `factor`, clipped, unless their norm is not finite.
 
         Returns the global norm before clipping (of the gradients times `factor`) and whether the
-        update was applied; 0 and False without
-        gradients. Raises SpecError for a factor that is not above 0, where it can be read without
-        waiting for a device.
+        update was applied; 0 and False without gradients. Raises SpecError for a factor that is not
+        above 0, where it can be read without waiting for a device.
         """
         self._follow_optimizers()  # once for the whole update
         grads = self._gradients()
@@ -337,8 +333,8 @@ class GuardedUpdate:
         return norm.item(), was_applied
 
     def move_schedule(self) -> None:
-        """Set the learning rate of every group for this update, and its momentum where the
-        schedule changes that."""
+        """Set the learning rate of every group for this update, and its momentum where the schedule
+        changes that."""
         self._follow_optimizers()
         self._move_schedule()
 
@@ -425,8 +421,8 @@ _PARAMETERS, _END = operator.itemgetter("params"), object()
 
 
 def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
-    """Return whether an optimizer holds the same objects as when it was read; without Python
-    loops, for every step."""
+    """Return whether an optimizer holds the same objects as when it was read; without Python loops,
+    for every step."""
     if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
         return False
     return (

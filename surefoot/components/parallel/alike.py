@@ -28,8 +28,8 @@ class Apart(NamedTuple):
 
 @torch.no_grad()
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as integers, summed in 64 bits (shape ()); flipping any one
-    bit changes the sum."""
+    """Return the bits of `tensor` as integers, summed in 64 bits (shape ()); flipping any one bit
+    changes the sum."""
     held = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return held.contiguous().view(WHOLE[held.element_size()]).sum(dtype=torch.int64)
 

@@ -2,12 +2,10 @@
 depend on the number of ranks.
 
 A sum of floating-point numbers depends on its order, and the order of an all-reduce depends on the
-ranks. With virtual ranks, a step is
-always split between the same number of virtual ranks, a power of two: each sums the gradients of
-its microbatches, the sums of two
-neighbors are added, then those of two pairs, and so on. A rank computes several consecutive virtual
-ranks, a subtree, and gathers the
-sums of the others.
+ranks. With virtual ranks, a step is always split between the same number of virtual ranks, a power
+of two: each sums the gradients of its microbatches, the sums of two neighbors are added, then those
+of two pairs, and so on. A rank computes several consecutive virtual ranks, a subtree, and gathers
+the sums of the others.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ class VirtualRanks:
         self._ends = [-(-num_microbatches * (each + 1) // self.size) for each in every]
 
     def count_over(self, done: int) -> int:
-        """Return how many of this rank's virtual ranks finish with the first `done` microbatches
-        of the step, and were not counted before."""
+        """Return how many of this rank's virtual ranks finish with the first `done` microbatches of
+        the step, and were not counted before."""
         over = [end for end in self._ends if end <= done]
         self._ends = self._ends[len(over) :]
         return len(over)
@@ -89,8 +87,8 @@ class Ordered:
 
 
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Add two gradients; a missing one counts as zeros, as it does on a rank without it: 0 + -0
-    is 0."""
+    """Add two gradients; a missing one counts as zeros, as it does on a rank without it: 0 + -0 is
+    0."""
     if left is None:
         return None if right is None else right.add_(0.0)
     return left.add_(0.0) if right is None else left.add_(right)

@@ -2,8 +2,8 @@
 next step's gradient.
 
 Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization (NeurIPS 2019), algorithm 1.
-Rank i has M_i = gradient + residual. With Q of the previous step, one step of power iteration:
+Optimization (NeurIPS 2019), algorithm 1. Rank i has M_i = gradient + residual. With Q of the
+previous step, one step of power iteration:
 
     P = sum of M_i Q, its columns made orthonormal;    Q_i = M_i' P,  Q = sum of Q_i;    all ranks
         get P Q' = P P' (sum of M_i)
@@ -11,17 +11,14 @@ Rank i has M_i = gradient + residual. With Q of the previous step, one step of p
     residual_i = M_i - P Q_i'
 
 These are sums, not means, and a rank keeps the error of its M_i: the residuals add up to the part
-of the sum that was not sent. The
-columns of P are orthonormalized by Householder reflections (QR), which give orthonormal columns
-also where P has a lower rank. The columns
-of Q have length 1; a column of zeros is replaced by fixed random numbers, since power iteration
-would leave it at zero.
+of the sum that was not sent. The columns of P are orthonormalized by Householder reflections (QR),
+which give orthonormal columns also where P has a lower rank. The columns of Q have length 1; a
+column of zeros is replaced by fixed random numbers, since power iteration would leave it at zero.
 
 Gradients are sums, which a step multiplies by a factor, as 1 / count or 1 / loss scale. A residual
-is stored with the factor of its step,
-and rescaled to the factor of the next step. A skipped step must change nothing: `keep` receives
-whether the step was applied, and only
-then are residual and Q replaced.
+is stored with the factor of its step, and rescaled to the factor of the next step. A skipped step
+must change nothing: `keep` receives whether the step was applied, and only then are residual and Q
+replaced.
 """
 
 from __future__ import annotations
@@ -97,8 +94,8 @@ class LowRank:
         return self._project  # runs in finish(), not in the backward pass
 
     def use(self, factor: float | Tensor) -> None:
-        """Set the factor that the sums of this step will be multiplied by; every rank must pass
-        the same value."""
+        """Set the factor that the sums of this step will be multiplied by; every rank must pass the
+        same value."""
         self._factor = factor
 
     def _project(self) -> Wait:

@@ -2,11 +2,9 @@
 all microbatches.
 
 One process updates a running statistic x once for each microbatch, x <- (1 - a) x + a s, which is
-linear in x. A rank that starts from
-the same x and sees k of m consecutive microbatches ends with (1 - a)^k x + c, so c follows from the
-value at the end. All microbatches in
-their order give (1 - a)^m x + the sum over ranks of (1 - a)^(number of microbatches after that
-rank's) c.
+linear in x. A rank that starts from the same x and sees k of m consecutive microbatches ends with
+(1 - a)^k x + c, so c follows from the value at the end. All microbatches in their order give (1 -
+a)^m x + the sum over ranks of (1 - a)^(number of microbatches after that rank's) c.
 """
 
 from __future__ import annotations
@@ -132,8 +130,8 @@ class JoinedBuffers:
             self._join_in_order(self._virtual)
 
     def _join_in_order(self, virtual: VirtualRanks) -> None:
-        """Join the statistics of virtual ranks, whose parts are added in the order of the
-        virtual ranks."""
+        """Join the statistics of virtual ranks, whose parts are added in the order of the virtual
+        ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
         seen = torch.stack(
@@ -190,8 +188,8 @@ class JoinedBuffers:
 
     @staticmethod
     def _weights(norm: _NormBase, before: int, mine: int, until: int, total: int) -> tuple[float, float, float]:
-        """Return the share of the initial statistic that remains after all microbatches and
-        after this rank's, and the weight of this rank's part."""
+        """Return the share of the initial statistic that remains after all microbatches and after
+        this rank's, and the weight of this rank's part."""
         if norm.momentum is not None:
             stays = 1.0 - norm.momentum
             return stays**total, stays**mine, stays ** (total - until)

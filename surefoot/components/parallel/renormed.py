@@ -1,5 +1,5 @@
-"""Embeddings with `max_norm` on several ranks: a lookup renormalizes rows in place, and each
-rank looks up those of its samples."""
+"""Embeddings with `max_norm` on several ranks: a lookup renormalizes rows in place, and each rank
+looks up those of its samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from surefoot.runtime.comm import Group
 
 
 def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings with `max_norm`, by name: their forward pass renormalizes the rows
-    that it looks up."""
+    """Return the embeddings with `max_norm`, by name: their forward pass renormalizes the rows that
+    it looks up."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -20,8 +20,8 @@ def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 class JoinedRenorms:
-    """Renormalization on every rank of the rows that any rank has looked up, so that the
-    replicas stay identical."""
+    """Renormalization on every rank of the rows that any rank has looked up, so that the replicas
+    stay identical."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._tables, self._group = list(find_renormed(model).values()), group

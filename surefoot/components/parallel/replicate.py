@@ -2,10 +2,9 @@
 all-reduced during the backward pass.
 
 Li et al., PyTorch Distributed (VLDB 2020): gradients are sent in buckets, in the order in which the
-backward pass computes them, each
-bucket as soon as its last gradient exists. The all-reduce computes sums, not means: the step
-divides once, by the count of all ranks. The
-wire of a bucket (`wires`) sends it.
+backward pass computes them, each bucket as soon as its last gradient exists. The all-reduce
+computes sums, not means: the step divides once, by the count of all ranks. The wire of a bucket
+(`wires`) sends it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ ONE_PASS = (
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that are sent together: `flat` holds them one after the other, and after them a
-    1 for each that this rank has, else 0."""
+    """Gradients that are sent together: `flat` holds them one after the other, and after them a 1
+    for each that this rank has, else 0."""
 
     parameters: list[Tensor]
     flat: Tensor
@@ -52,11 +51,10 @@ class Replicas:
     backward pass.
 
     Call `arm()` before the last backward pass of a step and `finish()` after it: then each gradient
-    is the sum over all ranks, bitwise
-    identical on each. A parameter without a gradient on some ranks counts as 0 on those; one
-    without a gradient on every rank keeps none.
-    Parameters in 16 bits are summed in fp32. Where a parameter has a master, the gradient is in the
-    master's `.grad`, and is summed there.
+    is the sum over all ranks, bitwise identical on each. A parameter without a gradient on some
+    ranks counts as 0 on those; one without a gradient on every rank keeps none. Parameters in 16
+    bits are summed in fp32. Where a parameter has a master, the gradient is in the master's
+    `.grad`, and is summed there.
 
     Args:
         parameters: The parameters; those without requires_grad are left out.
@@ -64,8 +62,7 @@ class Replicas:
         bucket_bytes: The size of a bucket.
         first_bytes: The size of the first bucket, which is small so that it is sent early.
         compress: The compression; the sums are those of the compressed gradients. With powersgd,
-            call `keep()` once it is known whether the
-            step was applied.
+            call `keep()` once it is known whether the step was applied.
         in_order: Sum in an order that does not depend on the number of ranks (`exact`).
         sparse: Parameters with sparse gradients: they are summed as dense tensors, and returned as
             sparse ones with the rows of any rank.
@@ -120,8 +117,8 @@ class Replicas:
 
     @property
     def asks_factor(self) -> bool:
-        """Whether `finish` needs the factor that the sums are multiplied by; nothing is sent
-        before `finish` then."""
+        """Whether `finish` needs the factor that the sums are multiplied by; nothing is sent before
+        `finish` then."""
         return self._compress.kind == "powersgd"
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
@@ -150,8 +147,8 @@ class Replicas:
 
     @torch.no_grad()
     def _make_sparse(self) -> None:
-        """Convert the gradients of `sparse` back to sparse tensors: an optimizer may skip the
-        rows that no gradient has (SparseAdam)."""
+        """Convert the gradients of `sparse` back to sparse tensors: an optimizer may skip the rows
+        that no gradient has (SparseAdam)."""
         for parameter in self._sparse:
             has_row = torch.zeros(len(parameter), device=parameter.device)
             if id(parameter) in self._rows:
@@ -169,8 +166,8 @@ class Replicas:
                 bucket.wire.keep(applied)
 
     def held(self) -> list[Held]:
-        """Return the PowerSGD state of each compressed matrix: identical on all ranks, except
-        for the residuals."""
+        """Return the PowerSGD state of each compressed matrix: identical on all ranks, except for
+        the residuals."""
         if not self.asks_factor:
             return []
         if not self._buckets:
@@ -286,8 +283,8 @@ class Replicas:
 
 
 def pack_up(parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int) -> list[list[Tensor]]:
-    """Return the parameters of each bucket: of one dtype and device, in the order of the
-    backward pass, the last parameter first."""
+    """Return the parameters of each bucket: of one dtype and device, in the order of the backward
+    pass, the last parameter first."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     packs: list[list[Tensor]] = []
     for parameter in reversed(parameters):

@@ -2,10 +2,9 @@
 runs on GPUs only.
 
 In the forward pass, each rank sends count, mean and summed squared deviations, which combine
-without cancellation (Chan et al.,
-Algorithms for Computing the Sample Variance, 1983); in the backward pass, the two sums that the
-gradient of the normalization needs. Both
-equal what one process computes on all of these samples.
+without cancellation (Chan et al., Algorithms for Computing the Sample Variance, 1983); in the
+backward pass, the two sums that the gradient of the normalization needs. Both equal what one
+process computes on all of these samples.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class Totals:
         return dict(zip((name for name, _ in names), self._group.add(row).tolist(), strict=True))
 
     def _find_names(self, update: str, mine: Mapping[str, Row]) -> tuple[tuple[str, float], ...]:
-        """Return the terms of an update with their weights, which the ranks agree on at its
-        first step: one may have no batch."""
+        """Return the terms of an update with their weights, which the ranks agree on at its first
+        step: one may have no batch."""
         if update not in self._names:
             text = json.dumps([(name, weight) for name, (_, _, weight) in mine.items()])
             rows = [json.loads(each) for each in self._group.exchange(text)]

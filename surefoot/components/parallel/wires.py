@@ -2,8 +2,8 @@
 (`low_rank`).
 
 `begin` runs when all gradients of a bucket exist, and returns a function that waits, called after
-the backward pass. That function may
-return another one to wait for, where the reduction has several rounds; the buckets then take turns.
+the backward pass. That function may return another one to wait for, where the reduction has several
+rounds; the buckets then take turns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of gradients before they are sent; `rank` is the number of columns of P
-    and Q with powersgd."""
+    """The compression of gradients before they are sent; `rank` is the number of columns of P and Q
+    with powersgd."""
 
     kind: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     rank: int = 4
@@ -98,9 +98,8 @@ class Half:
     over all ranks stays below 2^15.
 
     No sum overflows, and a value 2^29 times smaller than the largest of its bucket still has all 11
-    bits. It is 8 times as precise as bf16,
-    and costs one more all-reduce, of one number, which runs after the backward pass. Non-finite
-    values stay non-finite.
+    bits. It is 8 times as precise as bf16, and costs one more all-reduce, of one number, which runs
+    after the backward pass. Non-finite values stay non-finite.
     """
 
     def __init__(self, flat: Tensor, num_tail: int, link: Link) -> None:

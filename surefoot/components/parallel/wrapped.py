@@ -1,5 +1,5 @@
-"""Detection of models in torch's wrappers for several devices, which surefoot rejects: both
-would sum the gradients."""
+"""Detection of models in torch's wrappers for several devices, which surefoot rejects: both would
+sum the gradients."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 with one scale each.
 
 Only the matmuls are in float8. Weights, their gradients and the optimizer's state keep their
-dtypes, so that a model is saved and loaded
-as any other. All other operators compute in bf16.
+dtypes, so that a model is saved and loaded as any other. All other operators compute in bf16.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
     """Convert the linear layers of `model` to float8 matmuls, in place.
 
     With `emulate`, and on any CPU, inputs are rounded to float8 and multiplied in fp32. Each layer
-    stays the same object, with its hooks, and
-    wherever else it is used. Raises MissingExtra without torchao, SpecError where there is no layer
-    to convert.
+    stays the same object, with its hooks, and wherever else it is used. Raises MissingExtra without
+    torchao, SpecError where there is no layer to convert.
     """
     found = find_linear(model, kept)
     if not found.layers:

@@ -29,9 +29,8 @@ class Format:
     """The properties of a number format.
 
     `resolution` is the distance from 1 to the next number. Values up to `vanishes_up_to` underflow
-    to 0, values below `least_normal` keep
-    fewer bits, and from `overflows_from` on a value becomes inf, NaN, or the largest number
-    (`overflows_to`).
+    to 0, values below `least_normal` keep fewer bits, and from `overflows_from` on a value becomes
+    inf, NaN, or the largest number (`overflows_to`).
     """
 
     name: str
@@ -99,8 +98,8 @@ def _keeps_all(cast: Callable[[float], float], value: float, resolution: float) 
 
 
 def _border(holds: Callable[[float], bool], below: float, above: float) -> tuple[float, float]:
-    """Return the last value for which `holds` is false and the first for which it is true, to
-    the precision of fp32."""
+    """Return the last value for which `holds` is false and the first for which it is true, to the
+    precision of fp32."""
     for _ in range(HALVINGS):
         middle = (below + above) / 2
         below, above = (below, middle) if holds(middle) else (middle, above)

@@ -32,8 +32,7 @@ class Overflow:
     """The module where values first became non-finite, though its inputs were finite.
 
     `dtype` is that of its first 16-bit output or input, else of its output; in the backward pass,
-    that of the gradient. `largest` is the
-    largest magnitude among its inputs.
+    that of the gradient. `largest` is the largest magnitude among its inputs.
     """
 
     module: str
@@ -60,8 +59,8 @@ class Overflow:
 
 @dataclass(frozen=True, kw_only=True)
 class Flushed:
-    """The nonzero gradient values of one module's output or parameter, and for each loss scale
-    the share that underflows in fp16."""
+    """The nonzero gradient values of one module's output or parameter, and for each loss scale the
+    share that underflows in fp16."""
 
     module: str
     num_values: int
@@ -160,8 +159,8 @@ class Watch:
         return count
 
     def flushed(self) -> tuple[Flushed, ...]:
-        """Return a row for each module and parameter with gradients, the largest share at the
-        first scale first."""
+        """Return a row for each module and parameter with gradients, the largest share at the first
+        scale first."""
         rows = [
             Flushed(module=name, num_values=int(row[0]), largest=row[1],
                     shares={scale: row[number] / row[0] if row[0] else 0.0 for number, scale in enumerate(self._scales, start=2)})
@@ -178,15 +177,15 @@ def total(rows: Iterable[Flushed], scale: float) -> float:
 
 
 def advise_scale(rows: Iterable[Flushed]) -> float:
-    """Return the largest power of two that keeps the largest gradient, times the scale, at 2^14
-    or below; at most 2^24."""
+    """Return the largest power of two that keeps the largest gradient, times the scale, at 2^14 or
+    below; at most 2^24."""
     largest = max((row.largest for row in rows if math.isfinite(row.largest)), default=0.0)
     return LARGEST_SCALE if largest == 0.0 else min(LARGEST_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
 
 
 def count_lost(before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return, by parameter, the share of values that did not change though the update should
-    have changed them (`moved` is not 0)."""
+    """Return, by parameter, the share of values that did not change though the update should have
+    changed them (`moved` is not 0)."""
     found = {}
     for name, old in before.items():
         meant = moved[name] != 0

@@ -21,8 +21,7 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     """Make the modules that match a pattern compute in fp32, and return them by name.
 
     A pattern matches a module's name, or that of one of its parameters: `head`, `head.*`,
-    `blocks.*.mlp`. Raises SpecError, with similar
-    names, for a pattern that matches none.
+    `blocks.*.mlp`. Raises SpecError, with similar names, for a pattern that matches none.
     """
     found: dict[str, nn.Module] = {}
     for pattern in patterns:

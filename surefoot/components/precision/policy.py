@@ -54,8 +54,8 @@ PLAIN = Policy("fp32", "as the spec says", nullcontext)
 
 
 def find_units(device: torch.device) -> Units:
-    """Return the formats that `device` has hardware for: of a GPU by torch, of a CPU by the
-    flags of the operating system."""
+    """Return the formats that `device` has hardware for: of a GPU by torch, of a CPU by the flags
+    of the operating system."""
     if device.type != "cuda":
         flags = find_processor_flags()
         found = {name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known}
@@ -122,9 +122,8 @@ def compute_context(compute: Compute, device: torch.device) -> Callable[[], Abst
     the others (torch.amp on `device`).
 
     From the first such context on, softmax, norms and sums stay fp32 on a CPU as they do on a GPU,
-    in the whole process. tf32 also needs
-    `set_products`, float8 a conversion of the layers. Raises InputError for another name; "auto" is
-    resolved by `choose`.
+    in the whole process. tf32 also needs `set_products`, float8 a conversion of the layers. Raises
+    InputError for another name; "auto" is resolved by `choose`.
     """
     if compute not in get_args(Compute):
         hint = "for the best of a device: choose('auto', find_units(device))[0]" if str(compute) == "auto" else None
@@ -141,9 +140,8 @@ def set_products(compute: str) -> Callable[[], None]:
     function that restores the settings.
 
     torch's older switches (`cudnn.allow_tf32`, `set_float32_matmul_precision`) are set too: where
-    they disagree with the newer ones, reading
-    them raises, and `torch.backends.cudnn.flags()`, as around the CTC loss of transformers, reads
-    them.
+    they disagree with the newer ones, reading them raises, and `torch.backends.cudnn.flags()`, as
+    around the CTC loss of transformers, reads them.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn

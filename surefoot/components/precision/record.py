@@ -8,8 +8,8 @@ and of each operator, observed in one step.
     record.parameters, record.operators
 
 It uses `torch.utils._python_dispatch.TorchDispatchMode`, which runs below autocast and sees the
-real inputs of an operator. A cast or a
-view of a parameter counts as that parameter, which is identified by its storage.
+real inputs of an operator. A cast or a view of a parameter counts as that parameter, which is
+identified by its storage.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class ParameterDtypes:
     """The dtypes of one parameter; None is a dtype that was not observed.
 
     `compute` is that of the parameter as operators received it, `gradient` that of autograd's
-    gradient, `reduce` the one in which gradients
-    are summed, `master` that of the tensor that the update changes, `state` that of the optimizer's
-    state.
+    gradient, `reduce` the one in which gradients are summed, `master` that of the tensor that the
+    update changes, `state` that of the optimizer's state.
     """
 
     name: str
@@ -72,8 +71,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that records the dtypes of every operator of a forward and backward pass.
 
     With `tf32`, fp32 matmuls are reported as tf32. Gradients are observed by hooks, which do not
-    work with a step as one graph; without
-    `hooked`, `see_update` reads their dtypes.
+    work with a step as one graph; without `hooked`, `see_update` reads their dtypes.
     """
 
     def __init__(self, model: nn.Module, *, tf32: bool = False, hooked: bool = True) -> None:
@@ -138,8 +136,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return see
 
     def _gathered_for(self, place: str) -> Callable[[nn.Module, Any], None]:
-        """Return a hook that registers the gathered parameters of a sharded module while the
-        module computes."""
+        """Return a hook that registers the gathered parameters of a sharded module while the module
+        computes."""
         known: set[str] = set()
 
         def see(module: nn.Module, _: Any) -> None:
@@ -159,8 +157,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         states: Iterable[tuple[Tensor, Mapping[str, Any]]],
         master_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     ) -> None:
-        """Read the dtypes of masters and optimizer state; must be called before the gradients
-        are cleared."""
+        """Read the dtypes of masters and optimizer state; must be called before the gradients are
+        cleared."""
         self.leave()
         kept = {id(moved): state for moved, state in states}
         self.parameters = tuple(self._row(name, parameter, master_of(parameter), kept) for name, parameter in self._named.items())
@@ -237,8 +235,8 @@ def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDt
 
 
 def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
-    """Return one row for the parameters that agree in every role: their names, and their number
-    of elements."""
+    """Return one row for the parameters that agree in every role: their names, and their number of
+    elements."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in parameters:
         values = asdict(each)
@@ -250,8 +248,8 @@ def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
 
 
 def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
-    """Return a key of a tensor by its storage and dtype; a tensor without an address, as an
-    empty or a nested one, is only equal to itself."""
+    """Return a key of a tensor by its storage and dtype; a tensor without an address, as an empty
+    or a nested one, is only equal to itself."""
     try:
         return tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype
     except RuntimeError:

@@ -2,9 +2,8 @@
 underflow to zero in the backward pass.
 
 The loss is multiplied by a scale, and the update divides the gradients by it. Where a gradient
-overflows, the step is skipped and the scale
-halves; after `growth_interval` steps without overflow it doubles. P. Micikevicius et al., "Mixed
-precision training", 2018.
+overflows, the step is skipped and the scale halves; after `growth_interval` steps without overflow
+it doubles. P. Micikevicius et al., "Mixed precision training", 2018.
 
     scaler = LossScaler()
     (loss_sum * scaler.scale).backward()                            # every microbatch of the step
@@ -33,8 +32,7 @@ class LossScaler:
     power of two, so that scaling is exact.
 
     With a `device`, scale and step count are tensors there, and the host does not wait for them.
-    Below `floor`, `is_exhausted` is true and a
-    run should end.
+    Below `floor`, `is_exhausted` is true and a run should end.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class LossScaler:
         return gradient * (scale.to(gradient.dtype) if isinstance(scale, Tensor) else scale)
 
     def update(self, overflowed: bool | Tensor) -> None:
-        """Adjust the scale after a step; `overflowed` means that its gradients were not finite
-        and it was skipped."""
+        """Adjust the scale after a step; `overflowed` means that its gradients were not finite and
+        it was skipped."""
         if isinstance(overflowed, Tensor) and self._device is not None:
             self._update_on_device(overflowed)
         elif overflowed:

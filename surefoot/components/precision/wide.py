@@ -2,9 +2,8 @@
 does on a GPU.
 
 torch keeps losses in fp32 on both devices, and these operators only on a GPU. They are registered
-with torch's dispatcher
-(`torch.library`) under the dispatch key of CPU autocast, so that nothing changes where autocast is
-off.
+with torch's dispatcher (`torch.library`) under the dispatch key of CPU autocast, so that nothing
+changes where autocast is off.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Profiler: the time of a run by phase, measured by clocks that are always on, and a context
-that times one block."""
+"""Profiler: the time of a run by phase, measured by clocks that are always on, and a context that
+times one block."""
 
 from surefoot.components.profiler.phases.clock import (
     BACKWARD,

@@ -8,8 +8,7 @@ and for each module.
         submodules
 
 It uses `torch.utils._python_dispatch.TorchDispatchMode`, as torch's flop counter does. A fused
-operator is one call, as it is for the
-device; operators inside a compiled graph are not seen.
+operator is one call, as it is for the device; operators inside a compiled graph are not seen.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def of(self, module: str = WHOLE) -> list[Work]:
-        """Return the operators that ran inside `module`, one row for each operator and dtype,
-        the longest first."""
+        """Return the operators that ran inside `module`, one row for each operator and dtype, the
+        longest first."""
         rows = [
             Work(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
                  num_bytes=tally.num_bytes, elapsed_s=tally.elapsed_s)
@@ -125,8 +124,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def again_flops(self) -> int:
-        """FLOPs of matmuls that a backward pass recomputed (activation checkpointing); they are
-        no model FLOPs."""
+        """FLOPs of matmuls that a backward pass recomputed (activation checkpointing); they are no
+        model FLOPs."""
         return sum(tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE)
 
 

@@ -1,13 +1,11 @@
 """FLOPs and bytes of a call of a torch operator, from the shapes of its inputs and outputs.
 
 FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element
-of its result, whatever the function.
-Bytes: each input tensor is read once and each output is written once, as with a perfect cache; a
-broadcast tensor counts the bytes that it
-has in memory, a look-up reads only the rows that it selects, a view moves nothing. Arithmetic on
-complex numbers has no formula: a product
-takes four times the multiplications of a real one, a sum twice the additions, a function has no
-agreed count.
+of its result, whatever the function. Bytes: each input tensor is read once and each output is
+written once, as with a perfect cache; a broadcast tensor counts the bytes that it has in memory, a
+look-up reads only the rows that it selects, a view moves nothing. Arithmetic on complex numbers has
+no formula: a product takes four times the multiplications of a real one, a sum twice the additions,
+a function has no agreed count.
 """
 
 # the indices below follow the arguments of each operator's schema
@@ -171,8 +169,8 @@ def _convolution(args: Args, kwargs: Mapping[str, Any], out: Tensor) -> Flops:
 
 
 def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Return the FLOPs once for each requested gradient of input and weights; the bias gradient
-    is one sum."""
+    """Return the FLOPs once for each requested gradient of input and weights; the bias gradient is
+    one sum."""
     gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     once = shape.convolution_flops(weight.shape, inputs.numel() if transposed else gradient.numel())
     products = once * (wanted[0] + wanted[1])
@@ -211,8 +209,8 @@ def _norm_backward(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any)
 
 
 def _recurrent(args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1) -> Flops:
-    """Return the FLOPs of one oneDNN layer in one direction; `times` is 2 for a backward pass,
-    with two matmuls for each."""
+    """Return the FLOPs of one oneDNN layer in one direction; `times` is 2 for a backward pass, with
+    two matmuls for each."""
     inputs, weight, hidden = args[first], args[first + 1], args[first + 2].shape[-1]
     rows, gates = inputs.numel() // weight.shape[-1], weight.shape[0] // hidden
     every, products = shape.recurrent_flops(rows, weight.shape[-1], hidden, gates)
@@ -284,8 +282,8 @@ def _dtype(tensors: Iterable[Tensor]) -> str | None:
 
 
 def _complex_dtype(tensors: Iterable[Tensor]) -> str | None:
-    """Return the first complex dtype, if there is one: a single complex tensor makes the
-    arithmetic complex."""
+    """Return the first complex dtype, if there is one: a single complex tensor makes the arithmetic
+    complex."""
     return next((COMPLEX[each.dtype] for each in tensors if each.is_complex()), None)
 
 

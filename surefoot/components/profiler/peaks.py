@@ -2,8 +2,7 @@
 matmuls of each dtype, and of copies.
 
 The best and not the mean: other load on the machine can only make a kernel slower, so the fastest
-run is the nearest to the peak, and
-it is repeatable.
+run is the nearest to the peak, and it is repeatable.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ CALLS: dict[str, tuple[Make, ...]] = {"cpu": (_plain, _turned, _onednn), "cuda":
 
 
 class _Products:
-    """The matmuls of one dtype: all functions and shapes in the first round, then only the
-    fastest of them."""
+    """The matmuls of one dtype: all functions and shapes in the first round, then only the fastest
+    of them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._like = device, {"device": device, "dtype": dtype}
@@ -146,8 +145,8 @@ def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> flo
 
 
 def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Return the shortest time of the calls that fit into the budget, at least two: the first
-    one is cold."""
+    """Return the shortest time of the calls that fit into the budget, at least two: the first one
+    is cold."""
     until_s, samples = time.perf_counter() + budget_s, 0
     best_s = float("inf")
     while samples < LEAST_SAMPLES or time.perf_counter() < until_s:

@@ -2,8 +2,7 @@
 nodes that it created.
 
 Each node belongs to the innermost module that was running when the node was created, so that
-modules which share an input, or return it
-unchanged, can be distinguished.
+modules which share an input, or return it unchanged, can be distinguished.
 """
 
 from __future__ import annotations

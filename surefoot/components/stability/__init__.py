@@ -1,5 +1,5 @@
-"""Stability: non-finite steps, diverged runs, the gradient noise scale, and norms that do not
-mix samples."""
+"""Stability: non-finite steps, diverged runs, the gradient noise scale, and norms that do not mix
+samples."""
 
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.components.stability.noise import GradientNoise, Noise

@@ -104,8 +104,8 @@ class Guard:
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
     def _without_items(self, report: StepReport, empty: tuple[str, ...]) -> GuardFault:
-        """Report a step whose loss counted no item: such data is rare and no error, so these
-        steps never end a run."""
+        """Report a step whose loss counted no item: such data is rare and no error, so these steps
+        never end a run."""
         self.num_skipped += 1
         self.num_empty += 1
         many = self.num_empty
@@ -116,8 +116,8 @@ class Guard:
         return GuardFault(report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed)
 
     def _overflowed(self, report: StepReport) -> GuardFault:
-        """Report a step whose fp16 gradients overflowed; it ends the run only once the loss
-        scale is below its minimum."""
+        """Report a step whose fp16 gradients overflowed; it ends the run only once the loss scale
+        is below its minimum."""
         self.num_skipped += 1
         scale = report.loss_scale or 0.0
         detail = f"gradients overflowed fp16 at a loss scale of {2 * scale:g}"

@@ -1,10 +1,9 @@
 """The gradient noise scale: the batch size above which more samples per step help little.
 
 S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
-https://arxiv.org/abs/1812.06162, appendix A. The gradient of
-a batch of B samples is the true gradient G plus noise of variance S / B. So the mean squared norms
-of the gradients of two batch sizes,
-b < B, give both: |G_b|^2 = |G|^2 + S / b. The simple noise scale is S / |G|^2, in samples.
+https://arxiv.org/abs/1812.06162, appendix A. The gradient of a batch of B samples is the true
+gradient G plus noise of variance S / B. So the mean squared norms of the gradients of two batch
+sizes, b < B, give both: |G_b|^2 = |G|^2 + S / b. The simple noise scale is S / |G|^2, in samples.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class GradientNoise:
         self._unread.append((part_square, whole_square, part, whole))
 
     def _read(self) -> None:
-        """Turn the collected norms into estimates of |G|^2 and S; a step with non-finite norms
-        is left out."""
+        """Turn the collected norms into estimates of |G|^2 and S; a step with non-finite norms is
+        left out."""
         while self._unread:
             one, other, part, whole = self._unread.popleft()
             part_square, whole_square = float(one), float(other)

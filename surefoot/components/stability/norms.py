@@ -25,14 +25,12 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
     of the replaced modules.
 
     Running statistics are dropped: each sample is normalized separately, in training as in
-    evaluation, so that the split of a batch changes
-    nothing. Call it before the optimizer is built.
+    evaluation, so that the split of a batch changes nothing. Call it before the optimizer is built.
 
     Args:
         model: The model, changed in place.
         to: "group" for the most groups that divide the channels, at most 32, with at least 8
-            channels each; "layer" for one group, which is
-            LayerNorm over channels and positions.
+            channels each; "layer" for one group, which is LayerNorm over channels and positions.
 
     Raises:
         SpecError: For another `to`.

@@ -1,5 +1,5 @@
-"""A torch optimizer whose groups can be updated one at a time, with gradient scaling and
-skipping inside the update."""
+"""A torch optimizer whose groups can be updated one at a time, with gradient scaling and skipping
+inside the update."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class ByGroup(Optimizer, ABC):
         """Update the parameters of a group that have a gradient; their state exists already."""
 
     def traced(self, group: dict[str, Any]) -> Traced | None:
-        """Return all tensors that an update of the group changes, for a graph; None where no
-        graph can hold the update."""
+        """Return all tensors that an update of the group changes, for a graph; None where no graph
+        can hold the update."""
         return None
 
 
@@ -97,8 +97,8 @@ def _is_allowed(value: Any, allowed: str) -> bool:
 
 @dataclass(frozen=True)
 class Driven:
-    """A group of a `ByGroup` optimizer with its state created, so that a checkpoint can be
-    restored into it in place."""
+    """A group of a `ByGroup` optimizer with its state created, so that a checkpoint can be restored
+    into it in place."""
 
     optimizer: ByGroup
     group: dict[str, Any]

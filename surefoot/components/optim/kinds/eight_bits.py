@@ -2,11 +2,9 @@
 values.
 
 Codes and rounding are those of torchao, after Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization", 2021
-(https://arxiv.org/abs/2110.02861). torchao stores the moments in a tensor subclass, dequantizes a
-whole tensor at a time, and searches
-each code among 256. This module stores them in plain tensors, saved and counted as any other,
-dequantizes them piece by piece, and finds
+Quantization", 2021 (https://arxiv.org/abs/2110.02861). torchao stores the moments in a tensor
+subclass, dequantizes a whole tensor at a time, and searches each code among 256. This module stores
+them in plain tensors, saved and counted as any other, dequantizes them piece by piece, and finds
 codes in a table.
 """
 
@@ -38,10 +36,9 @@ class Codes:
     """Lookup tables of an 8-bit code.
 
     `values` are the 256 values of the codes, ascending to 1. `ends` holds, for each code, the least
-    number that rounds to the next code.
-    `begins` holds, for each of the 65,536 upper halves of an fp32 number (sign, exponent, 7 bits),
-    the code of the least number with it;
-    numbers with the same upper half have at most two codes.
+    number that rounds to the next code. `begins` holds, for each of the 65,536 upper halves of an
+    fp32 number (sign, exponent, 7 bits), the code of the least number with it; numbers with the
+    same upper half have at most two codes.
     """
 
     values: Tensor
@@ -108,8 +105,7 @@ class Adam8bit(ByGroup):
         w = w - lr * decay * w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
     The formula is that of AdamW. m and v are dequantized, updated and used in fp32, and rounded to
-    8 bits when they are stored. Raises
-    SpecError for other parameters.
+    8 bits when they are stored. Raises SpecError for other parameters.
     """
 
     def __init__(

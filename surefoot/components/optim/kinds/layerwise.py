@@ -2,8 +2,8 @@
 batches may take large steps.
 
 Both are subclasses of torch.optim.Optimizer. Where torch has a fused kernel, `fused` in a group
-uses it; the gradients are then divided
-by `grad_scale`, and nothing changes where `found_inf` is 1, all on the device.
+uses it; the gradients are then divided by `grad_scale`, and nothing changes where `found_inf` is 1,
+all on the device.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ class Lars(_Layerwise):
         w = w - v
 
     That is algorithm 1 of https://arxiv.org/abs/1708.03888, where the learning rate is inside the
-    momentum; its polynomial decay of `lr` is
-    left to a schedule. The paper leaves two cases open: where |w| or |g| is 0, r is 1; and in a
-    group with `adapt` false, r is 1 for all
-    layers (for biases and norms). A layer is one tensor.
+    momentum; its polynomial decay of `lr` is left to a schedule. The paper leaves two cases open:
+    where |w| or |g| is 0, r is 1; and in a group with `adapt` false, r is 1 for all layers (for
+    biases and norms). A layer is one tensor.
     """
 
     def __init__(
@@ -113,10 +112,8 @@ class Lamb(_Layerwise):
         w = w - lr * |w| / |u| * u
 
     That is algorithm 2 of https://arxiv.org/abs/1904.00962 with phi(z) = z, which the paper leaves
-    open. The paper leaves two more cases
-    open: where |w| or |u| is 0, the ratio is 1; and in a group with `adapt` false, it is 1 for all
-    layers (for biases and norms). A layer is
-    one tensor.
+    open. The paper leaves two more cases open: where |w| or |u| is 0, the ratio is 1; and in a
+    group with `adapt` false, it is 1 for all layers (for biases and norms). A layer is one tensor.
     """
 
     def __init__(
@@ -166,8 +163,8 @@ class Lamb(_Layerwise):
 
 
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return a scalar tensor for every parameter, in fp64 for a parameter in fp64: its element
-    of a vector, else the same value for all."""
+    """Return a scalar tensor for every parameter, in fp64 for a parameter in fp64: its element of a
+    vector, else the same value for all."""
     made = torch.as_tensor(rates, dtype=None if isinstance(rates, Tensor) else torch.float64, device=params[0].device)
     by_dtype = {wide: made.to(wide) for wide in {torch.promote_types(each.dtype, torch.float32) for each in params}}
     if len(by_dtype) == 1:

@@ -2,8 +2,8 @@
 filters.
 
 torch.optim.Muon accepts matrices only. A convolution filter (out, in, kh, kw) is a matrix (out, in
-* kh * kw); the order of its columns
-does not matter to the orthogonalization. K. Jordan et al., "Muon", 2024.
+* kh * kw); the order of its columns does not matter to the orthogonalization. K. Jordan et al.,
+"Muon", 2024.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 state.
 
 torch's `fully_shard` (FSDP2) all-gathers the weights of a unit before its forward pass, and in
-stage 3 again before its backward pass; in
-stage 2 they stay gathered in between. Gradients are reduce-scattered at the end of a unit's
-backward pass, in every microbatch, so that
-only shards are kept between microbatches. A unit is a block of the model; the parameters outside of
-all blocks form one more.
-https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+stage 3 again before its backward pass; in stage 2 they stay gathered in between. Gradients are
+reduce-scattered at the end of a unit's backward pass, in every microbatch, so that only shards are
+kept between microbatches. A unit is a block of the model; the parameters outside of all blocks form
+one more. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ class FullySharded:
         wide: Modules that `narrow` leaves in their dtype.
         on_host: Update the rows in host memory, where the optimizer's state is then stored.
         replicated: Parameters that stay whole and in their dtype; every rank updates all of them,
-            and their gradients are summed over
-            `mesh.whole` as in `Replicas`.
+            and their gradients are summed over `mesh.whole` as in `Replicas`.
 
     Raises:
         SpecError: For a parameter that cannot be split, and for one of `replicated` that the model
@@ -145,8 +142,8 @@ class FullySharded:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Free the gathered weights after the rows were updated; with `on_host`, copy the rows
-        back first."""
+        """Free the gathered weights after the rows were updated; with `on_host`, copy the rows back
+        first."""
         for parameter in self._moved:
             parameter.to_local().copy_(master_of(parameter))  # type: ignore[attr-defined]
         for module in self._modules:
@@ -223,8 +220,7 @@ class _HandedOver:
     optimizer, which updates the rows.
 
     The gradient also stays at the parameter, in the same memory, until a step starts or its module
-    is called with gradients again.
-    `replicas` sum the gradients of parameters that are not sharded.
+    is called with gradients again. `replicas` sum the gradients of parameters that are not sharded.
     """
 
     def __init__(
@@ -298,8 +294,8 @@ class _Own:
 
 
 class _Gathering(_Own):
-    """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the
-    hang detection."""
+    """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the hang
+    detection."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         with self._units.gathering(self._unit):

@@ -1,5 +1,5 @@
-"""The rows of each tensor that a rank holds. All stages split a tensor along its first
-dimension, so that a file holds rows."""
+"""The rows of each tensor that a rank holds. All stages split a tensor along its first dimension,
+so that a file holds rows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[ra
 
 
 def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False) -> Tensor:
-    """Make `held`, the rows of `parameter` from `start` on, the parameter's master, and return
-    it: in place, or as a copy in host memory."""
+    """Make `held`, the rows of `parameter` from `start` on, the parameter's master, and return it:
+    in place, or as a copy in host memory."""
     rows = held.detach().to("cpu", copy=True) if on_host else held.detach()
     master = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     master.part = Part(start, tuple(parameter.shape), owner)  # type: ignore[attr-defined]
@@ -135,8 +135,8 @@ def _kind_of(given: Any) -> str:
 
 @torch.no_grad()
 def gather_rows(group: Group, held: Tensor, part: Part) -> Tensor:
-    """Return the whole tensor that `held` is a part of, on every rank of `group`, in the order
-    of its rows."""
+    """Return the whole tensor that `held` is a part of, on every rank of `group`, in the order of
+    its rows."""
     counts = group.gather(torch.tensor(len(held), device=group.device)).tolist()
     padded = held.new_zeros((max(counts), *held.shape[1:]))
     padded[: len(held)] = held

@@ -2,11 +2,9 @@
 state of these rows.
 
 Gradients are sent in buckets during the backward pass, as in `replicate`, and reduce-scattered: a
-rank gets the sum of its rows. After an
-update the ranks all-gather the updated rows. So a step sends each gradient and each weight once, as
-much as one all-reduce does. A bucket
-is cut by bytes, not by tensors: every rank holds about the same share of it, and takes part in
-every collective.
+rank gets the sum of its rows. After an update the ranks all-gather the updated rows. So a step
+sends each gradient and each weight once, as much as one all-reduce does. A bucket is cut by bytes,
+not by tensors: every rank holds about the same share of it, and takes part in every collective.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ class ShardedState:
 
     Args:
         model: A module, or what torch's optimizers accept: parameters, pairs of a name and a
-            parameter, or groups of either; so a loss may
-            have weights beside a model. All ranks must pass the same in the same order.
+            parameter, or groups of either; so a loss may have weights beside a model. All ranks
+            must pass the same in the same order.
         mesh: The ranks.
         bucket_bytes: The size of a bucket.
         first_bytes: The size of the first bucket.
@@ -102,8 +100,8 @@ class ShardedState:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups for an optimizer, with the rows that this rank updates; one group for a
-        module or for parameters."""
+        """The groups for an optimizer, with the rows that this rank updates; one group for a module
+        or for parameters."""
         return [each.with_masters() for each in self._listed]
 
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
@@ -148,8 +146,8 @@ class ShardedState:
 
 
 class _Scattered(Replicas):
-    """Reduce-scatter of the gradients of an update; the gradients of other ranks' rows are freed
-    as soon as they are sent."""
+    """Reduce-scatter of the gradients of an update; the gradients of other ranks' rows are freed as
+    soon as they are sent."""
 
     def __init__(self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows], sizes: tuple[int, int]) -> None:
         self._mesh, self._cuts = mesh, cuts

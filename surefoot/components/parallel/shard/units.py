@@ -1,5 +1,5 @@
-"""The units whose weights the ranks gather together: counts of the gathers of each, and the
-error where the counts differ."""
+"""The units whose weights the ranks gather together: counts of the gathers of each, and the error
+where the counts differ."""
 
 from __future__ import annotations
 

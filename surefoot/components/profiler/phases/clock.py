@@ -2,8 +2,8 @@
 up to the wall time.
 
 A switch reads the monotonic clock once and adds the elapsed time to the phase that ends: no phase
-is a remainder. On an asynchronous device
-the switches record events in its stream, which are read when a window ends: see `device_line`.
+is a remainder. On an asynchronous device the switches record events in its stream, which are read
+when a window ends: see `device_line`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PhaseClock:
         return self._phase
 
     def switch(self, phase: int) -> int:
-        """End the current phase and start `phase`; return the time of the switch, in nanoseconds
-        of the monotonic clock."""
+        """End the current phase and start `phase`; return the time of the switch, in nanoseconds of
+        the monotonic clock."""
         now_ns = perf_counter_ns()
         if self._line is None:
             self._spent_ns[self._phase] += now_ns - self._since_ns
@@ -104,13 +104,13 @@ class PhaseClock:
         return now_ns
 
     def total(self) -> Timing:
-        """Return the timing from the start to the last `take`, with an even sample of the steps
-        of a long run."""
+        """Return the timing from the start to the last `take`, with an even sample of the steps of
+        a long run."""
         return self._tally.total()
 
     def listen_to_collections(self) -> Callable[[], None]:
-        """Time the garbage collections of this process, so that one can explain a slow step;
-        return the function that stops it."""
+        """Time the garbage collections of this process, so that one can explain a slow step; return
+        the function that stops it."""
         heard = self._heard
         gc.callbacks.append(heard)
 

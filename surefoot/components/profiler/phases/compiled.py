@@ -10,8 +10,8 @@ import sys
 
 
 def count_compiled() -> int:
-    """Return how many frames torch.compile has handled in this process; 0 while its compiler is
-    not imported."""
+    """Return how many frames torch.compile has handled in this process; 0 while its compiler is not
+    imported."""
     loaded = sys.modules.get("torch._dynamo.utils")
     if loaded is None:
         return 0

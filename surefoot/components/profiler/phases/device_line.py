@@ -1,11 +1,10 @@
 """The phases of an asynchronous device: events in its stream, read at the end of a window.
 
 Between two events the device either ran the kernels launched between them or waited for the host.
-Copy, forward, backward and optimizer
-launch kernels: each lasts from its event to the next one. Host phases between them (reading data,
-logging) count only for the time that
-the device was idle: for their last part, since the device was still busy during the first. So the
-phases add up to the wall time.
+Copy, forward, backward and optimizer launch kernels: each lasts from its event to the next one.
+Host phases between them (reading data, logging) count only for the time that the device was idle:
+for their last part, since the device was still busy during the first. So the phases add up to the
+wall time.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class DeviceLine:
             self._line.append((MARK, self._record(), new))
 
     def end_step(self, number: int, collecting_ns: int) -> bool:
-        """Record the end of a step; return whether so many events were recorded that they must
-        be read."""
+        """Record the end of a step; return whether so many events were recorded that they must be
+        read."""
         self._line.append((STEP, number, collecting_ns))
         return self._used > MOST_MARKS
 
@@ -103,8 +102,7 @@ def _exposed(segments: Sequence[Segment], passed_ns: int) -> list[Segment]:
     `passed_ns` passed on the device.
 
     Where more time passed on the device than on the host, the device ran work that the host
-    launched meanwhile; that time counts for the
-    longest segment.
+    launched meanwhile; that time counts for the longest segment.
     """
     found = _last(segments, passed_ns)
     left_ns = passed_ns - sum(ns for _, ns in found)

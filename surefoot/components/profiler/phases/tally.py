@@ -1,5 +1,5 @@
-"""Counts of the phase clock: nanoseconds by phase and by step, and the outlier steps, each with
-its cause."""
+"""Counts of the phase clock: nanoseconds by phase and by step, and the outlier steps, each with its
+cause."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class Tally:
             self._stride *= 2
 
     def _sampled(self, steps: Sequence[int]) -> Sequence[int]:
-        """Return every `_stride`-th of the newest steps, counted over the run, so that the
-        sample stays small."""
+        """Return every `_stride`-th of the newest steps, counted over the run, so that the sample
+        stays small."""
         return steps[-(self._num_steps - len(steps)) % self._stride :: self._stride]
 
     def total(self) -> Timing:

@@ -23,8 +23,8 @@ STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = "flame_stack.svg", "flame_mo
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The analysis of a window: its length, its operators, its frames by stack, module and
-    device, its memory. None means not recorded."""
+    """The analysis of a window: its length, its operators, its frames by stack, module and device,
+    its memory. None means not recorded."""
 
     num_steps: int | None
     window_s: float
@@ -55,8 +55,8 @@ class Found:
 
 
 def analyse(path: Path) -> Found:
-    """Read the trace `path`, with the facts file of its Profiler. Raises InputError for a file
-    that is no complete trace."""
+    """Read the trace `path`, with the facts file of its Profiler. Raises InputError for a file that
+    is no complete trace."""
     facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
     found = trace.read(path, most_steps=facts.get("num_steps"))
     first_ns, last_ns = found.window
@@ -96,8 +96,8 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
 
 
 def draw(found: Found, folder: Path) -> list[Path]:
-    """Write tables and plots of `found` into `folder`; return their paths. Raises InputError
-    where the disk refuses."""
+    """Write tables and plots of `found` into `folder`; return their paths. Raises InputError where
+    the disk refuses."""
     texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}
     steps = f"{found.num_steps} steps" if found.num_steps else "the window"
     for name, root, title in (

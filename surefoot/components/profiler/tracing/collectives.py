@@ -2,12 +2,10 @@
 not import torch.
 
 A collective *overlaps* with the computation of its rank while the host does something else (gloo,
-on threads; memory that ranks share,
-where the other ranks continue), or while a device runs another kernel beside it (NCCL); the rest of
-it is *exposed*. It lasts from its
-start on this rank until it is complete, or, through shared memory, until it was waited for, so that
-waiting for a slower rank is a part of
-it.
+on threads; memory that ranks share, where the other ranks continue), or while a device runs another
+kernel beside it (NCCL); the rest of it is *exposed*. It lasts from its start on this rank until it
+is complete, or, through shared memory, until it was waited for, so that waiting for a slower rank
+is a part of it.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ class Collective:
     """The collectives at one position in the steps of a window: means over `num_calls`.
 
     `begins_s` and `ends_s` are seconds after the start of the step; `backward_ends_s` is when the
-    step's last backward pass ended, None for
-    a step without one. `num_early` of the calls started before that.
+    step's last backward pass ended, None for a step without one. `num_early` of the calls started
+    before that.
     """
 
     name: str
@@ -97,8 +95,8 @@ def _is_ours(each: Slice) -> bool:
 
 
 def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
-    """Return each collective with its name: calls are matched with the work in the order in
-    which they were issued."""
+    """Return each collective with its name: calls are matched with the work in the order in which
+    they were issued."""
     asked = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(CALL)]
     ranges: dict[Any, list[Slice]] = {}
     for each in filter(_is_ours, trace.slices):

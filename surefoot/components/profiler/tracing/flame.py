@@ -125,8 +125,8 @@ def _group(box: Box, whole_ns: int) -> str:
 
 
 def _colour(name: str) -> str:
-    """Return a color that depends only on the name: warm for operators, blue for Python, green
-    for modules and ranges."""
+    """Return a color that depends only on the name: warm for operators, blue for Python, green for
+    modules and ranges."""
     spread = zlib.crc32(name.encode("utf-8", "replace"))
     hue = (
         20

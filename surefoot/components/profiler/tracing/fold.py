@@ -1,5 +1,5 @@
-"""Slices of a trace, folded into a tree of frames: callers and callees, with their times, which
-add up exactly to the window."""
+"""Slices of a trace, folded into a tree of frames: callers and callees, with their times, which add
+up exactly to the window."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class _Open:
 
 
 def by_stack(trace: Trace) -> Frame:
-    """Return the tree of Python functions and the operators they call, on the thread of the
-    steps, without common outer callers."""
+    """Return the tree of Python functions and the operators they call, on the thread of the steps,
+    without common outer callers."""
     kept = (each for each in _of_main_thread(trace) if each.category in (PYTHON, OPERATOR))
     root = fold(kept, trace.window, "the window")
     while not root.self_ns and len(root.children) == 1:
@@ -127,15 +127,15 @@ def _of_main_thread(trace: Trace) -> list[Slice]:
 
 
 def _is_of_one_step(name: str) -> bool:
-    """Return whether a range belongs to one step or epoch only; such ranges would keep the steps
-    of a window apart."""
+    """Return whether a range belongs to one step or epoch only; such ranges would keep the steps of
+    a window apart."""
     kind, _, number = name.partition(" ")
     return name.startswith(STEP_PREFIX) or (kind in ("epoch", "step") and number.isdigit())
 
 
 def _with_names(slices: Iterable[Slice]) -> Iterable[tuple[Slice, tuple[str, ...]]]:
-    """Yield each slice of one thread with the names of ranges and operators, from the outermost
-    to the slice."""
+    """Yield each slice of one thread with the names of ranges and operators, from the outermost to
+    the slice."""
     stack: list[tuple[int, str]] = []
     for each in slices:
         if each.category not in (RANGE, OPERATOR) or _is_of_one_step(each.name):
@@ -147,8 +147,8 @@ def _with_names(slices: Iterable[Slice]) -> Iterable[tuple[Slice, tuple[str, ...
 
 
 def _module_of_node(trace: Trace) -> dict[object, tuple[str, ...]]:
-    """Return the modules around the operator that created an autograd node, by the sequence
-    number of the node; the last operator counts."""
+    """Return the modules around the operator that created an autograd node, by the sequence number
+    of the node; the last operator counts."""
     found: dict[object, tuple[str, ...]] = {}
     for each, names in _with_names(_of_main_thread(trace)):
         number = each.mark("Sequence number")

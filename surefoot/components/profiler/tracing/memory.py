@@ -166,8 +166,8 @@ def _is_activation(block: Block, passes: Sequence[tuple[int, int]]) -> bool:
 
 
 def _sample(blocks: Sequence[Block], window: tuple[int, int]) -> Timeline:
-    """Return the sums at every change, thinned out: each interval shows its largest sum, from
-    its start on."""
+    """Return the sums at every change, thinned out: each interval shows its largest sum, from its
+    start on."""
     moments: list[tuple[int, str, int]] = []
     for block in blocks:
         began_ns = window[0] if block.began_ns is None else max(window[0], block.began_ns)

@@ -1,5 +1,5 @@
-"""Commands that record the window of a run with NVIDIA Nsight Systems and Nsight Compute;
-reports end in .nsys-rep and .ncu-rep."""
+"""Commands that record the window of a run with NVIDIA Nsight Systems and Nsight Compute; reports
+end in .nsys-rep and .ncu-rep."""
 
 from __future__ import annotations
 

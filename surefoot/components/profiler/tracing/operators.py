@@ -39,9 +39,8 @@ class Operator:
     """All calls of an operator in the window, summed; an unknown value is None.
 
     The `self_` fields exclude operators that it called. `self_bytes` is the memory that it
-    allocated itself less what it freed itself; `flops`
-    counts multiplications and additions of the operators whose shapes determine them (matmuls and
-    convolutions); `bytes` is the size of the
+    allocated itself less what it freed itself; `flops` counts multiplications and additions of the
+    operators whose shapes determine them (matmuls and convolutions); `bytes` is the size of the
     input tensors. `flops` and `bytes` cover all calls, or are None.
     """
 
@@ -137,8 +136,8 @@ def _plus(total: int | None, more: int | None) -> int | None:
 
 
 def _given_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
-    """Return the bytes of a call's tensors; None for a list of tensors, whose types torch does
-    not record, or for odd entries."""
+    """Return the bytes of a call's tensors; None for a list of tensors, whose types torch does not
+    record, or for odd entries."""
     if len(shapes) != len(types):
         return None
     given = [(sizes, kind) for sizes, kind in zip(shapes, types, strict=True) if kind not in NO_TENSORS]
@@ -191,8 +190,8 @@ def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tup
 
 
 def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """Return the FLOPs of a convolution's backward pass: once for each requested gradient of
-    input and weights."""
+    """Return the FLOPs of a convolution's backward pass: once for each requested gradient of input
+    and weights."""
     if len(shapes) < 3 or not is_shape(shapes[2]) or len(values) < 11 or str(values[7]) not in ("True", "False"):
         return None
     num_wanted = sum("True" in each for each in str(values[10]).strip("[]").split(",")[:2])
@@ -200,8 +199,8 @@ def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
 
 
 def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
-    """Return a list of integers from the text in the trace, as "[1, 1]"; None for any other text
-    or length."""
+    """Return a list of integers from the text in the trace, as "[1, 1]"; None for any other text or
+    length."""
     text = str(values[place]) if place < len(values) else ""
     parts = [part.strip() for part in text.strip("[]").split(",")]
     if not all(_WHOLE.fullmatch(part) for part in parts):

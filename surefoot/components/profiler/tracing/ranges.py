@@ -20,8 +20,8 @@ LEVELS = ("epoch", "step", "phase")
 
 @final
 class Ranges:
-    """Nested ranges, at most one open on each level; opening one closes the range on its level
-    and those inside of it."""
+    """Nested ranges, at most one open on each level; opening one closes the range on its level and
+    those inside of it."""
 
     def __init__(self) -> None:
         self._open: dict[str, record_function] = {}
@@ -45,8 +45,8 @@ class Ranges:
 
 @final
 class ModuleRanges:
-    """A range around every forward pass of each submodule of `model`, by its name, from `open`
-    to `close`."""
+    """A range around every forward pass of each submodule of `model`, by its name, from `open` to
+    `close`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(part): f"{MODULE_PREFIX}{name or type(model).__name__}" for name, part in model.named_modules()}

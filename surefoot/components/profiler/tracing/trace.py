@@ -40,8 +40,8 @@ class Slice(NamedTuple):
     details: Mapping[str, Any]
 
     def mark(self, name: str) -> int | str | None:
-        """Return a detail that identifies or links slices; None for a value that is no number
-        and no text."""
+        """Return a detail that identifies or links slices; None for a value that is no number and
+        no text."""
         value = self.details.get(name)
         return value if isinstance(value, int | str) else None
 
@@ -96,8 +96,8 @@ class Trace:
 
 
 def read(path: Path, *, most_steps: int | None = None) -> Trace:
-    """Read a trace, gzipped or not. Raises InputError for a file that is missing, truncated, or
-    no trace of torch.profiler."""
+    """Read a trace, gzipped or not. Raises InputError for a file that is missing, truncated, or no
+    trace of torch.profiler."""
     return _of_document(_load(path), path, most_steps)
 
 

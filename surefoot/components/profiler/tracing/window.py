@@ -56,8 +56,8 @@ class Window:
         return self.wait + self.warmup + self.active
 
     def fitted(self, num_left: int | None) -> Window:
-        """Return this window, or one that fits into `num_left` steps: at most half of them
-        before it, the others recorded."""
+        """Return this window, or one that fits into `num_left` steps: at most half of them before
+        it, the others recorded."""
         if num_left is None or num_left >= self.num_steps:
             return self
         if num_left < 1:
@@ -76,8 +76,7 @@ class Profiler:
     it as a context around the loop.
 
     `is_done` is true once the window was recorded. A loop that ends first writes the steps recorded
-    so far; so does a window that would need
-    more memory than is available.
+    so far; so does a window whose end would take more than half of the available memory.
 
         with Profiler(model, "profile") as profiler:
             for batch in loader:
@@ -171,8 +170,8 @@ class Profiler:
         return self._is_short
 
     def _begin_capture(self) -> None:
-        """Start the capture of nsys or ncu, with every range and operator as an NVTX range,
-        until the window closes."""
+        """Start the capture of nsys or ncu, with every range and operator as an NVTX range, until
+        the window closes."""
         capture: Any = torch.cuda.profiler  # torch has no type annotations for both
         mark: Any = torch.autograd.profiler.emit_nvtx
         torch.cuda.synchronize()
@@ -183,8 +182,8 @@ class Profiler:
 
     @property
     def _first_recorded(self) -> int:
-        """The step from which memory is recorded, the last of the warm-up: torch records a
-        block's release only if it saw the allocation."""
+        """The step from which memory is recorded, the last of the warm-up: torch records a block's
+        release only if it saw the allocation."""
         return self.window.wait + max(0, self.window.warmup - 1)
 
     def _make(self) -> profile:
@@ -223,8 +222,8 @@ class Profiler:
         }
 
     def close(self) -> bool:
-        """End the window and write the recorded steps; return whether there are any. A second
-        call only returns that."""
+        """End the window and write the recorded steps; return whether there are any. A second call
+        only returns that."""
         if self.is_done:
             return self._num_recorded > 0
         self.is_done = True
