@@ -1,4 +1,5 @@
-"""The compiler: what is compiled, what that cost, and why again."""
+"""torch.compile: the compiled regions of a model, the cost of compiling them, and the reasons for
+recompilation."""
 
 from surefoot.components.compiler.layout import lay_channels_last
 from surefoot.components.compiler.regions import Compiled, CompiledFunction, compile_function, compile_regions

@@ -1,8 +1,9 @@
-"""Whether the compiler for C++ knows the vector instructions of this CPU, so that torch need not find out by trying.
+"""Detection of AVX-512 support in the C++ compiler, so that torch skips its test programs.
 
-torch compiles and loads up to six small programs before its first kernel for a CPU: six seconds, on each machine and in each container that
-has no cache of them yet. What it asks is whether torch was built for these instructions, which it says itself, and whether the compiler is
-older than they are.
+Before its first CPU kernel, torch compiles and loads up to six small programs to find the vector
+instructions it may use. That takes about six seconds, on each machine and in each container without
+a cache of the results. The answer depends on two facts that are cheaper to read: the CPU capability
+that torch reports (`torch.backends.cpu.get_cpu_capability`), and the release of the compiler.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import subprocess
 
 import torch
 
-KNOWS = 12  # gcc and clang from this release on know AVX-512 with all that torch uses of it
+KNOWS = 12  # gcc and clang support the AVX-512 that torch uses from this release on
 
 
 def are_known(compilers: tuple[str | None, ...]) -> bool:
-    """Whether the first of `compilers` that is there knows what torch was built for on this CPU; False where nobody can tell.
+    """Return whether the first of `compilers` that is installed supports AVX-512 and torch uses
+    AVX-512 on this CPU.
 
-    Only AVX-512 is worth asking: everything else takes torch a program or two.
+    False where the release of the compiler cannot be read. Only AVX-512 is checked: every other
+    instruction set costs torch one or two test programs.
     """
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and _release_of(compilers) >= KNOWS
 
 
 @functools.cache
 def _release_of(compilers: tuple[str | None, ...]) -> int:
-    """The release of the first compiler that is there; 0 for none, or one that does not say."""
+    """Return the major release of the first compiler that is installed; 0 if none is, or if it
+    prints no number."""
     for command in filter(None, compilers):
         try:
             said = subprocess.run([command, "-dumpversion"], capture_output=True, text=True, timeout=10, check=False).stdout

@@ -1,11 +1,13 @@
-"""The kernels that torch.compile makes: their source, the operators that each is made of, and the bytes that it reads and writes.
+"""The kernels that torch.compile generates: their source, the operators fused into each, and the
+bytes that each reads and writes.
 
     with watch_kernels() as graphs:
         model(batch)
     graphs[0].kernels
 
-Inductor hands its source to `GraphLowering.save_output_code` while the graph and the schedule that it was made from still stand
-(`V.graph`); all of that is private. The bytes are those of every buffer once, as its own count has them.
+Inductor passes its source to `GraphLowering.save_output_code` while the graph and the schedule that
+it was generated from still exist (`V.graph`); both names are private. Every buffer of a kernel
+counts once in its bytes, as in inductor's `get_read_write_buffers_sizes`.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch.fx import Node
 
-VIEWS = ("_unsafe_view",)  # besides those whose schema says so
-EPILOGUE = "copy_"  # into an input, at the end of a graph: how it writes what eager mode changes in place
+VIEWS = ("_unsafe_view",)  # in addition to the operators whose schema marks them as views
+EPILOGUE = "copy_"  # the copy into an input at the end of a graph, in place of an in-place change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One launch: the operators of eager mode that it is made of, and the bytes that it moves beside those that they would move alone.
+    """A kernel launch: the eager operators that it computes, its bytes, and the bytes that these
+    operators move in eager mode.
 
-    An operator that several kernels compute counts for the first of them; what a backward pass computes `again`, since it was not kept,
-    eager mode keeps. A library's kernel, as of a product, is called and not generated.
+    An operator that several kernels compute counts for the first of them. An operator that a
+    backward graph recomputes counts no eager bytes, since eager mode saves its output. A library
+    kernel (`is_library`), such as a matmul, is called and not generated.
     """
 
     operators: tuple[str, ...]
@@ -45,7 +49,10 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """What became of one graph; `num_operators` and `eager_bytes` are those of eager mode, where each operator is a launch."""
+    """A graph that inductor compiled: its source and its kernels.
+
+    `num_operators` and `eager_bytes` are those of eager mode, where each operator is one launch.
+    """
 
     name: str
     source: str
@@ -60,7 +67,10 @@ class Graph:
 
 @contextmanager
 def watch_kernels() -> Iterator[list[Graph]]:
-    """Every graph that inductor makes code for inside the block, in order. Its caches are left alone, or nothing would be made."""
+    """Collect every graph that inductor generates code for inside the block, in order.
+
+    Inductor's caches are disabled meanwhile: with a cache hit no code would be generated.
+    """
     found: list[Graph] = []
 
     def keep(source: str) -> None:
@@ -99,22 +109,25 @@ def _read(graph: Any, source: str, number: int) -> Graph:
 
 
 def _launches(node: Any) -> bool:
-    """Whether a node of the schedule is work of its own: neither nothing, nor one of several results of a call."""
+    """Return whether a node of the schedule is a launch: neither a no-op, nor one of several
+    outputs of a call."""
     return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(node.node, ir.MultiOutput)
 
 
 def _origins(part: Any) -> Collection[Node]:
-    """The nodes of the graph that a part of the schedule computes; a call of a library is one of them."""
+    """Return the graph nodes that a part of the schedule computes; for a library call, the node of
+    that call alone."""
     called = part.node.get_origin_node() if part.is_extern() else None
     return part.node.get_origins() if called is None else (called,)
 
 
-# ---- what eager mode would run
+# ---- the operators of eager mode
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator as eager mode runs it: one node of the graph, or those that it was taken apart into."""
+    """An operator as eager mode runs it: one node of the graph, or all the nodes that it was
+    decomposed into."""
 
     name: str
     nodes: frozenset[Node]
@@ -140,12 +153,14 @@ def _find_operators(nodes: Collection[Node], is_again: Callable[[Node], bool]) -
 
 
 def _name(target: Any) -> str:
-    """`add` of `aten.add.Tensor`."""
+    """Return the name of an operator without namespace and overload: `add` for
+    `aten.add.Tensor`."""
     return str(getattr(target, "overloadpacket", target)).rpartition(".")[2]
 
 
 def _computes(node: Node) -> bool:
-    """Whether a node makes a tensor: not an input, a view, a part of several results, a size, or the end of a change in place."""
+    """Return whether a node computes a tensor: not an input, a view, a `getitem`, a size, or the
+    epilogue of an in-place change."""
     if node.op != "call_function" or node.target is operator.getitem or not _size_of(node.meta.get("val")):
         return False
     return not (getattr(node.target, "is_view", False) or _name(node.target) in VIEWS or _is_epilogue(node))
@@ -156,12 +171,14 @@ def _is_epilogue(node: Node) -> bool:
 
 
 def _computes_again(node: Node) -> bool:
-    """Whether a backward graph computes it once more, so that it need not be kept: eager mode keeps it."""
+    """Return whether a node of a backward graph recomputes an operator of the forward pass; eager
+    mode saves its output."""
     return bool(node.meta.get("partitioner_tag") == "is_forward")
 
 
 def _count_bytes(mine: set[Node]) -> int:
-    """What these nodes read from outside, each tensor once, and write for others."""
+    """Return the bytes that the nodes `mine` read from other nodes, each tensor once, plus those
+    they write for other nodes."""
     reads: dict[Node, int] = {}
     written = 0
     for node in mine:
@@ -175,14 +192,14 @@ def _count_bytes(mine: set[Node]) -> int:
 
 
 def _source(node: Node) -> Node:
-    """The node that computed what this one views."""
+    """Return the node that computed the tensor that `node` is a view of, or `node` itself."""
     while node.op == "call_function" and not _computes(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _users(node: Node) -> Iterator[Node]:
-    """What uses a node's numbers, directly or through views."""
+    """Yield the nodes that use the values of `node`, directly or through views."""
     for user in node.users:
         if user.op == "call_function" and not _computes(user) and not _is_epilogue(user):
             yield from _users(user)
@@ -191,7 +208,8 @@ def _users(node: Node) -> Iterator[Node]:
 
 
 def _size_of(value: Any) -> int:
-    """Bytes of a tensor, what is repeated counted once, or of several; 0 for anything else."""
+    """Return the bytes of a tensor (an expanded dimension counts once) or of a list of tensors; 0
+    for any other value."""
     if isinstance(value, Tensor):
         sizes = [_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if _hint(stride)]
         return math.prod(sizes) * value.dtype.itemsize
@@ -199,5 +217,8 @@ def _size_of(value: Any) -> int:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """A size, or what it was when it was seen first where it may differ: asking otherwise would hold the graph to it."""
+    """Return a size, or the hint of a symbolic size: the value with which it was traced.
+
+    `int(size)` on a symbolic size would specialize the graph to it.
+    """
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size

@@ -1,7 +1,9 @@
-"""How weights lie in memory. Most kernels of convolutions work with the channels last, and reorder what lies otherwise in every step.
+"""Conversion of a model's weights to the channels-last memory format.
 
-What a convolution gives lies as its weights do, so the weights are all that has to be laid out; batches need not be. See "Channels Last
-Memory Format in PyTorch", https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+Most convolution kernels work with channels last, and reorder tensors in any other format in every
+step. The output of a convolution has the format of its weights, so only weights and buffers are
+converted; batches need no conversion. See "Channels Last Memory Format in PyTorch",
+https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ NUM_NAMED = 4
 
 
 def lay_channels_last(model: nn.Module) -> list[str]:
-    """Lay every parameter and buffer of four or five dimensions channels last, in place; notes say how many, and what has no such layout.
+    """Convert every parameter and buffer of four or five dimensions to channels last, in place.
 
-    Raises SpecError where there is none.
+    Returns notes for the log: how many tensors were converted, and which 1-D convolutions have no
+    such format. Raises SpecError if the model has no tensor of four or five dimensions.
     """
     count = 0
     for tensor in itertools.chain(model.parameters(), model.buffers()):

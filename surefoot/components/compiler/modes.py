@@ -1,4 +1,4 @@
-"""Which modes of torch.compile are the default under another name, and why."""
+"""Modes of torch.compile that equal the default mode on a device, with the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ WITHOUT_GRAPHS = "CUDA graphs need a GPU"
 
 
 def why_default(mode: str, device: str, *, deterministic: bool) -> str | None:
-    """Why a mode changes nothing on a device; None where it is one of its own.
+    """Return the reason why `mode` equals the default mode on `device`; None where the mode differs
+    from the default.
 
     >>> why_default("reduce-overhead", "cpu", deterministic=True)
     'CUDA graphs need a GPU'

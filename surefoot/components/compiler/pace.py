@@ -1,4 +1,5 @@
-"""Has what was compiled paid for itself? The time of a step in eager mode, of a compiled one, and of the compiling."""
+"""The break-even point of compilation: from the time of an eager step, of a compiled step, and of
+compiling."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import math
 from surefoot.core.statistics import median
 from surefoot.core.units import format_number, format_seconds
 
-NUM_TIMED = 20  # compiled steps; the first two belong to the compiling
+NUM_TIMED = 20  # compiled steps; the first two include compilation
 LEFT_OUT = 2
 
 
 class Pace:
-    """Steps of both kinds as they come; says once, when there are enough, after how many the compiling has paid for itself."""
+    """Collector of eager and compiled step times, which reports once after how many steps the
+    compile time is recovered."""
 
     def __init__(self) -> None:
         self._eager_s: list[float] = []
@@ -25,7 +27,10 @@ class Pace:
             timed.append(elapsed_s)
 
     def take(self, compiling_s: float) -> str | None:
-        """What a compiled step saves and when `compiling_s` are saved, in words: once, where both kinds were timed.
+        """Return a sentence on what a compiled step saves, and after how many steps `compiling_s`
+        seconds of compiling are recovered.
+
+        Returns it once, when enough steps of both kinds were timed; None before and after.
 
         >>> pace = Pace()
         >>> for number in range(24):

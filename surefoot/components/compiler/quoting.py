@@ -1,7 +1,8 @@
-"""Paths with a space in the commands that torch gives the C++ compiler.
+"""Quoting of paths that contain a space in the commands that torch builds for the C++ compiler.
 
-torch writes a command as one line, splits it as a shell does, and quotes only the folders of headers. An environment, a cache or a
-temporary folder below `my project/` is then cut in two, and no kernel for a CPU can be compiled.
+torch writes a command as one line, splits it as a shell does, and quotes only the include folders.
+An environment, a cache or a temporary folder below `my project/` is then split in two, and no CPU
+kernel can be compiled.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import torch
 
 
 def quote_paths() -> None:
-    """Quote the other paths too, in every command of this process from now on, where torch does not quote them itself."""
-    inductor: Any = torch._inductor  # torch loads it when it is named first
+    """Patch torch's `CppBuilder` so that every compiler command of this process also quotes its
+    other paths.
+
+    Does nothing on Windows, without `CppBuilder`, and where its constructor is wrapped already.
+    """
+    inductor: Any = torch._inductor  # torch imports it at the first access
     builder = getattr(getattr(inductor, "cpp_builder", None), "CppBuilder", None)
     if builder is None or sys.platform == "win32" or hasattr(builder.__init__, "__wrapped__"):
         return
@@ -36,7 +41,7 @@ def quote_paths() -> None:
 
 
 def _quote(words: str, *paths: str) -> str:
-    """`words` with each of `paths` quoted that needs it and is not yet.
+    """Return `words` with each of `paths` quoted that needs quotes and has none yet.
 
     >>> _quote("-L/my lib -L/lib", "/my lib", "/lib"), _quote("-L'/my lib'", "/my lib")
     ("-L'/my lib' -L/lib", "-L'/my lib'")

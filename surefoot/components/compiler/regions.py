@@ -1,4 +1,5 @@
-"""torch.compile for regions of a model, or for a function. What cannot be compiled runs as it was, and says so."""
+"""torch.compile for regions of a model, or for a function; a region that cannot be compiled runs in
+eager mode, and is recorded."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ OnFailure = Literal["eager", "stop"]
 
 
 class Compiled:
-    """What was compiled: the names of the `regions` of a model, and of what `failed`, with the reason."""
+    """Result of compiling: the names of the compiled `regions` of a model, and `failed`, a dict of
+    names and reasons."""
 
     def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None) -> None:
         self.failed: dict[str, str] = {}
         self.was_called = False
-        self.is_eager = False  # for now
+        self.is_eager = False  # true inside eager()
         self.on_failure = on_failure
         self.steward, self.pace = Steward(), Pace()
         self._regions, self._words = dict(regions), words
@@ -39,7 +41,7 @@ class Compiled:
 
     @property
     def words(self) -> str:
-        """What is compiled, in a line."""
+        """A line for the log that names the regions that will be compiled."""
         if self._words is not None:
             return self._words
         names = self.regions
@@ -47,12 +49,12 @@ class Compiled:
         return f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled when they are needed: {listed}"
 
     def undo(self) -> None:
-        """Run every region as it was."""
+        """Run every region in eager mode, without torch.compile."""
         for region in self._regions.values():
             region._compiled_call_impl = None
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Take note that `name` cannot be compiled; raises TaskError where that is to end the run."""
+        """Record that `name` cannot be compiled. Raises TaskError if `on_failure` is "stop"."""
         words = _in_words(error)
         if self.on_failure == "stop":
             raise TaskError(
@@ -63,7 +65,7 @@ class Compiled:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Every region runs as it was inside the block, and compiled again after it."""
+        """Run every region in eager mode inside the block, and compiled again after it."""
         seats = {name: region._compiled_call_impl for name, region in self._regions.items()}
         self.undo()
         self.is_eager = True
@@ -79,13 +81,23 @@ def compile_regions(
     regions: nn.Module | Mapping[str, nn.Module], *, mode: Mode = "default", dynamic: bool | None = None,
     on_failure: OnFailure = "eager", deterministic: bool = True, backend: Any = "inductor",
 ) -> Compiled:  # fmt: skip
-    """Let a model, or regions of it by name, be compiled when they are called first (torch.compile, in place).
+    """Compile a model, or regions of it by name, at their first call (torch.compile, in place).
 
-    Regions that are alike share what was compiled. `dynamic`: whether sizes may differ from call to call; None leaves it to torch, which
-    assumes it after the second size. Random draws stay those of eager mode, so that dropout keeps its numbers. `deterministic` holds the
-    compiler to choices that another process makes too. `backend` is what torch.compile takes.
-    A region that cannot be compiled runs in eager mode from then on, or raises
-    TaskError: `on_failure`. Raises InputError for an unknown mode and for a region that is compiled already.
+    Regions with equal code share the compiled code. Random draws stay those of eager mode, so that
+    dropout draws the same values.
+
+    Args:
+        regions: A module, or modules by name.
+        mode: The mode of torch.compile.
+        dynamic: Whether sizes may differ from call to call; None leaves that to torch, which
+            assumes it after the second size.
+        on_failure: What happens to a region that cannot be compiled: "eager" runs it in eager mode
+            from then on, "stop" raises TaskError.
+        deterministic: Restrict the compiler to choices that another process makes too.
+        backend: The backend of torch.compile.
+
+    Raises:
+        InputError: For an unknown mode, and for a region that is compiled already.
 
     >>> compile_regions(nn.Linear(2, 2), backend="eager").regions
     ('model',)
@@ -102,7 +114,8 @@ def compile_regions(
 
 
 class CompiledFunction:
-    """A function as one graph; a call gives None, and does nothing, once it could not be compiled."""
+    """A function compiled as one graph; once compiling has failed, a call returns None and does
+    nothing."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
@@ -112,8 +125,8 @@ class CompiledFunction:
         self.take(function)
 
     def take(self, function: Callable[..., Any]) -> None:
-        """Let `function` be compiled in place of the one before, at the next call."""
-        if isinstance(function, FunctionType):  # torch counts what it compiled by code object, and gives up after eight
+        """Compile `function` in place of the previous function, at the next call."""
+        if isinstance(function, FunctionType):  # torch counts compilations by code object, and stops after eight
             code = function.__code__.replace()
             fresh = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
             fresh.__kwdefaults__ = function.__kwdefaults__
@@ -133,9 +146,10 @@ def compile_function(
     name: str, function: Callable[..., Any], *, mode: Mode = "default", dynamic: bool | None = None, on_failure: OnFailure = "eager",
     deterministic: bool = True, backend: Any = "inductor", on_cpu: bool = False,
 ) -> tuple[Compiled, CompiledFunction]:  # fmt: skip
-    """Let `function`, in which gradients may be taken, be compiled as one graph when it is called first; as `compile_regions` otherwise.
+    """Compile `function`, which may call torch.autograd.grad, as one graph at its first call.
 
-    With `on_cpu`, where all tensors are, its kernels follow each other without Python in between.
+    The arguments are those of `compile_regions`. With `on_cpu`, for a function whose tensors are
+    all on the CPU, one C++ program calls the kernels (`cpp_wrapper`), without Python between them.
     """
     torch._dynamo.config.trace_autograd_ops = True
     made = Compiled({}, on_failure, f"{name} will be compiled as one graph when it is needed")
@@ -146,10 +160,11 @@ def compile_function(
 
 
 def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any) -> dict[str, Any] | None:
-    """What torch.compile takes in place of a mode; backends other than inductor know none of it."""
+    """Return the options that torch.compile takes in place of `mode`; None for a backend other than
+    inductor, which has no options."""
     if backend != "inductor":
         return None
-    inductor: Any = torch._inductor  # torch loads it when it is named first
+    inductor: Any = torch._inductor  # torch imports it at the first access
     try:
         options = dict(inductor.list_mode_options(mode, dynamic))
     except RuntimeError:
@@ -164,7 +179,8 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
 
 
 class _Region:
-    """What a module calls in place of its own call: compiled, or as it was once that failed."""
+    """The replacement for a module's call: the compiled call, or the eager call once compiling has
+    failed."""
 
     def __init__(
         self, name: str, module: nn.Module, plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
@@ -183,7 +199,12 @@ class _Region:
 
 
 def _traced(module: nn.Module) -> Any:
-    """What is compiled of a module: its own call; of one of torch's, or with another forward, ours: torch skips its own frames."""
+    """Return the callable that torch.compile traces for a module: its `_call_impl`, or a wrapper of
+    that.
+
+    Dynamo skips frames of torch itself, so a module of torch, or one whose `forward` was replaced,
+    needs a wrapper that is not torch's.
+    """
     if inspect.ismethod(module.forward) and not torch._dynamo.trace_rules.check(module.forward):
         return module._call_impl
 
@@ -194,14 +215,16 @@ def _traced(module: nn.Module) -> Any:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What says that something cannot be compiled; that it was compiled too often is an exception of its own."""
+    """Return the exception types that mean a failed compilation; `FailOnRecompileLimitHit` is
+    separate, where torch has it."""
     named: Any = torch._dynamo.exc
     too_often = getattr(named, "FailOnRecompileLimitHit", None)
     return (named.TorchDynamoException,) if too_often is None else (named.TorchDynamoException, too_often)
 
 
 def _in_words(error: BaseException) -> str:
-    """The first lines of what the compiler says, with the user's own line where it names one."""
+    """Return the first two lines of the compiler's error, with the user's line of code where the
+    error names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2])[:300]
     frames = [line for line in lines if line.startswith('File "') and not is_of_library(line.split('"')[1])]

@@ -1,8 +1,9 @@
-"""What torch compiled in this process, again and again: which code, why, for how long, and where a graph had to end.
+"""Compilations and recompilations of this process: which code, why, for how long, and where each
+graph ended.
 
-torch keeps a record of its last compilations (`torch._dynamo.utils.get_compilation_metrics`) and of every graph break
-(`graph_break_reasons` there), which are private; where they are gone the steward has nothing to tell.
-https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
+torch keeps records of its last compilations (`torch._dynamo.utils.get_compilation_metrics`) and of
+every graph break (`graph_break_reasons` in the same module). Both are private; where torch lacks
+them, nothing is reported. https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
 """
 
 from __future__ import annotations
@@ -26,19 +27,25 @@ _JUMP = "Data-dependent branching: the value of a tensor decides which way the c
 
 
 class Steward:
-    """Hands out each compilation of this process once; those before it was made belong to somebody else."""
+    """Reader that returns each compilation of this process once, except those before the reader was
+    created."""
 
     def __init__(self) -> None:
         self._last = {name: next(reversed(_kept(name)), None) for name in (RECORDS, BREAKS)}
 
     def take(self) -> list[Compilation]:
-        """What was compiled since the last call; of very many the newest."""
+        """Return the compilations since the last call; if torch has dropped some of its records,
+        the newest."""
         records = self._take_new(RECORDS)
         ended = self._take_breaks(records)
         return [_read(record, ended.get(id(record))) for record in records]
 
     def _take_new(self, name: str) -> list[Any]:
-        """What torch keeps by this name and nobody was handed yet; all of it where it began anew, as after a reset."""
+        """Return the records of torch under `name` that no call has returned yet.
+
+        Returns all records where torch has dropped the last one that was returned, as after a
+        reset.
+        """
         kept, new = _kept(name), list[Any]()
         for each in reversed(kept):
             if each is self._last[name]:
@@ -49,12 +56,13 @@ class Steward:
         return new[::-1]
 
     def _take_breaks(self, records: Sequence[Any]) -> Mapping[int, str]:
-        """The graph breaks since the last call in words, by the identity of the record that each belongs to."""
+        """Return the reasons of the graph breaks since the last call, by the `id` of the
+        compilation record of each."""
         ended: dict[int, str] = {}
         for each in self._take_new(BREAKS):
             if not each.user_stack:
                 continue
-            outer = each.user_stack[0]  # of the function that is compiled; the last is the innermost
+            outer = each.user_stack[0]  # the frame of the compiled function; the last frame is the innermost
             inner = next((frame for frame in reversed(each.user_stack) if not frame.filename.startswith(_OF_TORCH)), outer)
             mine = [
                 record
@@ -71,7 +79,7 @@ class Steward:
 
 
 def _kept(name: str) -> Sequence[Any]:
-    """What torch keeps by this name, a list or a function that gives one."""
+    """Return the records that torch keeps under `name`: a list, or a function that returns one."""
     kept: Any = getattr(sys.modules.get("torch._dynamo.utils"), name, ())
     return list(kept() if callable(kept) else kept)
 
@@ -79,9 +87,9 @@ def _kept(name: str) -> Sequence[Any]:
 def _read(record: Any, ended_early: str | None) -> Compilation:
     function, file, line = record.co_name or "", record.co_filename or "", record.co_firstlineno or 0
     resumed = _AFTER_A_BREAK.fullmatch(function)
-    if resumed is not None:  # what follows a break: its own line is that of the break
+    if resumed is not None:  # the code after a graph break: its first line is that of the break
         function, line = resumed.group(1), int(resumed.group(2))
-    if record.fail_reason and not ended_early:  # a break that nothing can go on behind, as in a loop
+    if record.fail_reason and not ended_early:  # a break without code to compile after it, as in a loop
         words = _in_words(record.fail_reason, record.fail_user_frame_filename or file, record.fail_user_frame_lineno or line)
         ended_early = f"nothing of it is compiled: {words}"
     return Compilation(
@@ -91,7 +99,8 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
 
 
 def _in_words(reason: str, file: str, line: int) -> str:
-    """Why a graph ends, and the line of the user's code where it does; hints and links stay out."""
+    """Return why a graph ends, and the user's line of code where it ends, without torch's hints and
+    links."""
     lines = [part.strip() for part in reason.splitlines() if part.strip()]
     explained = next((part.removeprefix("Explanation: ") for part in lines if part.startswith("Explanation: ")), "")
     why = f"{lines[0]}: {explained}" if explained else lines[0] if lines else "no reason given"

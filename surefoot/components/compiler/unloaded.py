@@ -1,8 +1,10 @@
-"""Keeps torch's compiler out of a process that compiles nothing: importing it costs half as much again as torch itself.
+"""Deferral of the import of torch's compiler in a process that compiles nothing: the import takes
+half as long again as torch's.
 
-torch imports it with the first optimiser, only to tell it to leave `add_param_group` alone, and with
-`torch.use_deterministic_algorithms`, only to set an option of it. The seams: `__dynamo_disable`, in which `torch._compile` keeps what
-it calls in place of such a function, and `torch._C._set_deterministic_algorithms`.
+torch imports its compiler with the first optimizer, only to exempt `add_param_group` from tracing,
+and in `torch.use_deterministic_algorithms`, only to set one of its options. Two private names
+prevent both: `__dynamo_disable`, the attribute in which `torch._compile` stores the callable it
+runs in place of such a function, and `torch._C._set_deterministic_algorithms`.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"  # read by the compiler's configuration
 
 
 def set_deterministic(on: bool) -> Callable[[], None]:
-    """Let kernels be deterministic, with a warning where there is none, if `on`; gives what puts back what was.
+    """Turn on deterministic kernels if `on`, with a warning for an operator that has none; return a
+    function that restores the previous state.
 
-    As `torch.use_deterministic_algorithms`, but a compiler that is not imported yet finds it in its variable when it is.
+    Same as `torch.use_deterministic_algorithms`, without importing the compiler: the environment
+    variable TORCHINDUCTOR_DETERMINISTIC carries the setting to a compiler that is imported later.
     """
     enabled, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     put_back_variable: Callable[[], None] | None = None
@@ -47,7 +51,8 @@ def _set(on: bool, *, warn_only: bool) -> None:
 
 
 def leave_unloaded() -> Callable[[], None]:
-    """Let optimisers be made without the compiler, as long as nothing else imports it; gives what ends that."""
+    """Let optimizers be created without importing torch's compiler, unless something else imports
+    it; return a function that undoes this."""
     function: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
     if function is None or "torch._dynamo" in sys.modules or hasattr(function, TOLD):
         return lambda: None

@@ -1,4 +1,4 @@
-"""Memory: what a step holds, and what it need not hold."""
+"""Memory: activation checkpointing, offloading, chunked losses, and weights mapped from a file."""
 
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.chunked import linear_cross_entropy

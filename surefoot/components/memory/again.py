@@ -1,4 +1,5 @@
-"""Computing a block again as it was computed: with the buffers and attributes of then."""
+"""Buffers and attributes of a block as its forward pass saw them, restored while the block is
+recomputed."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Buffers:
-    """The buffers and attributes that a block changes in its forward pass (the statistics of BatchNorm, a hidden state): computing it
-    again sees them as they were then, and leaves them as they are now.
+    """The buffers and attributes that a block changes in its forward pass (BatchNorm statistics, a
+    hidden state).
 
-    Which ones they are is seen at the first pass in each mode of the block's modules; only they are copied from then on.
+    Recomputing the block sees them as they were in the forward pass, and leaves them as they are at
+    the time of the recomputation. The first forward pass in each train/eval mode of the block's
+    modules shows which of them change; later passes copy only those.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -29,15 +32,16 @@ class Buffers:
         self._attributes: dict[tuple[bool, ...], list[Slot]] = {}
 
     def tensors(self) -> list[Tensor]:
-        """What stands in their places now."""
+        """Return all buffers of the block, as they are now."""
         return [getattr(*slot) for slot in self._slots]
 
     def lent(self) -> AbstractContextManager[Any]:
-        """Copies of all buffers and attributes stand in their places inside."""
+        """Return a context inside which the block uses copies of all its buffers and attributes."""
         return Both(_AsBefore(self._slots, self.tensors()), AttributeSnapshot(self._block).lend())
 
     def contexts(self) -> Contexts | None:
-        """For the forward pass and for computing it again; None where no buffer or attribute moves."""
+        """Return the contexts for the forward pass and for its recomputation; None where no buffer
+        or attribute changes."""
         modes = tuple(module.training for module in self._modules)
         slots = self._moving.get(modes, self._slots)
         known = self._attributes.get(modes)
@@ -73,7 +77,7 @@ class _AsBefore(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._now = [getattr(*slot) for slot in self._slots]
         for slot, copy in zip(self._slots, self._before, strict=True):
-            setattr(*slot, copy.clone())  # another backward pass over the same graph starts from them too
+            setattr(*slot, copy.clone())  # a second backward pass over the same graph starts from the same values
 
     def __exit__(self, *error: object) -> None:
         for slot, tensor in zip(self._slots, self._now, strict=True):
@@ -81,7 +85,7 @@ class _AsBefore(AbstractContextManager[None]):
 
 
 class Both(AbstractContextManager[None]):
-    """Several contexts as one, which may be entered again."""
+    """Several contexts as one, which may be entered more than once."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts
@@ -99,5 +103,5 @@ class Both(AbstractContextManager[None]):
 def _moved(before: Tensor, now: Tensor) -> bool:
     try:
         return before.shape != now.shape or not torch.equal(before, now)
-    except RuntimeError:  # a tensor without numbers, in a trace of sizes alone
+    except RuntimeError:  # a fake tensor, which has no values
         return True

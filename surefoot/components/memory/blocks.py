@@ -1,4 +1,4 @@
-"""The blocks of a model: the modules that repeat, or those that are named."""
+"""The blocks of a model: modules that repeat, or modules that the caller names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from torch import nn
 
 from surefoot.core.errors import InputError
 
-RECOMPUTED = 'memory.recompute = "full" with '  # names of blocks are for something
+RECOMPUTED = 'memory.recompute = "full" with '  # for the hint: block names alone do nothing
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key: str = "memory.blocks") -> dict[str, nn.Module]:
-    """Name -> block: the modules `wanted`, by pattern or themselves, else those that repeat; `key` of the spec names them.
+    """Return the blocks of `model` by name: the modules `wanted`, or without any, the modules that
+    repeat.
 
-    What repeats are children of one type in a Sequential, ModuleList or ModuleDict that have children of their own; the outermost.
-    Raises InputError where none repeats, and for a pattern that matches nothing.
+    Modules that repeat are children of one type in a Sequential, ModuleList or ModuleDict, that
+    have children themselves; of nested ones the outermost count.
+
+    Args:
+        model: The model to search.
+        wanted: Name patterns (as in fnmatch), or modules.
+        key: The spec key that names the blocks, for errors.
+
+    Raises:
+        InputError: Where no module repeats, and for a pattern or module that matches nothing.
     """
     if not wanted:
         found = _repeating("", model)
@@ -31,7 +40,7 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
     names = {
         name: module for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     }
-    every: dict[int, list[str]] = {}  # of a module that stands in several places, all names
+    every: dict[int, list[str]] = {}  # all names of a module that is used more than once
     for name, module in model.named_modules(remove_duplicate=False):
         every.setdefault(id(module), []).append(name)
     chosen: dict[str, nn.Module] = {}
@@ -54,7 +63,7 @@ def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
         inner = _repeating(f"{prefix}{name}.", child)
-        is_row = isinstance(child, CONTAINERS)  # of blocks, and none itself, unless what it holds is too small
+        is_row = isinstance(child, CONTAINERS)  # a container of blocks, no block, unless its children are too small
         if (
             isinstance(module, CONTAINERS)
             and kinds[type(child)] > 1
@@ -72,7 +81,7 @@ def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
 
 
 def _an_example(model: nn.Module) -> str:
-    """A pattern that matches something, where the model has parts of its own."""
+    """Return a pattern for the error's hint: the first child that has children, if there is one."""
     for name, child in model.named_children():
         if any(True for _ in child.children()):
             return f"{name}.*" if isinstance(child, CONTAINERS) else name

@@ -1,4 +1,5 @@
-"""What each block of a model costs, measured while a batch goes through it, and the choice of what to compute again within a budget."""
+"""Memory and time of each block of a model, measured on a batch, and the choice of blocks to
+recompute within a memory budget."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from surefoot.core.errors import InputError
 from surefoot.core.recompute import Cost, choose, peak_bytes
 from surefoot.core.units import format_bytes, format_seconds
 
-TRIALS = 3  # times that a block is measured; the fastest counts
+TRIALS = 3  # number of measurements of a block; the fastest counts
 
 
 @dataclass
 class Fate:
-    """Whether a block is computed again, and, where a budget chose that it is not, the most bytes of inputs it was chosen for."""
+    """Whether a block is recomputed (`again`).
+
+    `most_bytes` is the largest total of input bytes that the decision is valid for; None means any.
+    """
 
     again: bool = True
     most_bytes: int | None = None
@@ -32,10 +36,12 @@ class Fate:
 
 
 class Budget:
-    """Measures the blocks called `names` once, and anew when one is given more than before; `own` are the tensors of the model.
+    """Measurement of the blocks called `names`, and the choice of the blocks to recompute.
 
-    `chosen` are the numbers of those to compute again; None while they are being measured, when every one is. `fates` tell each
-    block of itself.
+    A block is measured once, and all are measured again when one gets larger inputs than before.
+    `own` are the tensors of the model. `chosen` are the indices of the blocks to recompute; None
+    while the blocks are being measured, when every block is recomputed. `fates` holds the decision
+    for each block.
     """
 
     def __init__(self, names: Sequence[str], num_bytes: int, own: Iterable[Tensor]) -> None:
@@ -44,7 +50,7 @@ class Budget:
         self._names, self._bytes = names, num_bytes
         self._own = set(_storages(own))
         self._costs: dict[int, Cost] = {}
-        self._held: set[int] = set()  # inputs that an earlier block holds as well, as a mask
+        self._held: set[int] = set()  # inputs that an earlier block also holds, such as a mask
 
     @property
     def words(self) -> str:
@@ -56,33 +62,36 @@ class Budget:
         return f"the blocks hold at most {most} of {format_bytes(self._bytes)}, for {format_seconds(again_s)} more a pass"
 
     def wants(self, number: int, inputs: Sequence[Tensor]) -> bool:
-        """Whether this block is to be measured with these inputs."""
+        """Return whether the block at index `number` must be measured with these inputs."""
         fate = self.fates[number]
         if fate.most_bytes is not None and fate.covers(inputs):
             if self.chosen is None:
-                self._decide()  # the next pass began: what was not measured was not called
+                self._decide()  # the next forward pass has started: unmeasured blocks were not called
             return False
         if self.chosen is not None:
             self.forget()
         return True
 
     def forget(self) -> None:
-        """Measure all anew: what came so far was no training step, as a trial in evaluation mode."""
+        """Discard all measurements and measure again: the calls so far were no training step, such
+        as a trial in eval mode."""
         self.chosen = None
         self._costs, self._held = {}, set()
         for fate in self.fates:
             fate.again, fate.most_bytes = True, None
 
     def measure(self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers) -> None:
-        """Run a block a few times and leave no trace of it.
+        """Run a block `TRIALS` times and record its time and its bytes, without changing random
+        streams, buffers or attributes.
 
-        Raises SpecError where all are measured and the budget cannot be met, InputError for a block that changes its inputs.
+        Raises SpecError where all blocks are measured and the budget cannot be met, InputError for
+        a block that changes its inputs in place.
         """
         given = _storages(inputs)
         versions = [each._version for each in inputs]
         inner_bytes, again_s = 0, float("inf")
         for _ in range(TRIALS):
-            kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address stands for two
+            kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
             with _without_a_trace(inputs, buffers), saved_tensors_hooks(_keeping(kept), _as_it_is):
                 none_of_it = self._own | given.keys() | _storages(buffers.tensors()).keys()
                 started_s = _now_s(inputs)
@@ -104,8 +113,9 @@ class Budget:
 
     @property
     def costs(self) -> list[Cost]:
-        """What was measured of each block, in their order."""
-        nothing = Cost("", 0, 0, 0.0)  # was not called
+        """The measured cost of each block, in the order of the blocks; zeros for a block that was
+        not called."""
+        nothing = Cost("", 0, 0, 0.0)  # for a block that was not called
         return [self._costs.get(number, nothing) for number in range(len(self._names))]
 
     def _decide(self) -> None:
@@ -115,11 +125,11 @@ class Budget:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)  # a compiler knows nbytes only of fixed sizes
+    return sum(each.numel() * each.element_size() for each in tensors)  # the compiler knows nbytes only for static sizes
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address -> bytes of what lies behind `tensors`."""
+    """Return the bytes of each storage of `tensors`, by its address."""
     storages = (each.untyped_storage() for each in tensors)
     return {each.data_ptr(): each.nbytes() for each in storages}
 
@@ -140,7 +150,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _without_a_trace(inputs: Sequence[Tensor], buffers: Buffers) -> Iterator[None]:
-    """Random streams and buffers are afterwards as before."""
+    """Restore random streams, buffers and attributes after the block."""
     devices = sorted({each.device.index or 0 for each in inputs if each.device.type == "cuda"})
     with torch.random.fork_rng(devices), buffers.lent():
         yield

@@ -1,6 +1,8 @@
-"""Caches of keys and values that a forward pass fills, as models of transformers do by default (`config.use_cache`).
+"""Switching off the key-value caches that transformer models fill in a forward pass by default
+(`config.use_cache`).
 
-A block that is computed again writes into such a cache a second time, and a traced graph cannot return one.
+A block that is recomputed writes into such a cache a second time, and a traced graph cannot return
+one.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ HINT = (
 
 
 def is_of_repeated_pass(error: BaseException) -> bool:
-    """Whether a block raised `error` when its forward pass was run again, not the first time."""
+    """Return whether a block raised `error` while its forward pass was recomputed, not in the first
+    forward pass."""
     frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     return any(name == "unpack_hook" and file == "checkpoint.py" for file, name in frames) or ("budget.py", "measure") in frames
 
 
 class CachesOff:
-    """Switches off `config.use_cache` of the modules around `blocks` in each forward pass that takes gradients, and back on after it.
+    """Hooks that set `config.use_cache` to False around each forward pass with gradients, in the
+    modules that contain `blocks`.
 
-    `modules` are the names of those whose switch is on. An argument `use_cache=True` of a call counts more than the switch.
+    `modules` are the names of the modules whose `use_cache` is on. The argument `use_cache=True` of
+    a call takes precedence.
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
@@ -45,18 +50,19 @@ class CachesOff:
 
     @property
     def notes(self) -> list[str]:
-        """Which switches are off, in a line; nothing where there is none."""
+        """A line for the log that names the switches that are off; empty where there are none."""
         named = ", ".join(f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules)
         return [f"passes that take gradients fill no cache of keys and values, as if {named} = False"] if named else []
 
     def remove(self) -> None:
-        """Leave the switches alone from now on."""
+        """Remove the hooks, so that the switches are left as they are from now on."""
         for handle in self._handles:
             handle.remove()
 
 
 class _Switch:
-    """What the switch of one module was before each of its passes that are running."""
+    """The stack of values of one module's `use_cache`, one for each forward pass of the module that
+    is running."""
 
     def __init__(self) -> None:
         self._before: list[Any] = []
@@ -73,13 +79,13 @@ class _Switch:
 
 
 def is_caching(module: nn.Module) -> bool:
-    """Whether the config of a module says that its passes fill a cache."""
+    """Return whether the config of a module has `use_cache` on."""
     return getattr(getattr(module, "config", None), "use_cache", None) is True
 
 
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Inside, `config.use_cache` is off in all modules of `model`."""
+    """Set `config.use_cache` to False in all modules of `model` inside the block."""
     configs: Mapping[int, Any] = {id(module.config): module.config for module in model.modules() if is_caching(module)}
     for config in configs.values():
         config.use_cache = False

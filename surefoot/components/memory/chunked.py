@@ -1,7 +1,9 @@
-"""A linear layer and the cross-entropy behind it, a few rows at a time: the logits of all rows never exist.
+"""A linear layer with cross-entropy, computed a few rows at a time, so that the logits of all rows
+never exist at once.
 
-The gradients are computed together with the loss, while the logits of their rows are there, as in Liger (Hsu et al. 2024,
-arXiv 2410.10989) and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009): three products for each row, as the plain way has.
+The gradients are computed together with the loss, while the logits of their rows exist, as in Liger
+(Hsu et al. 2024, arXiv 2410.10989) and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009):
+three matmuls for each row, as many as the unchunked computation has.
 """
 
 # R rows (all leading sizes as one), D width, V vocabulary
@@ -16,18 +18,32 @@ from torch import Tensor
 from surefoot.core.errors import InputError
 
 CHUNK_ELEMENTS = 1 << 22  # logits at a time: 16 MiB in fp32
-FEWEST_ROWS = 64  # below that the product with the weights is no longer a product of matrices
+FEWEST_ROWS = 64  # with fewer rows the matmul becomes inefficient
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, chunk: int | None = None,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The cross-entropy of `linear(hidden, weight, bias)` in nats, summed over the targets that are not `ignore_index`, and their count.
+    """Return the summed cross-entropy of `linear(hidden, weight, bias)` in nats, and the number of
+    targets it sums over.
 
-    `hidden` (..., D), `weight` (V, D), `targets` (...) int64, `bias` (V,); `chunk` rows at a time (None: as many as fit into 16 MiB of
-    logits). The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(), targets, reduction="sum")`;
-    under autocast the products are computed in its dtype. It can be differentiated once. Raises InputError for sizes that do not fit.
+    The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(),
+    targets, reduction="sum")`; under autocast the matmuls run in its dtype. The result can be
+    differentiated once.
+
+    Args:
+        hidden: (..., D).
+        weight: (V, D).
+        targets: (...), int64.
+        bias: (V,), or None.
+        chunk: Rows at a time; None takes as many as fit into 16 MiB of fp32 logits, at least 64.
+        ignore_index: Targets of this value are left out.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+
+    Raises:
+        InputError: For shapes that do not fit, targets that are no integers, and a chunk or
+            smoothing out of range.
 
     >>> hidden, weight, targets = torch.ones(2, 3, 4), torch.zeros(5, 4), torch.tensor([[0, 1, 2], [3, 4, -100]])
     >>> total, count = linear_cross_entropy(hidden, weight, targets)
@@ -79,7 +95,7 @@ class _Chunked(torch.autograd.Function):
                 "linear_cross_entropy can be differentiated once, and create_graph asks for more",
                 hint="use cross_entropy(linear(hidden, weight), targets) where a second derivative is needed",
             )
-        # in the dtype of the loss: 16 bits would round 1 / count, and all gradients by as much
+        # in the dtype of the loss: in 16 bits, the rounding of 1 / count would scale all gradients
         made = (None if each is None else (each.to(gradient.dtype) * gradient).to(each.dtype) for each in ctx.saved_tensors)
         return *made, None, None
 
@@ -88,7 +104,7 @@ def _compute(
     hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, settings: tuple[int, int, float],
     *, needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
-    """The sum, and the gradients of hidden, weight and bias as far as `needs` asks for them."""
+    """Return the summed loss, and the gradients of hidden, weight and bias that `needs` selects."""
     rows, ignored, smoothing = settings
     device = hidden_RD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
@@ -112,7 +128,7 @@ def _compute(
         total += nats.masked_fill_(~counted, 0.0).sum()
         if not any(needs):
             continue
-        # what flows into the logits: the probabilities, less those that are right
+        # the gradient of the logits: probabilities minus the one-hot targets
         wrong = logs.exp_()
         if smoothing:
             wrong.sub_(smoothing / wrong.shape[1])

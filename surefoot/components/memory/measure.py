@@ -1,4 +1,4 @@
-"""How far memory rose while something ran, from every allocation that torch's profiler saw."""
+"""The increase of memory while code runs, from every allocation that torch's profiler records."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from surefoot.core import place
 
-MEMORY = "[memory]"  # what the profiler calls an allocation or a release
+MEMORY = "[memory]"  # the profiler's name for an allocation or a release
 
 
 class Rise:
-    """Between `start` and `stop`: the most bytes above those at the start that torch's allocator had given out on the CPU at a time.
+    """The peak memory of torch's CPU allocator between `start` and `stop`, in bytes above the
+    memory at `start`.
 
-    What libraries allocate for themselves (oneDNN's scratch memory) is not seen, nor is a release of what was there before.
+    Memory that libraries allocate themselves (oneDNN's scratchpad) is not recorded, nor is the
+    release of memory allocated before `start`.
     """
 
     def __init__(self) -> None:
         self._recorder: profile | None = None
 
     def start(self) -> None:
-        """Begin, unless it began already."""
+        """Start recording, unless it has started already."""
         if self._recorder is None:
             self._put_back = place.quiet_profiler()
             self._recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
@@ -37,7 +39,7 @@ class Rise:
         events = results.events() if results is not None else ()
         changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == MEMORY]
         now = most = 0
-        for _, change in sorted(changes, key=lambda pair: pair[0]):  # stable: changes at one moment keep their order
+        for _, change in sorted(changes, key=lambda pair: pair[0]):  # a stable sort: changes at the same time keep their order
             now += change
             most = max(most, now)
         return most

@@ -1,4 +1,5 @@
-"""What the forward pass leaves for the backward pass, kept in host memory until that asks for it."""
+"""Offloading of saved activations: the tensors that autograd saves in the forward pass are kept in
+host memory."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surefoot.components.memory.tensors import find_tensors
 
-LEAST_BYTES = 1 << 16  # a smaller tensor stays: its copies would cost more than its place
+LEAST_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than its memory
 
 
 class Offloaded:
-    """`loss(model, batch)` as it was; what autograd keeps of it goes to the host, and comes back in the backward pass.
+    """A wrapper of `loss(model, batch)` that offloads the tensors saved by autograd to the host,
+    and copies them back in the backward pass.
 
-    Weights, buffers, the batch and small tensors stay. The copies are ordered on the stream that computes, through pinned memory: no
-    copy overtakes what it copies, and the step waits for them. `num_bytes` counts what went.
+    Weights, buffers, the batch and tensors under 64 KiB stay on the device. The copies go through
+    pinned memory, on the stream that computes: no copy overtakes the computation of its tensor, and
+    the step waits for the copies. `num_bytes` counts the bytes that were offloaded.
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:

@@ -1,9 +1,12 @@
-"""Computing a block again without its products: the costly ones are kept, and those that are cheap for their bytes are not.
+"""Selective activation checkpointing: recomputing a block except for its expensive matmuls,
+convolutions and attention.
 
-Keeping all of them saves at most 40 % of what computing all of a transformer's block again does; a quarter of their FLOPs, a twelfth
-of a step, brings that to 60. Attention is always kept: a fused kernel takes longer for its FLOPs than a product of matrices does. The
-seams are `torch.utils._python_dispatch.TorchDispatchMode`, which sees each operator below autograd, and
-`torch._C._SetExcludeDispatchKeyGuard`, without which a change in place would not be seen there.
+Saving all of these outputs saves at most 40 % of the time that recomputing a transformer block in
+full costs; recomputing a quarter of their FLOPs, a twelfth of a step, brings that to 60 %. The
+output of attention is always saved: a fused kernel takes longer for its FLOPs than a matmul does.
+Two private names of torch are used: `torch.utils._python_dispatch.TorchDispatchMode`, which sees
+each operator below autograd, and `torch._C._SetExcludeDispatchKeyGuard`, without which an in-place
+change would not be detected in it.
 """
 
 from __future__ import annotations
@@ -22,30 +25,33 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from surefoot.components.memory.again import Contexts
 from surefoot.core.cost import shape
 
-# where the time of a forward pass goes: products of matrices, convolutions, fused attention; by their names in torch.ops.aten
+# the expensive operators of a forward pass, by their names in torch.ops.aten
 PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
-SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # the argument whose last dimension is summed over
-SHARE = 0.26  # of the FLOPs of all products that may be computed again: of a GPT's block queries, keys and values are a quarter
+SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # index of the argument whose last dimension is the inner size
+SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter of a GPT block's
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a product computes (no number where that is not known), and the bytes that it gives."""
+    """The FLOPs of one matmul, convolution or attention (inf where they are not known), and the
+    bytes of its output."""
 
     flops: float
     num_bytes: int
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The cheapest for its bytes comes first, of equal ones the largest."""
+        """The sort key: the fewest FLOPs per output byte first, and of equal ones the largest
+        output."""
         return self.flops / max(self.num_bytes, 1), -self.num_bytes
 
 
 class Allowance:
-    """The FLOPs of products that the blocks of a model may compute again: a share of all; what a block leaves, those after it may use.
+    """The FLOPs of matmuls and convolutions that the blocks of a model may recompute: a share of
+    all; a block may use what earlier ones left.
 
     >>> Allowance().choose([Work(12, 12), Work(4, 4), Work(32, 16)])
     frozenset({0})
@@ -55,9 +61,11 @@ class Allowance:
         self._left = 0.0
 
     def choose(self, work: Sequence[Work]) -> frozenset[int]:
-        """The places of those that a block computes again: the cheapest for their bytes first, of equal ones the largest.
+        """Return the indices in `work` that a block recomputes: the fewest FLOPs per byte first, of
+        equal ones the largest.
 
-        The last is not among them: it is left out while nobody asks for it, and kept once somebody does.
+        The last index is not among them: that output is neither saved nor recomputed while the
+        backward pass does not need it, and saved once it does.
         """
         self._left += SHARE * sum(each.flops for each in work if math.isfinite(each.flops))
         found = set()
@@ -69,8 +77,12 @@ class Allowance:
 
 
 class Products:
-    """The products of a block, the costly ones kept for computing it again, up to the last one that this came to: where a block ends in
-    a product, nobody asks for its output. Until that is known the last one is left out, so that no step holds more than the others.
+    """The matmuls, convolutions and attention of one block; the outputs of the expensive ones are
+    saved for recomputation.
+
+    Outputs are saved up to the last one that a recomputation has needed: where a block ends in a
+    matmul, the backward pass does not need the output. Until that is known, the last output is not
+    saved, so that no step holds more memory than the others.
     """
 
     def __init__(self, allowance: Allowance) -> None:
@@ -82,18 +94,19 @@ class Products:
         self.again = self._allowance.choose(work)
 
     def contexts(self) -> Contexts:
-        """For the forward pass and for computing it again."""
+        """Return the contexts for the forward pass and for its recomputation."""
         kept: dict[int, _Kept] = {}
         return _Keeping(self, kept), _Reusing(self, kept)
 
 
 class _Kept:
-    """What a product gave; it is gone when something has changed it in place."""
+    """The saved output of one operator; `take` returns None once something has changed it in
+    place."""
 
     def __init__(self, output: Any) -> None:
         self._is_one = isinstance(output, Tensor)
         parts = (output,) if self._is_one else output
-        # without this guard they had versions of their own
+        # without this guard the detached tensors would have separate version counters
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._parts = [each.detach() if isinstance(each, Tensor) else each for each in parts]
         self._versions = self._now()
@@ -110,7 +123,8 @@ class _Kept:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled below it, and what torch puts around each call otherwise costs more than the call."""
+        """Return False, so that torch does not wrap each call of the mode: nothing below it is
+        compiled, and the wrapper costs more than the call."""
         return False
 
 
@@ -150,7 +164,7 @@ class _Reusing(_Mode):
         self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:
-        self._count = 0  # another backward pass over the same graph has nothing left, and computes all of it
+        self._count = 0  # a second backward pass over the same graph finds nothing saved, and recomputes all
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -180,7 +194,11 @@ def _work_of(name: str, args: tuple[Any, ...], output: Any) -> Work:
 
 
 def keep_products() -> Contexts:
-    """The same for a compiler, which takes nothing but torch's own contexts and sees by itself what is needed."""
+    """Return the contexts of the same policy for a compiler.
+
+    A compiler takes only torch's selective checkpointing contexts, and determines itself which
+    outputs the backward pass needs.
+    """
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return contexts
 
@@ -198,9 +216,11 @@ def _is_kept(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
 
 @functools.cache
 def _what_draws(operator: Any) -> bool | int | None:
-    """Of a product whether it draws numbers, or the place of the argument that says it; None of any other operator.
+    """Return whether a matmul, convolution or attention draws random numbers, or the index of its
+    `dropout_p` argument; None for others.
 
-    One that draws is not kept: the stream of those behind it would be left elsewhere than it was.
+    An operator that draws is not saved: skipping it in the recomputation would leave the random
+    stream different for the operators after it.
     """
     if getattr(operator, "overloadpacket", None) not in _PACKETS:
         return None
@@ -209,6 +229,6 @@ def _what_draws(operator: Any) -> bool | int | None:
     return next((place for place, each in enumerate(operator._schema.arguments) if each.name == "dropout_p"), True)
 
 
-# compilers keep what they made in a cache by this name of the choice
+# torch.compile identifies the policy by this text in its cache
 setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010 - a function has no such attribute for mypy
 _PACKETS = {getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)}

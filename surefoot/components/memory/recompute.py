@@ -1,7 +1,9 @@
-"""Recomputation (activation checkpointing) on any model as it is: blocks forget what their backward pass needs, and compute it again.
+"""Activation checkpointing for any model without changes to its code: blocks drop their
+activations, and recompute them in backward.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. torch.utils.checkpoint without re-entering autograd does the work;
-random streams and buffers are as they were in the forward pass, so that nothing but memory and time changes.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. It uses torch.utils.checkpoint
+with use_reentrant=False; random streams and buffers are as they were in the forward pass, so that
+only memory and time change.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
 from surefoot.core.recompute import How
 
-_SEAT = "_surefoot_seat"  # the attribute of a block that holds its seat
+_SEAT = "_surefoot_seat"  # the attribute of a block that holds its _Seat
 
 
 class Recomputed:
-    """What `recompute` did: the `blocks` it found, those that it `skipped` with the reason, and the `names` of those computed again."""
+    """Result of `recompute`: the `blocks` it found, those it `skipped` with the reason, and the
+    `names` of those that are recomputed."""
 
     def __init__(
         self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None, caches: CachesOff
@@ -40,12 +43,12 @@ class Recomputed:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The blocks that are computed again: all of them while a budget measures."""
+        """The names of the blocks that are recomputed: all of them while a budget measures."""
         return tuple(name for name, fate in zip(self.blocks, self.fates, strict=True) if fate.again)
 
     @property
     def words(self) -> str:
-        """What is done, in a line."""
+        """A line for the log on which blocks are recomputed."""
         if self.budget is not None and self.budget.chosen is None:
             return self.budget.words
         what = "the cheap operators of " if self.how.kind == "operators" else ""
@@ -54,30 +57,39 @@ class Recomputed:
 
     @property
     def notes(self) -> list[str]:
-        """What a log says of it before the first batch; with a budget nothing is chosen by then."""
+        """Lines for the log before the first batch; with a budget, no blocks are chosen by then."""
         if not self.blocks:
             return []
         chosen = [self.words] if self.budget is None else []
         return chosen + self._caches.notes + [f"{name} is not computed again: {reason}" for name, reason in self.skipped.items()]
 
     def undo(self) -> None:
-        """Make the blocks what they were."""
+        """Turn off activation checkpointing for all blocks, and remove the hooks."""
         self._caches.remove()
         for block in self._modules.values():
-            if hasattr(block, _SEAT):  # and not undone already
+            if hasattr(block, _SEAT):  # false if undo() was called already
                 block.__class__ = type(block).__mro__[1]
                 delattr(block, _SEAT)
 
 
 def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()) -> Recomputed:
-    """Let the blocks of `model` compute again, in the backward pass, what it needs of their forward pass, instead of keeping it.
+    """Turn on activation checkpointing for the blocks of `model`: recompute their activations in
+    the backward pass.
 
-    `how`: "full" for every block, "every 2" for every second, "operators" to keep the costly products and compute the cheap operators
-    again, or the bytes that the blocks may hold, as "12 MiB": then they are measured while the first batch goes through, and the set
-    that costs the least time is chosen. `blocks` names them, by patterns or themselves; without it they are what repeats. Gradients
-    keep their bits. The model keeps its names and its hooks. While a pass takes gradients, `config.use_cache` is off in the modules around
-    the blocks. Raises SpecError for another `how`, and, in the first batch, for a budget that cannot be met; InputError where there are
-    no blocks.
+    Gradients stay bitwise identical. The model keeps the names of its parameters and its hooks. In
+    a forward pass with gradients, `config.use_cache` is off in the modules around the blocks.
+
+    Args:
+        model: The model, changed in place.
+        how: "full" for every block; "every 2" for every second; "operators" to save the expensive
+            matmuls and recompute the cheap operators; or the bytes that the blocks may hold, as "12
+            MiB". With bytes, the blocks are measured on the first batch, and the set that costs the
+            least time is chosen.
+        blocks: The blocks, as name patterns or modules; without any, the modules that repeat.
+
+    Raises:
+        SpecError: For another `how`, and, in the first batch, for a budget that cannot be met.
+        InputError: Where there are no blocks, or none that can be recomputed.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     >>> recompute(model, "every 2").names
@@ -93,7 +105,7 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     made = Recomputed(parsed, taken, skipped, budget, CachesOff(model, taken))
     for number, block in enumerate(taken.values()):
         setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
-        kind: Any = type(block)  # for mypy a module is not hashable
+        kind: Any = type(block)  # mypy takes a module for not hashable
         block.__class__ = _kind_that_forgets(kind)
     return made
 
@@ -109,7 +121,10 @@ def _reason_against(block: nn.Module) -> str | None:
 
 
 class _Seat:
-    """One block's place in the plan. A compiled block reads no number of its own here, so that equal ones share their code."""
+    """The index, decision and buffers of one block, stored as an attribute of the block.
+
+    A compiled block does not read its index, so that equal blocks share their compiled code.
+    """
 
     def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
         self._number, self._plan, self._buffers, self._products = number, plan, buffers, Products(plan.allowance)
@@ -118,11 +133,11 @@ class _Seat:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
-        given = (*args, *named.values())  # as positions, so that torch sees where one of them is changed in place
+        given = (*args, *named.values())  # positional, so that torch detects in-place changes of them
         run = functools.partial(_call, forward, len(args), tuple(named))
         budget, selects = self._plan.budget, self._plan.how.kind == "operators"
         inputs = [] if budget is None else list(find_tensors(given))
-        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and torch takes only its own contexts into it
+        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and supports only torch's contexts
             if not self._fate.again and self._fate.covers(inputs):
                 return forward(*args, **named)
             if selects:
@@ -151,7 +166,11 @@ def _call(forward: Callable[..., Any], num_args: int, names: tuple[str, ...], *g
 
 @functools.cache
 def _kind_that_forgets(kind: Any) -> type[nn.Module]:
-    """A class like `kind`, and of its name, whose forward goes through its seat: names, hooks and copies of a module stay what they are."""
+    """Return a subclass of `kind` with the same name, whose `forward` calls the `run` of the
+    block's `_Seat`.
+
+    Parameter names, hooks and copies of a module are unaffected.
+    """
 
     def forward(self: nn.Module, *args: Any, **named: Tensor | Any) -> Any:
         seat: _Seat = getattr(self, _SEAT)

@@ -1,8 +1,11 @@
-"""Weights that are built lie in a file, of which only those in work are in memory: a rank that keeps some rows of each needs no more.
+"""File-backed parameters: weights are built in a memory-mapped file, of which only the pages in use
+are in memory.
 
-Whatever a model's constructor does with them is done, with the same draws: what it fills is the memory of the file, mapped, and what it
-has filled is let go (madvise(2)) before there is much of it. The file has no name, stands on disk, and ends with the process. What else
-than its parameter holds a tensor, as the one that it was made of, stays where it is: it would no longer see what becomes of it.
+A rank that keeps some rows of each weight then needs no memory for the whole model. The model's
+constructor runs unchanged, with the same random draws: it fills the mapped memory, and the pages
+are released with madvise(2) once `KEPT_BYTES` were touched. The file has no name, is stored on
+disk, and disappears with the process. A parameter whose memory another tensor shares stays in
+memory: that tensor would no longer see changes of the parameter.
 """
 
 from __future__ import annotations
@@ -20,25 +23,28 @@ from torch.overrides import TorchFunctionMode
 
 from surefoot.core.ranks.mapping import let_go, map_file
 
-LEAST_BYTES, KEPT_BYTES = 1 << 18, 16 << 20  # a smaller tensor stays in memory; so much may be in work before it is let go
-ALONE = 2  # who uses the memory of a parameter that nothing else looks at: its tensor, and the object that is asked
+LEAST_BYTES, KEPT_BYTES = 1 << 18, 16 << 20  # smaller tensors stay in memory; touched pages are released beyond the second
+ALONE = 2  # use count of a storage that only one parameter uses: its tensor, and the queried object
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
 
 class Spilled(TorchFunctionMode):
-    """While it is entered, the parameters that a model registers move to a file; it may be entered again. Where a disk has no room they
-    stay in memory."""
+    """A context in which the parameters that a model registers move to a file; it may be entered
+    again.
+
+    Parameters stay in memory where the disk is full.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._maps: dict[int, int] = {}  # their sizes, by address
+        self._maps: dict[int, int] = {}  # sizes of the maps, by address
         self._touched_bytes, self._is_full = 0, False
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
         self._hooks = [
             register_module_parameter_registration_hook(lambda module, name, parameter: self._move(parameter)),
-            register_module_module_registration_hook(self._move_all),  # copies of blocks register no parameter
+            register_module_module_registration_hook(self._move_all),  # a copied block registers no parameters
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -53,7 +59,7 @@ class Spilled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        for each in (*args, *(kwargs or {}).values()):  # functions of torch.nn.init hand theirs on by name
+        for each in (*args, *(kwargs or {}).values()):  # functions of torch.nn.init pass tensors by keyword
             if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and _address(each) in self._maps:
                 self._touched_bytes += each.nbytes
         if self._touched_bytes > KEPT_BYTES:
@@ -61,7 +67,8 @@ class Spilled(TorchFunctionMode):
         return made
 
     def _let_go(self) -> None:
-        """What was written stays in the file, and comes back where it is asked for."""
+        """Release the mapped pages: their contents stay in the file, and are read from it at the
+        next access."""
         for address, size in list(self._maps.items()):
             let_go(address, size)
         self._touched_bytes = 0
@@ -72,7 +79,7 @@ class Spilled(TorchFunctionMode):
 
     def _move(self, parameter: Tensor | None) -> None:
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or parameter.layout != torch.strided:
-            return  # none, or of a kind that knows where it lies
+            return  # None, or a tensor subclass or device with other storage
         if self._is_full or parameter.nbytes < LEAST_BYTES or _address(parameter) in self._maps:
             return
         if not _is_alone(parameter):
@@ -96,14 +103,16 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_alone(parameter: Tensor) -> bool:
-    """Whether all of its memory is its own, and nothing else looks at it; False where torch does not tell."""
+    """Return whether the parameter uses all of its storage and no other tensor shares that; False
+    where torch has no use count."""
     storage = parameter.untyped_storage()
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and storage.nbytes() == parameter.nbytes and count(storage._cdata) <= ALONE
 
 
 def _map(num_bytes: int) -> Any:
-    """Memory of a file that has no name; None where there is no room for it."""
+    """Return the memory map of a new file without a name; None where the disk has no space for
+    it."""
     try:
         with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)  # a disk that fills up later would end the process by SIGBUS

@@ -1,4 +1,5 @@
-"""The tensors inside what a module is given or gives: tuples, lists, mappings, objects with fields."""
+"""The tensors inside the inputs or outputs of a module: in tuples, lists, mappings and
+dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in `value`, at any depth, in order."""
+    """Yield every tensor in `value`, at any depth, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,7 +1,9 @@
-"""What a computation allocates, known without doing it: torch's fake tensors have sizes and no numbers, and every storage is watched.
+"""Memory allocations of a computation, predicted without running it: on torch's fake tensors, with
+every storage recorded.
 
-The seams are `torch._subclasses.fake_tensor.FakeTensorMode` and `torch.utils._python_dispatch.TorchDispatchMode`. What a kernel
-allocates inside itself is not seen; `workspace` says it for those where it matters.
+It uses `torch._subclasses.fake_tensor.FakeTensorMode`, whose tensors have sizes and no data, and
+`torch.utils._python_dispatch.TorchDispatchMode`. The memory that a kernel allocates inside itself
+is not seen; `workspace` adds it for the operators where it matters.
 """
 
 from __future__ import annotations
@@ -27,12 +29,17 @@ OF_PART = f"{ACTIVATIONS} of "
 
 
 def without_numbers() -> FakeTensorMode:
-    """A context in which tensors are made without numbers: sizes, types and devices alone."""
+    """Return a context in which tensors are fake: they have sizes, dtypes and devices, and no
+    data."""
     return _Sizes(allow_non_fake_inputs=True)
 
 
 def build_without_numbers(sizes: FakeTensorMode, build: Callable[[], Any]) -> Any:
-    """What `build` gives, without numbers: where it needs some itself (a cast, `item()`), it is built with them and copied."""
+    """Return what `build` returns, with fake tensors.
+
+    If `build` needs data itself (a cast, `item()`), it runs with real tensors, and the result is
+    copied to fake ones.
+    """
     try:
         return build()
     except Exception:  # noqa: BLE001 - torch's own, of many types; what is wrong with the code itself is raised once more
@@ -43,34 +50,41 @@ def build_without_numbers(sizes: FakeTensorMode, build: Callable[[], Any]) -> An
 
 
 class _Sizes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """One that a copied tensor shares: each has its mode among its fields, and with a copy of that its views were copies of it."""
+    """A FakeTensorMode that `copy.deepcopy` does not copy.
+
+    Each fake tensor has its mode among its fields; with a copy of the mode, the views of a copied
+    tensor would become copies of it.
+    """
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that notes when every storage begins and ends. What a forward pass leaves behind are activations of the part of the
-    model that `enter` named last, what it does not, and all else that nobody named, are temporaries.
+    """A context that records when every storage is created and freed, with a kind for each.
+
+    A storage that a forward pass creates and leaves behind is an activation, of the part of the
+    model that `enter` named last. A storage that the forward pass frees, and any other without a
+    kind, is temporary.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._part: str | None = None
         self._is_forward = False
-        self._events: list[tuple[int, int]] = []  # number of the storage, bytes that came or went
+        self._events: list[tuple[int, int]] = []  # number of the storage, bytes allocated or freed
         self._kinds: list[str] = []
         self._alive: dict[int, int] = {}  # id of a storage -> its number
 
     def enter(self, part: str | None) -> None:
-        """What is allocated from now on belongs to this part of the model."""
+        """Attribute the allocations from now on to this part of the model."""
         self._part = part
 
     def begin_forward(self) -> None:
         self._is_forward, self._first = True, len(self._kinds)
 
     def end_forward(self) -> None:
-        """What began in the pass and is no longer there was temporary."""
+        """End the forward pass: storages that it created and freed again become temporary."""
         self._is_forward = False
         alive = set(self._alive.values())
         for number in range(self._first, len(self._kinds)):
@@ -84,7 +98,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out, inside = workspace.of(func, args, out)
         for tensor in find_tensors(out):
             self.hold(tensor, self._kind())
-        if inside:  # beside what it gives
+        if inside:  # memory besides the output
             self.pass_through(inside, WORKSPACE)
         return out
 
@@ -94,18 +108,20 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ACTIVATIONS if self._part is None else f"{OF_PART}{self._part}"
 
     def pass_through(self, num_bytes: int, kind: str) -> None:
-        """Note `num_bytes` that are allocated and freed at once."""
+        """Record `num_bytes` that are allocated and freed at once."""
         number = self.reserve(num_bytes, kind)
         self._events.append((number, -num_bytes))
 
     def reserve(self, num_bytes: int, kind: str) -> int:
-        """Note `num_bytes` that no tensor of the trace stands for, and that stay; gives their number."""
+        """Record `num_bytes` that belong to no tensor of the trace and are not freed; return the
+        number of the record."""
         self._kinds.append(kind)
         self._events.append((len(self._kinds) - 1, num_bytes))
         return len(self._kinds) - 1
 
     def hold(self, tensor: Tensor, kind: str, share: float = 1.0) -> None:
-        """Note the storage of `tensor`, if it is new; of its bytes `share` count."""
+        """Record the storage of `tensor`, if it is new; `share` is the fraction of its bytes that
+        counts."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -122,13 +138,13 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append((number, -num_bytes))
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """From the beginning the storage of `tensor` was of that kind."""
+        """Set the kind of the storage of `tensor`, from its creation on."""
         number = self._alive.get(id(tensor.untyped_storage()))
         if number is not None:
             self._kinds[number] = kind
 
     def peak(self) -> tuple[int, dict[str, int]]:
-        """The most bytes at a time, and what they were, kind by kind."""
+        """Return the peak number of bytes, and the bytes of each kind at the peak."""
         now = most = 0
         place = 0
         for index, (_, change) in enumerate(self._events):
@@ -141,7 +157,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return most, {kind: num_bytes for kind, num_bytes in terms.items() if num_bytes}
 
     def by_part(self) -> dict[str, int]:
-        """The most bytes of activations that each part of the model held at a time, the largest first."""
+        """Return the peak bytes of activations of each part of the model, the largest first."""
         now: Counter[str] = Counter()
         most: Counter[str] = Counter()
         for number, change in self._events:
@@ -154,7 +170,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def naming(blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None]) -> Iterator[None]:
-    """Call `enter` with the name of a block when its forward pass begins, and with None when it ends."""
+    """Call `enter` with the name of a block when its forward pass starts, and with None when it
+    ends."""
     handles = []
     for name, block in blocks.items():
         handles.append(block.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
@@ -167,5 +184,5 @@ def naming(blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None])
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of all storages behind `tensors`, each once."""
+    """Return the bytes of all storages of `tensors`, each storage once."""
     return sum({id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}.values())

@@ -1,9 +1,12 @@
-"""What CPU kernels keep or allocate inside themselves, which torch's fake tensors do not know.
+"""Memory that CPU kernels save or allocate inside themselves, which torch's fake tensors do not
+model.
 
-From what torch 2.13 with oneDNN 3.x allocates on x86, seen with its profiler (benchmarks/memory_prediction): a convolution changes the
-layout of what it is given and gives, arithmetic between dtypes copies the narrower one, an LSTM keeps a workspace for its backward pass.
-The LSTM's is asked of the library itself, with two short sequences: it grows by as much with each step; and so is what products and
-convolutions in 16 bits need, up to a size, since that follows no simple rule.
+The formulas follow what torch 2.13 with oneDNN 3.x allocates on x86, measured with its profiler
+(benchmarks/memory_prediction): a convolution changes the layout of its inputs and outputs,
+arithmetic between dtypes copies the narrower tensor, an LSTM saves a workspace for its backward
+pass. The workspace of an LSTM is measured on two short sequences and extrapolated, since it grows
+linearly with the steps. The memory of matmuls and convolutions in 16 bits is measured too, up to a
+size, since it follows no simple rule.
 """
 
 # N batch, C channels, T steps
@@ -23,16 +26,15 @@ from torch import Tensor
 from surefoot.components.memory.measure import Rise
 from surefoot.components.memory.tensors import find_tensors
 
-BLOCK = 16  # channels that stand side by side in oneDNN's own layout
-SHORT, LONG = 2, 34  # steps of the sequences that an LSTM's workspace is asked with
-MOST_ASKED_BYTES = (
-    1 << 25
-)  # of what an operator is given and gives: more would take seconds, and the rest is a small share by then
+BLOCK = 16  # channels in one block of oneDNN's layout
+SHORT, LONG = 2, 34  # sequence lengths for the measurement of an LSTM's workspace
+MOST_ASKED_BYTES = 1 << 25  # of inputs and outputs: more takes seconds, for a small share
 aten = torch.ops.aten
 
 
 def of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Any, int]:
-    """What an operator gives, with the workspace that its kernel really keeps, and the bytes that it needs for itself meanwhile."""
+    """Return the output of an operator, with the workspace that its kernel really saves, and the
+    bytes it allocates while it runs."""
     operator = func.overloadpacket
     if operator is aten.mkldnn_rnn_layer:
         kept, inside, _ = _lstm(args)
@@ -52,13 +54,13 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _blocked(tensor: Tensor) -> int:
-    """Bytes of (N, C, ...) with its channels rounded up to whole blocks."""
+    """Return the bytes of (N, C, ...) with its channels rounded up to whole blocks."""
     channels = tensor.shape[1]
     return _bytes(tensor) // channels * math.ceil(channels / BLOCK) * BLOCK if channels else 0
 
 
 def _is_last(tensor: Tensor) -> bool:
-    """Whether the channels stand last in memory, which oneDNN takes as it is."""
+    """Return whether a tensor is in channels-last format, which oneDNN uses without reordering."""
     return tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -93,12 +95,17 @@ def _batch_norm_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """Kernels that want their tensors in one piece copy those that are not."""
+    """Return the bytes of the tensors that are not contiguous: kernels that need contiguous tensors
+    copy those."""
     return sum(_bytes(each) for each in tensors if not each.is_contiguous())
 
 
 def _arithmetic(args: tuple[Any, ...], out: Tensor) -> int:
-    """What is not of the common dtype is copied into it; into a narrower tensor the result goes by another copy."""
+    """Return the bytes of the copies in an arithmetic operator between dtypes.
+
+    Operands of another dtype are copied to the common dtype; a result in a narrower dtype is
+    written through another copy.
+    """
     common = functools.reduce(
         torch.promote_types, (each.dtype for each in args[:2] if isinstance(each, Tensor) and each.ndim), out.dtype
     )
@@ -107,7 +114,8 @@ def _arithmetic(args: tuple[Any, ...], out: Tensor) -> int:
 
 
 def _reduction(args: tuple[Any, ...], out: Tensor) -> int:
-    """A mean of 16 bits is one of a copy in fp32."""
+    """Return the bytes of the fp32 copies that the mean of a 16-bit tensor makes; 0 for other
+    dtypes."""
     return (args[0].numel() + out.numel()) * 4 if args[0].element_size() < 4 and args[0].is_floating_point() else 0
 
 
@@ -127,14 +135,17 @@ _ASKED = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution_backward
 
 
 def _is_asked(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
-    """A small one in 16 bits; convolutions in bf16 alone, since fp16 takes seconds where a CPU has no units for it."""
+    """Return whether the memory of a call is measured by running it: small calls in 16 bits.
+
+    Convolutions are measured in bf16 alone, since fp16 takes seconds on a CPU without fp16 units.
+    """
     tensors = [*find_tensors(args), *find_tensors(out)]
     dtypes = (torch.bfloat16,) if operator is aten.convolution_backward else (torch.bfloat16, torch.float16)
     return tensors[0].dtype in dtypes and sum(map(_bytes, tensors)) <= MOST_ASKED_BYTES
 
 
 def _inside(operator: Any, args: tuple[Any, ...]) -> int:
-    """What it allocates beside what it gives, seen while it runs on zeros."""
+    """Return the bytes that an operator allocates besides its output, measured on zeros."""
     return _inside_once(operator, tuple(_signature(each) for each in args), torch.get_num_threads())
 
 
@@ -153,7 +164,7 @@ class _Sized(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _inside_once(operator: Any, given: tuple[Any, ...], num_threads: int) -> int:
     def ask() -> int:
-        torch.set_num_threads(num_threads)  # a thread has its own
+        torch.set_num_threads(num_threads)  # each thread has a separate setting
         args = [
             torch.empty_strided(each.shape, each.stride, dtype=each.dtype).zero_() if isinstance(each, _Sized) else each
             for each in given
@@ -167,7 +178,8 @@ def _inside_once(operator: Any, given: tuple[Any, ...], num_threads: int) -> int
 
 
 def _where_there_are_numbers(ask: Callable[[], Any]) -> Any:
-    """What `ask` gives in a thread of its own, where tensors have numbers; None for what the library does not take here."""
+    """Return what `ask` returns in a separate thread, where tensors have data; None if it raises
+    RuntimeError."""
     found: list[Any] = []
 
     def run() -> None:
@@ -181,10 +193,11 @@ def _where_there_are_numbers(ask: Callable[[], Any]) -> Any:
 
 
 def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Bytes of an LSTM layer's workspace, and those inside its forward and its backward pass."""
+    """Return the bytes of an LSTM layer's workspace, and the bytes its forward and its backward
+    kernel allocate meanwhile."""
     given = args[0]
     if given.dtype not in (torch.float32, torch.bfloat16):
-        return 0, 0, 0  # asked in another format, the library may end the process
+        return 0, 0, 0  # in another dtype, oneDNN may abort the process
     shapes = tuple(tuple(each.shape) for each in args[:7])
     at = functools.partial(_ask_once, shapes, given.dtype, tuple(tuple(x) if isinstance(x, list) else x for x in args[7:]))
     steps = given.shape[0]

@@ -1,4 +1,4 @@
-"""Metrics: partial results that merge."""
+"""Metrics as partial results that can be merged."""
 
 from surefoot.components.metrics.partial import (
     Better,

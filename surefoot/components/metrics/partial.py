@@ -1,6 +1,8 @@
-"""Metrics as partial results that merge: totals and counts on the device, divided once when read.
+"""Metrics as partial results that can be merged: totals and counts on the device, divided once when
+read.
 
-`accuracy(...).merge(accuracy(...)).value()` is exact for any split into batches, ranks or microbatches.
+`accuracy(...).merge(accuracy(...)).value()` is exact for any split into batches, ranks or
+microbatches.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Mean:
-    """total / count."""
+    """A mean, total / count, as its two parts."""
 
     total: Tensor | float
     count: Tensor | float
@@ -27,7 +29,11 @@ class Mean:
     unit: str = ""
 
     def merge(self, other: Self) -> Self:
-        """Summed in 64 bits: the same bits whether the parts come as tensors or, from another rank, as numbers."""
+        """Return the sum of both parts, computed in 64 bits.
+
+        The result is bitwise identical whether the parts are tensors or, from another rank, Python
+        numbers.
+        """
         total, count = _held(self.total) + _held(other.total), _held(self.count) + _held(other.count)
         return type(self)(total, count, self.better, self.unit)
 
@@ -37,7 +43,7 @@ class Mean:
 
 
 class Perplexity(Mean):
-    """exp(total nats / count): of the whole, not the mean over batches."""
+    """exp(total nats / count), of the whole data set and not the mean over batches."""
 
     def value(self) -> float | None:
         mean = super().value()
@@ -53,12 +59,20 @@ class BitsPerByte(Mean):
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Mean:
-    """The share of samples whose largest logit (B, C) is at its label (B,), or (B, T, C) against (B, T); labels of -100 are left out."""
+    """Return the share of samples whose largest logit is at the label.
+
+    `logits` (B, C) and `labels` (B,), or (B, T, C) and (B, T); labels of -100 are left out. Raises
+    TaskError for other shapes.
+    """
     return top_k(logits, labels, 1)
 
 
 def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
-    """The share of samples whose label is among the `k` largest logits. Raises TaskError for other shapes, and for fewer classes than k."""
+    """Return the share of samples whose label is among the `k` largest logits.
+
+    Shapes as in `accuracy`; labels of -100 are left out. Raises TaskError for other shapes, and for
+    fewer classes than `k`.
+    """
     _check_shapes(logits, labels)
     if not 1 <= k <= logits.shape[-1]:
         raise TaskError(f"top-{k} of {logits.shape[-1]} classes", hint=f"use a k from 1 to {logits.shape[-1]}")
@@ -69,7 +83,8 @@ def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
 
 
 def _check_shapes(logits: Tensor, labels: Tensor) -> None:
-    """Raise TaskError for logits and labels that compare, since one of them is broadcast, and mean nothing."""
+    """Raise TaskError for logits and labels whose shapes do not match, even if they could be
+    broadcast."""
     given = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
     hint = "logits are (B, C) and labels (B,), or (B, T, C) and (B, T)"
     if logits.ndim < 2 or logits.shape[-1] < 2:
@@ -84,17 +99,18 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
 
 
 def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
-    """exp(total over count) of a summed negative log-likelihood in nats."""
+    """Return exp(total / count) of a summed negative log-likelihood in nats, as a partial."""
     return Perplexity(_held(total_nats), count, better="lower")
 
 
 def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerByte:
-    """Bits per byte of a summed negative log-likelihood in nats over `count` bytes."""
+    """Return the bits per byte of a summed negative log-likelihood in nats over `count` bytes, as a
+    partial."""
     return BitsPerByte(_held(total_nats), count, better="lower")
 
 
 def mean_of(total: Tensor | float, count: Tensor | float, *, better: Better = "lower") -> Mean:
-    """Any mean, as its total and its count."""
+    """Return any mean as a partial, from its total and its count."""
     return Mean(_held(total), count, better=better)
 
 
@@ -105,9 +121,11 @@ def _held(total: Tensor | float) -> Tensor | float:
 
 
 class FromTorchmetrics:
-    """A torchmetrics metric as a mergeable partial: `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
+    """A torchmetrics metric as a partial that can be merged:
+    `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
 
-    Raises MissingExtra without torchmetrics. Its states must be of kinds torchmetrics can merge (`Metric.merge_state`).
+    Raises MissingExtra without torchmetrics. The states of the metric must be of kinds torchmetrics
+    can merge (`Metric.merge_state`).
     """
 
     def __init__(self, metric: Any, *, better: Better | None = None) -> None:
@@ -122,7 +140,7 @@ class FromTorchmetrics:
         self.better: Better = better or ("lower" if higher is False else "higher")
 
     def observe(self, *arguments: Tensor) -> FromTorchmetrics:
-        """A new partial that has seen just this batch."""
+        """Return a new partial of this batch alone."""
         fresh = self._metric.clone()
         fresh.reset()
         fresh.update(*arguments)

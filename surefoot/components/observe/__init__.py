@@ -1,4 +1,4 @@
-"""Observe: the meter, and the sinks that read the event stream."""
+"""Throughput meter, and the writers and displays that read the event stream."""
 
 from surefoot.components.observe.console import Console, final_table
 from surefoot.components.observe.journal import Journal, NoJournal

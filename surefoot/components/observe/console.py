@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a progress bar at a terminal, plain lines elsewhere; and the table at its end."""
+"""Terminal output of a run: a progress bar at a terminal, plain lines elsewhere, and the table at
+the end of the run."""
 
 from __future__ import annotations
 
@@ -20,27 +21,29 @@ from surefoot.components.observe.meter import Summary
 from surefoot.core.process.forked import call_in_children
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds, format_throughput
 
-LINE_EVERY_S = 5.0  # plain lines: at most so often
-WIDE = 100  # columns of a terminal that has room for the time that has passed, too
+LINE_EVERY_S = 5.0  # least time between two plain lines
+WIDE = 100  # columns from which the elapsed time is shown too
 SHORTEST_BAR = 8  # columns
-LEAST_SHARE = 0.005  # of the time: a phase below that is not named
+LEAST_SHARE = 0.005  # share of the time from which a phase is named
 MOST_OUTLIERS = 3  # in the final table; `surefoot show` has more
 
 
 def format_score(name: str, value: float | None, unit: str = "") -> str:
-    """`accuracy 99.4 %`, `perplexity 164.2`."""
+    """Return the name and value of a metric as text: `accuracy 99.4 %`, `perplexity 164.2`."""
     return f"{name} {format_percent(value) if unit == '%' else format_number(value)}"
 
 
 class _Count(ProgressColumn):
-    """How many are done, and of how many where that is known."""
+    """Progress column with the number of completed steps or samples, and the total where that is
+    known."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.completed:>7,.0f}" + (f"/{task.total:,.0f}" if task.total else ""))
 
 
 class Console:
-    """Talks to `stream` (stderr): nothing when quiet, a bar at a terminal, lines elsewhere."""
+    """Display of a run on `stream` (stderr): nothing when quiet, a progress bar at a terminal,
+    plain lines elsewhere."""
 
     def __init__(
         self, *, total_steps: int | None, unit: str, quiet: bool = False, stream: TextIO | None = None, done_steps: int = 0
@@ -70,7 +73,11 @@ class Console:
         call_in_children(self, Console._leave_to_parent)
 
     def _leave_to_parent(self) -> None:
-        """Draw no bar in a forked process, and print there past it: the thread that draws may have held its lock at the fork."""
+        """Turn off the progress bar in a forked process, and restore its stdout and stderr.
+
+        The thread that draws the bar may have held its lock at the fork, so that printing through
+        the bar could hang.
+        """
         self._bar, self._quiet = None, True
         for name in ("stdout", "stderr"):
             setattr(sys, name, getattr(getattr(sys, name), "rich_proxied_file", getattr(sys, name)))
@@ -80,11 +87,12 @@ class Console:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """Said even when quiet: something was lost."""
+        """Print a warning, also when quiet: something was lost."""
         self._print(f"surefoot: {text}")
 
     def _print(self, text: str) -> None:
-        """To a terminal that has gone away nothing more is said: that is no reason to end a run."""
+        """Print a line; after an OSError, as from a closed terminal, turn quiet, so that the run
+        does not end."""
         try:
             if self._bar is not None:
                 self._bar.console.print(text, markup=False, highlight=False)
@@ -94,7 +102,7 @@ class Console:
             self._quiet = True
 
     def step(self, summary: Summary) -> None:
-        """Show where the run is; called once a window."""
+        """Show the current step, loss and throughput; called once per window."""
         if self._quiet:
             return
         now_s, self._last = time.monotonic(), summary
@@ -106,7 +114,8 @@ class Console:
             self.say(f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}")
 
     def _room(self) -> float:
-        """Columns for words in the bar's line; what does not fit would cut the numbers beside it."""
+        """Return the columns left for text in the bar's line; longer text would cut off the numbers
+        beside it."""
         if self._bar is None:
             return math.inf
         width = self._bar.console.width
@@ -114,7 +123,8 @@ class Console:
         return width - count - SHORTEST_BAR - (25 if width >= WIDE else 17)
 
     def _describe(self, summary: Summary) -> str:
-        """What is most worth telling first, as far as there is room."""
+        """Return loss, score, learning rate and throughput as text: as many of them, in this order,
+        as fit into the line."""
         parts = [
             f"loss {format_number(summary.loss)}",
             self._score,
@@ -131,14 +141,14 @@ class Console:
         return f"  left {format_seconds(left_s)}"
 
     def reading(self, split: str, done: int, total: int | None) -> None:
-        """Show how many samples of a split are done, where a whole run has no steps."""
+        """Show how many samples of a split are done, in a run that has no steps."""
         if self._bar is not None and self._row is not None:
             self._bar.update(self._row, completed=done, total=total, description=f"samples of {split}")
         else:
             self.evaluating(split, done, total)
 
     def evaluating(self, split: str, done: int, total: int | None) -> None:
-        """Show how many samples of a split are done, beside the steps of the run."""
+        """Show how many samples of a split are evaluated, beside the steps of the run."""
         if self._quiet:
             return
         now_s = time.monotonic()
@@ -164,7 +174,8 @@ class Console:
 
 
 def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = None) -> str:
-    """The table at the end of a run, as text: aligned, without color. At a terminal of `columns` a long value is wrapped between words.
+    """Return the table at the end of a run, as text: aligned, without color. A value longer than
+    `columns` is wrapped between words.
 
     >>> print(final_table([("time went to", "forward 50 %, backward 50 %")], "digits: finished", 32))
     digits: finished
@@ -181,7 +192,7 @@ def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = N
 
 
 def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of the final table out of an Ended event's summary."""
+    """Return the rows of the final table from the summary of an Ended event."""
     rows = [("score", format_score(summary["score"], summary["value"], summary.get("unit", "")))]
     if summary.get("best_step") not in (None, summary["step"]):
         rows.append(
@@ -212,13 +223,15 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_noise(row: Mapping[str, Any]) -> str:
-    """`812 samples [600, 1100]: a batch of 64 ...`; what is not known is n/a."""
+    """Return the noise scale as text: `812 samples [600, 1100]: a batch of 64 ...`; an unknown
+    value is n/a."""
     scale, low, high = ("n/a" if row[name] is None else f"{row[name]:,.0f}" for name in ("scale", "low", "high"))
     return f"{scale} samples [{low}, {high}]: {row['advice']}"
 
 
 def phase_shares(phases: Mapping[str, float]) -> str:
-    """`forward 41.2 %, backward 35 %, ...`: the largest first, what is under half a per cent in one word.
+    """Return the phases as text, `forward 41.2 %, backward 35 %, ...`: the largest first, phases
+    under 0.5 % summed as "the rest".
 
     >>> phase_shares({"data": 0.001, "forward": 0.6, "backward": 0.399})
     'forward 60 %, backward 39.9 %, the rest 0.1 %'
@@ -232,12 +245,12 @@ def phase_shares(phases: Mapping[str, float]) -> str:
 
 
 def format_percentiles(row: Mapping[str, float | None]) -> str:
-    """`p50 1.2 ms, p95 1.4 ms, p99 3 ms` out of seconds by name."""
+    """Return `p50 1.2 ms, p95 1.4 ms, p99 3 ms` from a mapping of names to seconds."""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in row.items())
 
 
 def format_outliers(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The slowest of the steps that stood out, each with its cause.
+    """Return the slowest of the outlier steps as text, each with its cause.
 
     >>> format_outliers([{"step": 12, "elapsed_s": 0.5, "cause": "checkpoint"}])
     'step 12 500 ms (checkpoint)'

@@ -1,6 +1,7 @@
-"""The writer of `events.jsonl`: append-only, whole lines, in one write each.
+"""The writer of `events.jsonl`: append-only, complete lines, one write each.
 
-Lines that a full disk refuses are held and written before the next one: a run does not end for its log before `MAX_HELD_BYTES`.
+Lines that a full disk refuses are buffered and written before the next line: a run ends because of
+its log only once more than `MAX_HELD_BYTES` are buffered.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from surefoot.core.errors import StorageError, hint_unwritten
 from surefoot.core.place import close_in_children
 
 BLOCK_BYTES = 1 << 16
-MAX_HELD_BYTES = 1 << 20  # hours of a run that records once a second
+MAX_HELD_BYTES = 1 << 20  # hours of a run with one record per second
 
 
 class NoJournal:
-    """Of a run that is finished already and opened once more: nothing is recorded."""
+    """Journal that records nothing, for a finished run that is opened again."""
 
     def begin(self, event: events.Event) -> None: ...
 
@@ -36,7 +37,11 @@ class NoJournal:
 
 
 class Journal:
-    """Appends events to a run's file. What the disk refuses for too long raises StorageError; the lines before it stay whole."""
+    """Writer that appends events to a run's `events.jsonl`.
+
+    Raises StorageError when the disk refuses lines for too long; the lines written before stay
+    complete.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path, self._descriptor = folder / events.FILE, -1
@@ -57,7 +62,7 @@ class Journal:
         return StorageError(f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error))
 
     def _take_back_torn_line(self) -> None:
-        """A killed attempt may have left half a line: the next record starts on its own."""
+        """Cut off an incomplete last line, which a killed attempt may have left."""
         end = size = os.fstat(self._descriptor).st_size
         while end:
             start = max(0, end - BLOCK_BYTES)
@@ -70,7 +75,11 @@ class Journal:
             os.ftruncate(self._descriptor, end)
 
     def begin(self, event: events.Event) -> None:
-        """Write the first record of an attempt, onto the disk: nothing that comes later outlives it. Raises StorageError."""
+        """Write the first record of an attempt, and sync it and the folder to disk, so that no
+        later record survives without it.
+
+        Raises StorageError.
+        """
         self._held = event.as_line().encode()
         self.sync()
         try:
@@ -79,7 +88,10 @@ class Journal:
             raise self._refused(error) from error
 
     def write(self, event: events.Event) -> str | None:
-        """Append a record; gives what to tell where the disk begins to refuse. Raises StorageError once too much is held."""
+        """Append a record; return a warning when the disk starts to refuse lines, else None.
+
+        Raises StorageError once more than `MAX_HELD_BYTES` are buffered.
+        """
         was_held = bool(self._held)
         self._held += event.as_line().encode()
         error = self._write_held()
@@ -88,12 +100,12 @@ class Journal:
         return None if error is None or was_held else f"{self._refused(error).message}; its lines are held until it can"
 
     def _write_held(self) -> OSError | None:
-        """Write what is held, all of it or nothing; gives why not."""
+        """Write all buffered lines or none of them; return the error if the disk refuses them."""
         if not self._held:
             return None
         try:
             written = os.write(self._descriptor, self._held)
-            if written != len(self._held):  # a part fitted: take it back, so that whatever comes next stands on a line of its own
+            if written != len(self._held):  # a partial write: cut it off, so that the next record starts a new line
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -103,9 +115,11 @@ class Journal:
         return None
 
     def sync(self) -> None:
-        """Write what is held and put it on disk: before a commit, so that its steps are in the log after a power cut.
+        """Write the buffered lines and fsync, before a checkpoint, so that its steps are in the log
+        after a power failure.
 
-        Raises StorageError, after which nothing is synced again: a second fsync would not tell what the first one lost.
+        Raises StorageError; later calls then skip the fsync, since a second fsync would not report
+        what the first one lost.
         """
         unwritten = self._write_held()
         if unwritten is not None:
@@ -119,7 +133,8 @@ class Journal:
             raise self._refused(error) from error
 
     def close(self) -> None:
-        """Write what is held, sync and close. Raises StorageError when the lines do not reach the disk."""
+        """Write the buffered lines, sync and close. Raises StorageError when the lines do not reach
+        the disk."""
         if self._descriptor < 0:
             return
         try:
@@ -129,6 +144,6 @@ class Journal:
             self._descriptor = -1
 
     def abandon(self) -> None:
-        """Close without a word, after whatever went wrong."""
+        """Close without raising StorageError, after another error."""
         with contextlib.suppress(StorageError):
             self.close()

@@ -1,4 +1,4 @@
-"""What memory a run holds: of the process, and of the device where that has its own."""
+"""Memory that a run uses: of the process, and of the GPU where there is one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident size of this process so far, bytes."""
+    """Return the peak resident set size of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def take_device_memory(device: torch.device) -> dict[str, int]:
-    """What the allocator of this GPU held since the last call, and begin anew; nothing for a device that has no memory of its own.
+    """Return the memory statistics of this GPU since the last call, and reset its peaks; an empty
+    dict for a CPU.
 
-    `allocated_bytes` and `reserved_bytes` are those of now, `fragmented_bytes` their difference, `peak_bytes` and
-    `peak_reserved_bytes` the largest meanwhile; `num_retries` counts, since the process began, how often memory had to be given back
-    before an allocation went through; `total_bytes` is what the GPU has. See torch.cuda.memory_stats.
+    `allocated_bytes` and `reserved_bytes` are current values, `fragmented_bytes` is their
+    difference, `peak_bytes` and `peak_reserved_bytes` are the peaks since the last call.
+    `num_retries` counts, since the process started, how often cached memory was freed before an
+    allocation succeeded. `total_bytes` is the memory of the GPU. See torch.cuda.memory_stats.
     """
     if device.type != "cuda":
         return {}

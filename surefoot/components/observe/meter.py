@@ -1,4 +1,4 @@
-"""The meter: sums and counts over the steps of a window, read once when the window ends.
+"""Throughput meter: sums and counts over the steps of a window, read once when the window ends.
 
 | measure | formula | unit |
 | --- | --- | --- |
@@ -7,10 +7,10 @@
 | step time | wall seconds of the window / its steps | seconds |
 | steps/s | steps of the window / its wall seconds | steps per second |
 | waiting share | seconds waiting for data / wall seconds | share of 1 |
-| phase share | seconds of the phase / wall seconds, evaluations and all that lies between steps among them | share of 1 |
+| phase share | seconds of the phase / wall seconds, including evaluations and all time between steps | share of 1 |
 | applied share | applied steps / steps | share of 1 |
-| goodput | productive seconds / all seconds since the first attempt began, in `surefoot why` and `show` | share of 1 |
-| model FLOPs utilisation | model FLOPs of a sample x samples/s / peak FLOP/s, in `surefoot show` after `surefoot roofline` | share of 1 |
+| goodput | productive seconds / all seconds since the first attempt started, in `surefoot why` and `show` | share of 1 |
+| model FLOPs utilization | model FLOPs of a sample x samples/s / peak FLOP/s, in `surefoot show` after `surefoot roofline` | share of 1 |
 | scaling efficiency | n/a on one process | share of 1 |
 """
 
@@ -24,7 +24,7 @@ from surefoot.contract.state import StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What the steps of a window came to; a mean that has nothing to divide by is None."""
+    """Sums and means over the steps of a window; a mean whose count is 0 is None."""
 
     step: int
     epoch: float
@@ -50,7 +50,8 @@ class Summary:
 
 
 class Meter:
-    """Collects step reports; `take` reads them (the one place that waits for the device) and starts a new window."""
+    """Collector of step reports; `take` reads them (the only wait for the device) and starts a new
+    window."""
 
     def __init__(self) -> None:
         self._reports: list[StepReport] = []
@@ -63,17 +64,18 @@ class Meter:
         return len(self._reports)
 
     def restart_clock(self) -> None:
-        """Leave out what happened since the last step: evaluation and checkpoints are no part of a step's rate."""
+        """Restart the window's clock, so that evaluations and checkpoints since the last step do
+        not lower the throughput."""
         self._since_s = time.perf_counter()
 
     def take(self) -> Summary | None:
-        """The summary of the reports since the last call; None if there were none."""
+        """Return the summary of the reports since the last call; None if there were none."""
         reports, self._reports = self._reports, []
         if not reports:
             return None
         sums: dict[str, tuple[float, float, float]] = {}
         applied = [report for report in reports if report.applied]
-        for report in applied or reports:  # what was skipped is no part of the mean: it would make it nan
+        for report in applied or reports:  # skipped steps are left out: their NaN would make the mean NaN
             for name, (total, count, weight) in report.totals.items():
                 old = sums.get(name, (0.0, 0.0, weight))
                 sums[name] = (old[0] + float(total), old[1] + float(count), weight)

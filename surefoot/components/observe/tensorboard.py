@@ -1,4 +1,5 @@
-"""TensorBoard beside the events: a thin reader of the same records. Loaded late, so that a run starts without it."""
+"""TensorBoard writer for Step and Evaluated events; TensorBoard is imported after the first steps,
+so that a run starts without it."""
 
 from __future__ import annotations
 
@@ -15,16 +16,23 @@ from surefoot.contract.events import PHASES, Evaluated, Event, Step
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import MissingExtra, StorageError
 
-FIRST_WRITE_S = 10.0  # importing TensorBoard costs about half a second: not before the first steps are done
+FIRST_WRITE_S = 10.0  # importing TensorBoard takes about 0.5 s, so it waits for the first steps
 
 
 class TensorBoard:
-    """Writes scalars of Step and Evaluated records below `folder`; `purge_step` cuts off what an earlier attempt wrote from there on.
+    """Writer of the scalars of Step and Evaluated events below `folder`.
 
-    The file is written here and now. TensorBoard's own writer has a thread for it, and whoever waits for that thread waits forever
-    where it has ended: at a MemoryError between taking a record and saying so.
+    The file is written in the calling thread. TensorBoard's own writer uses a thread, and waiting
+    for that thread hangs forever once it has died, for example of a MemoryError after it took a
+    record from the queue.
 
-    `wanted` None means: when the extra is installed. Raises MissingExtra when it was asked for and is not.
+    Args:
+        folder: The folder of the event files.
+        wanted: Whether to write; None writes if tensorboard is installed.
+        purge_step: TensorBoard hides the events of an earlier attempt from this step on.
+
+    Raises:
+        MissingExtra: If `wanted` is true and tensorboard is not installed.
     """
 
     def __init__(self, folder: Path, *, wanted: bool | None, purge_step: int | None = None) -> None:
@@ -38,7 +46,10 @@ class TensorBoard:
         self._since_s = time.monotonic()
 
     def write(self, event: Event) -> None:
-        """Take a record up, and write now and then. Raises StorageError once, when the files cannot be written; then it is off."""
+        """Buffer an event, and write the buffered events every `FIRST_WRITE_S` seconds.
+
+        Raises StorageError once, when the files cannot be written; the writer is off from then on.
+        """
         if not self._on or not isinstance(event, Step | Evaluated):
             return
         self._waiting.append(event)
@@ -60,7 +71,8 @@ class TensorBoard:
         self._since_s = time.monotonic()
 
     def _open(self) -> None:
-        """A new file of TensorBoard's name and form, which begins with its version, and with the step to cut at where there is one."""
+        """Create an event file with TensorBoard's name and format: first its version, then the
+        purge step, if there is one."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -84,26 +96,29 @@ class TensorBoard:
         self._records.write(Record(wall_time=time_s, step=rows[0][2], summary=summary).SerializeToString())
 
     def close(self) -> None:
-        """Write what waits. Raises StorageError when the files cannot be written."""
+        """Write the buffered events and close. Raises StorageError when the files cannot be
+        written."""
         if not self._on:
             return
         self._flush()
         self._turn_off()
 
     def _given_up(self, error: Exception) -> StorageError:
-        """A plot that cannot be written, for whatever reason, is no reason to end a run."""
+        """Turn the writer off and return the StorageError to raise: a failed plot is no reason to
+        end a run."""
         self._turn_off()
         return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
 
     def _turn_off(self) -> None:
         self._on = False
         if self._records is not None:
-            with contextlib.suppress(OSError):  # a disk that refused the content refuses the rest of it as well
+            with contextlib.suppress(OSError):  # a disk that refused a record refuses the rest too
                 self._records.close()
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:
-    """(name, value, step) of each number of a record that is one."""
+    """Return (name, value, step) for each numeric value of an event; values that are None are left
+    out."""
     if isinstance(event, Step):
         rows: dict[str, Any] = {
             "train/loss": event.loss, "train/gradient_norm": event.gradient_norm, "train/samples_per_s": event.samples_per_s,
@@ -121,7 +136,10 @@ def scalars(event: Event) -> list[tuple[str, float, int]]:
 
 
 def phase_shares(steps: Sequence[Step]) -> list[tuple[str, float, int]]:
-    """(name, share of the wall time, step) of each phase over these records: one point for all of them, which costs less than one each."""
+    """Return (name, share of the wall time, step) for each phase, summed over `steps`.
+
+    One point for all steps costs less than one point for each.
+    """
     sums = {name: sum(event.phases.get(name, 0.0) for event in steps) for name in PHASES}
     total = sum(sums.values())
     return [(f"phases/{name}", seconds / total, steps[-1].step) for name, seconds in sums.items() if seconds]

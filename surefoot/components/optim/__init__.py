@@ -1,4 +1,5 @@
-"""Optimisers: groups, the guarded fused update, Muon over filters, LARS and LAMB, Adam in 8 bits, averages of weights."""
+"""Optimizers: parameter groups, the fused update with its non-finite check, Muon for filters, LARS
+and LAMB, 8-bit Adam, EMA."""
 
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward

@@ -17,11 +17,19 @@ from surefoot.core.errors import RunFolderError
 
 
 class WeightAverage:
-    """average = d * average + (1 - d) * weights with d = min(decay, (1 + n) / (10 + n)), n updates so far (as in tf.train's).
+    """An EMA of the weights: average = d * average + (1 - d) * weights, with d = min(decay, (1 + n)
+    / (10 + n)) after n updates.
 
-    With `ramp=False` d is `decay` from the first update on, as in torch.optim.swa_utils. The averages begin as the weights are when this
-    is built. `buffers`, as `model.buffers()`, are averaged by the same formula, those of integers copied, as AveragedModel does with
-    use_buffers=True; without them the model keeps its own buffers while the averages are swapped in.
+    That ramp of d is the one of tf.train.ExponentialMovingAverage. The averages start as the
+    weights are when this is built.
+
+    Args:
+        parameters: The parameters to average.
+        decay: The decay, the upper limit of d.
+        ramp: False makes d equal to `decay` from the first update on, as in torch.optim.swa_utils.
+        buffers: Buffers, as `model.buffers()`, to average by the same formula; those of integers
+            are copied, as AveragedModel does with use_buffers=True. Without them the model keeps
+            its buffers while the averages are swapped in.
     """
 
     def __init__(
@@ -40,28 +48,34 @@ class WeightAverage:
         return int(self._num_updates)
 
     def restore(self, num_updates: int) -> None:
-        """Go on counting from a checkpoint's number; the averages themselves are read in place."""
+        """Continue counting updates from a checkpoint's number; the averages themselves are
+        restored in place elsewhere."""
         self._num_updates = num_updates
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Average these, too, from their values of now on."""
+        """Average `parameters` too, starting from their current values."""
         self.parameters += parameters
         self.averages += [laid_by(parameter.detach().clone(), parameter) for parameter in parameters]
 
     @torch.no_grad()
     def begin_again(self) -> None:
-        """Set the averages to what the weights and buffers are now."""
+        """Reset the averages to the current weights and buffers."""
         for average, tensor in zip([*self.averages, *self.buffer_averages], [*self.parameters, *self.buffers], strict=True):
             average.copy_(tensor)
 
     def by_id(self) -> dict[int, Tensor]:
-        """The average of each parameter and buffer, by the id of that."""
+        """Return the average of each parameter and buffer, by the `id` of the parameter or
+        buffer."""
         averages = [*self.averages, *self.buffer_averages]
         return dict(zip(map(id, [*self.parameters, *self.buffers]), averages, strict=True))
 
     @torch.no_grad()
     def update(self, applied: bool | Tensor = True) -> None:
-        """Follow the weights after a step that was applied; where that is known on the device only, nobody waits for it."""
+        """Move the averages towards the weights after an applied step, and count the update.
+
+        Does nothing for a step that was not applied. With `applied` as a tensor on the device, the
+        host does not wait for it.
+        """
         done = self._num_updates
         if isinstance(applied, Tensor):
             ramped = (1 + done) / (10 + done + torch.zeros_like(applied, dtype=torch.float32))
@@ -82,12 +96,13 @@ class WeightAverage:
                 average.copy_(torch.where(share > 0, buffer, average) if isinstance(share, Tensor) else buffer)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of updates and the averages themselves, not copied."""
+        """Return the number of updates and the averages themselves, not copied."""
         return {"num_updates": self.num_updates, "averages": [*self.averages], "buffers": [*self.buffer_averages]}
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Copy what `state_dict` gave into the averages. Raises RunFolderError where it is that of other parameters or buffers."""
+        """Copy the averages of a `state_dict()` into this one. Raises RunFolderError if its
+        parameters or buffers have other shapes."""
         held = {"averages": self.averages, "buffers": self.buffer_averages}
         for name, tensors in held.items():
             shapes, given = [tuple(each.shape) for each in tensors], [tuple(each.shape) for each in saved[name]]
@@ -106,7 +121,8 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model holds the averages inside this block and its own weights again after it, whatever happens."""
+        """Put the averages into the model inside the block, and the weights back after it, also
+        after an error."""
         self._swap()
         try:
             yield

@@ -1,7 +1,8 @@
-"""The seam to autograd's engine: one call without the checks that `torch.autograd.backward` repeats every step.
+"""A direct call of autograd's engine, without the checks that `torch.autograd.backward` repeats
+every step.
 
-`torch.autograd.Variable._execution_engine` is private; where it is gone, the public function serves with the same numbers.
-A test holds both against each other.
+`torch.autograd.Variable._execution_engine` is private; where torch lacks it, the public function
+runs, with identical results. A test compares both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _run: Any = getattr(_engine, "run_backward", None)
 
 
 def backward(totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> None:
-    """Accumulate the gradients of `totals`, each times its entry of `gradients` (same shape), into the leaves or only `inputs`."""
+    """Accumulate the gradients of `totals` into the leaves, or only into `inputs`.
+
+    Each of `totals` is multiplied by its entry of `gradients`, which has the same shape.
+    """
     if _run is None or inputs is not None:
         torch.autograd.backward(list(totals), list(gradients), inputs=inputs)
         return

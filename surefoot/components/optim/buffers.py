@@ -1,4 +1,4 @@
-"""The buffers and attributes that a step changes beside the weights, so that a skipped step moves nothing at all."""
+"""Buffers and attributes that a forward pass changes, restored when the step is skipped."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ Slot = tuple[nn.Module, str]
 
 
 class LiveBuffers:
-    """Keeps the buffers that a forward pass in training changes (the statistics of BatchNorm), and the attributes of modules (a hidden
-    state): one batch that is not a number would spoil them for good.
+    """Copies of the buffers that a forward pass in training changes (BatchNorm statistics), and of
+    module attributes (a hidden state).
 
-    Which ones they are is seen at the first step, and only they are copied from then on; one that changes for the first time later is
-    not known.
+    One batch with NaN would spoil them for good. The first step shows which of them change; later
+    steps copy only those, so a buffer that changes for the first time after the first step is not
+    restored.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
-        self._moving: list[Slot] = []  # whose module puts another tensor in their place
+        self._moving: list[Slot] = []  # buffers that the module replaces by another tensor
         self._held: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._kinds: list[
             tuple[list[Tensor], list[Tensor]]
-        ] = []  # copies and originals of one dtype each: one pass for all of them
+        ] = []  # copies and originals by dtype: one kernel for all of one dtype
         self._is_settled = not self._slots
         self._model = model
         self._attributes: AttributeSnapshot | None = None
         self._attribute_slots: list[Slot] | None = None  # None until the first step is over
 
     def keep(self) -> None:
-        """Take note of what they hold; called before each step."""
-        if self._attribute_slots != []:  # of most models none
+        """Copy the buffers and attributes; called before each step."""
+        if self._attribute_slots != []:  # empty for most models
             self._keep_attributes()
         if not self._is_settled:
             self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
@@ -51,13 +52,14 @@ class LiveBuffers:
             self._attributes = AttributeSnapshot(self._model, self._attribute_slots, self._attributes.aliases)
 
     def _settle_attributes(self) -> None:
-        """Once a step is over it is known which attributes a step changes."""
+        """Determine, once after the first step, which attributes a step changes."""
         if self._attribute_slots is None and self._attributes is not None:
             self._attribute_slots = self._attributes.find_changed()
             self._attributes = self._attributes.restrict(self._attribute_slots)
 
     def _settle(self) -> None:
-        """At the end of the first step those that stayed as they were are let go, whether it is applied or not."""
+        """Drop, after the first step, the buffers that it did not change; whether the step was
+        applied does not matter."""
         every = zip(self._slots, self._held, self._copies, strict=True)
         live = [(slot, held, copy) for slot, held, copy in every if getattr(*slot) is not held or not torch.equal(copy, held)]
         self._slots = [slot for slot, _, _ in live]
@@ -77,7 +79,8 @@ class LiveBuffers:
 
     @torch.no_grad()
     def put_back_unless(self, applied: bool | Tensor) -> None:
-        """Put back what `keep` saw, unless the step that is over was applied; where only the device knows that, it is decided there."""
+        """Restore what `keep` copied, unless the step was `applied`; with a tensor, the choice is
+        made on the device."""
         self._settle_attributes()
         if not self._is_settled:
             self._settle()
@@ -92,7 +95,7 @@ class LiveBuffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put back what `keep` saw, in the middle of a step too."""
+        """Restore what `keep` copied, also in the middle of a step."""
         for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
             tensor.copy_(copy)
             if getattr(module, name) is not tensor:
@@ -100,4 +103,4 @@ class LiveBuffers:
         if self._attributes is not None:
             self._attributes.put_back()
         if self._attribute_slots is None:
-            self._attributes = None  # a step that broke off does not show which attributes a whole one changes
+            self._attributes = None  # an interrupted step does not show which attributes a complete one changes

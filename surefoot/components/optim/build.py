@@ -1,4 +1,4 @@
-"""From the spec's [optim] table to torch optimisers over parameter groups."""
+"""Torch optimizers over parameter groups, built from the spec's [optim] table."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import name_some
 
-ADAM_KINDS = ("embedding", "head", "norm", "vector")  # what Muon leaves to AdamW
-PLAIN_KINDS = ("embedding", "norm", "vector")  # what LARS and LAMB move at the rate of all
-NUM_NAMED = 4  # of the parameters that are alike
+ADAM_KINDS = ("embedding", "head", "norm", "vector")  # parameters that AdamW updates with optim.name = "muon"
+PLAIN_KINDS = ("embedding", "norm", "vector")  # parameters without a layer-wise rate in LARS and LAMB
+NUM_NAMED = 4  # names listed for each reason
 Groups = Sequence[dict[str, Any]]
-OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")  # of [optim], of surefoot's own optimizers alone
+OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")  # [optim] keys of surefoot's optimizers only
 PLAIN_TABLE = OptimTable()
 GROUP_KEYS = ("no_decay", "rates")
 UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)
@@ -32,17 +32,17 @@ UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)
 
 @dataclass(frozen=True)
 class Built:
-    """The optimisers of one update and what they hold, in words for the log."""
+    """The optimizers of one update, and lines for the log on their groups."""
 
     optimizers: tuple[Optimizer, ...]
     summary: tuple[str, ...]
 
 
 def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, Any]] | None = None) -> Built:
-    """Build the optimiser that `table` names over `trained`, in the user's own `groups` where given.
+    """Build the optimizers that `table` names over `trained`, in the task's `groups` where given.
 
-    Fused where torch has it, else foreach; with `fused = false` as torch does it by itself. Raises TaskError for a gradient that would be
-    sparse.
+    The update is fused where torch supports that, else foreach; with `fused = false` torch chooses.
+    Raises TaskError for a parameter with sparse gradients.
     """
     sparse = next((each.name for each in trained if each.is_sparse), None)
     if sparse is not None:
@@ -66,7 +66,8 @@ def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, An
 
 
 def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers: bool) -> None:
-    """Raise SpecError for a key that has no effect, as the task builds the groups of parameters or all optimizers itself."""
+    """Raise SpecError for an [optim] key without effect because the task builds its parameter
+    groups or optimizers itself."""
     parts = (
         (has_own_optimizers, UPDATE_KEYS, "each update of the task has an optimizer of its own", "in that optimizer"),
         (has_own_groups, GROUP_KEYS, "the task has parameter_groups(model) of its own", "in those groups"),
@@ -78,7 +79,11 @@ def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers
 
 
 def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
-    """What [optim] says of `trained`, which may be a part of what is trained: a pattern may mean other parameters."""
+    """Return `table` without the patterns that match none of `trained`.
+
+    `trained` may be the parameters of one of several updates, and the other patterns may match
+    parameters of the others.
+    """
 
     def speaks(pattern: str) -> bool:
         return any(each.matches(pattern) for each in trained)
@@ -88,7 +93,10 @@ def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
 
 
 def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
-    """The average of the trained weights that `optim.ema` names, with `ema_buffers` of the buffers in the state dict too; None without."""
+    """Return the EMA of the trained weights that `optim.ema` configures; None without it.
+
+    With `ema_buffers`, the buffers in the state dict are averaged too.
+    """
     if table.ema is None:
         return None
     saved = {id(each) for each in model.state_dict(keep_vars=True).values()} if table.ema_buffers else set()
@@ -99,7 +107,8 @@ def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
 
 
 def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
-    """The groups of a layer-wise optimiser: a user's own may say by itself whether it adapts."""
+    """Return the groups of LARS or LAMB; `adapt` is false for norms, biases and embeddings, unless
+    a group of the task sets it."""
     adapted, rest = _split(trained, groups, lambda each: each.kind in PLAIN_KINDS)
     return [{"adapt": True, **group} for group in adapted] + [{"adapt": False, **group} for group in rest]
 
@@ -115,7 +124,11 @@ def _muon(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
 
 
 def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
-    """Two optimisers: what 8 bits do not fit keeps its moments in fp32, and the summary says why."""
+    """Return two optimizers: one with 8-bit moments, and one with fp32 moments for the parameters
+    that 8 bits do not support.
+
+    The summary names these parameters and the reasons.
+    """
     narrow, wide = _split(trained, groups, lambda each: why_not(each.parameter) is not None)
     made: list[Optimizer] = []
     if narrow:
@@ -135,7 +148,8 @@ def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> 
 def _split(
     trained: Sequence[Named], groups: Groups, is_other: Callable[[Named], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Each group in two: what the optimiser is for, and the others."""
+    """Split each group in two: the parameters for the main optimizer, and those for which
+    `is_other` is true."""
     named = {id(each.parameter): each for each in trained}
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:

@@ -1,7 +1,9 @@
-"""The seam to torch's fused updates: Adam, AdamW and SGD in one pass that also divides by the count, clips, and skips.
+"""torch's fused updates: Adam, AdamW and SGD in one kernel that also divides by the count, clips,
+and skips.
 
-`torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_` are private. Where one is gone or does not fit, `public_step`
-goes through `optimizer.step()` with the same numbers; a test holds both against each other.
+`torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_` are private. Where torch lacks
+one, or an option does not fit, `GuardedUpdate` calls `optimizer.step()`, with identical results; a
+test compares both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from surefoot.core.errors import TaskError
 
 
 def supports(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` can be driven by the private kernels: one of the three, plain options, fused kernels present."""
+    """Return whether the private kernels can update `optimizer`.
+
+    It must be Adam, AdamW or SGD with fused=True, without amsgrad, maximize, differentiable and
+    dampening, and torch must have the kernel.
+    """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False
     name = "_fused_sgd_" if isinstance(optimizer, SGD) else "_fused_adamw_" if isinstance(optimizer, AdamW) else "_fused_adam_"
@@ -32,9 +38,11 @@ def supports(optimizer: Optimizer) -> bool:
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Create what there is not of the optimiser's state before the first step, as its first step would.
+    """Create the missing entries of the optimizer's state before the first step, as its first step
+    would.
 
-    A fused SGD whose first step is skipped would otherwise keep an uninitialised momentum buffer: zeros give the same first update.
+    A fused SGD whose first step is skipped would otherwise keep an uninitialized momentum buffer:
+    zeros give the same first update.
     """
     for group in optimizer.param_groups:
         if not group["params"]:
@@ -43,7 +51,7 @@ def create_state(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if isinstance(optimizer, SGD) and not group["momentum"]:
-                state.pop("momentum_buffer", None)  # the kernel takes none then
+                state.pop("momentum_buffer", None)  # without momentum the kernel accepts no buffer
             elif isinstance(optimizer, SGD) and "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if state or isinstance(optimizer, SGD):
@@ -54,15 +62,18 @@ def create_state(optimizer: Optimizer) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers fill its part of the memory, each once: no slice, and not expanded."""
+    """Return whether a tensor's elements fill its memory, each once: no slice with gaps, and not
+    expanded."""
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 @contextmanager
 def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """The rows with contiguous copies where those of a parameter do not lie in memory alike; they are written back at the end.
+    """Yield the rows with contiguous copies for each parameter whose tensors differ in memory
+    layout; write the copies back at the end.
 
-    The kernels walk the memory of parameter, gradient and state side by side, whatever their strides (pytorch#106951).
+    The kernels walk the memory of parameter, gradient and state side by side, whatever their
+    strides (pytorch#106951).
     """
     made, copies = [list(row) for row in rows], []
     for number, parameter in enumerate(rows[0]):
@@ -79,7 +90,8 @@ def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor
 
 
 class Group(Protocol):
-    """One parameter group that can be told to divide its gradients by `grad_scale`, and to leave all as it is where `found_inf` is 1."""
+    """A parameter group whose update can divide the gradients by `grad_scale`, and change nothing
+    where `found_inf` is 1."""
 
     @property
     def group(self) -> dict[str, Any]: ...
@@ -95,7 +107,8 @@ class Group(Protocol):
 
 
 class FusedGroup:
-    """One parameter group with its state as flat lists, ready for the kernel."""
+    """A parameter group of a torch optimizer with its state as flat lists, ready for the fused
+    kernel."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.group = group
@@ -114,13 +127,14 @@ class FusedGroup:
         self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
 
     def is_current(self) -> bool:
-        """Whether the lists hold what the states of the parameters hold now."""
+        """Return whether the lists still hold the tensors that are in the optimizer's state."""
         rows = (("step", self._steps), ("exp_avg", self._first), ("exp_avg_sq", self._second), ("momentum_buffer", self._buffers))
         return all(all(map(is_, map(dict.get, self._states, repeat(name)), row)) for name, row in rows if row)
 
     @property
     def _momentum(self) -> list[Tensor]:
-        """What the kernel takes: no buffers while the momentum is 0; those that there are not yet are made, as torch's SGD does."""
+        """The momentum buffers for the kernel: none while the momentum is 0; missing ones are
+        created as zeros, as torch's SGD does."""
         if not self._is_sgd or not self.group["momentum"]:
             return []
         if not self._buffers:
@@ -131,7 +145,8 @@ class FusedGroup:
 
     @property
     def tensors(self) -> tuple[list[Tensor], ...]:
-        """All that an update moves: parameters, counters, first and second moments, momentum."""
+        """All tensors that an update changes: parameters, step counters, first and second moments,
+        momentum."""
         return self._params, self._steps[:1] if self._is_shared else self._steps, self._first, self._second, self._momentum
 
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -146,7 +161,7 @@ class FusedGroup:
         self._call(self._params, grads, (self._steps, self._first, self._second, self._momentum), lr, grad_scale, found_inf)  # type: ignore[arg-type]
 
     def step_one(self, number: int, lr: float | Tensor, found_inf: Tensor | None) -> None:
-        """Update the parameter at place `number` alone, unless `found_inf` is 1."""
+        """Update only the parameter at index `number`, unless `found_inf` is 1."""
         self._step_some([number], lr, None, found_inf)
 
     def _step_some(self, kept: Sequence[int], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -160,7 +175,7 @@ class FusedGroup:
         self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc]
 
     def _part(self) -> None:
-        """From here on the parameters count their own steps."""
+        """Give each parameter a separate step counter, from the shared one."""
         if self._is_shared:
             self._is_shared = False
             self._steps = [step.clone() for step in self._steps]
@@ -168,9 +183,11 @@ class FusedGroup:
                 state["step"] = step
 
     def count_traced(self, applied: Tensor) -> None:
-        """After an update in a graph, if it was `applied`: count it for those that have a gradient, where the graph could not.
+        """Count an update inside a graph, if it was `applied`, for the parameters that have a
+        gradient.
 
-        One counter cannot count for some.
+        Only needed where the parameters share one step counter and some have no gradient: the graph
+        cannot count for a part of them.
         """
         if not self._is_shared:
             return
@@ -197,7 +214,7 @@ class FusedGroup:
         grad_scale: Tensor | None, found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         group, (steps, first, second, momentum) = self.group, states
-        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernels take it in 32 bits alone
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernels accept grad_scale in fp32 only
             scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         if self._is_sgd:
@@ -222,12 +239,14 @@ class FusedGroup:
 
 
 def numbers_of(grad: Tensor) -> Tensor:
-    """The tensor that holds a gradient's numbers: of a sparse one, which must be coalesced, those that are not left out."""
+    """Return the dense tensor of a gradient's values: the gradient, or the stored values of a
+    coalesced sparse one."""
     return grad if grad.layout is torch.strided else grad._values()
 
 
 def norm_of(grads: Sequence[Tensor]) -> Tensor:
-    """The global 2-norm of the gradients as a scalar tensor. Raises TaskError where one is sparse."""
+    """Return the global 2-norm of the gradients as a scalar tensor. Raises TaskError for a sparse
+    gradient."""
     try:
         norms = torch._foreach_norm(list(grads))
     except NotImplementedError:
@@ -240,17 +259,18 @@ def norm_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, as one vector."""
+    """Return the 2-norm of each tensor, as one vector."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def times(tensors: Sequence[Tensor], factors: float | Sequence[Tensor]) -> list[Tensor]:
-    """New tensors: each times `factors`, or times its own scalar tensor of them."""
+    """Return new tensors: each times `factors`, or times its scalar tensor in that sequence."""
     return list(torch._foreach_mul(list(tensors), factors if isinstance(factors, float) else list(factors)))
 
 
 def add_products(tensors: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[Tensor], sign: int = 1) -> None:
-    """Add to every tensor its partner times its scalar tensor, in place."""
+    """Add to each tensor the product of its partner in `others` and its scalar tensor, times
+    `sign`, in place."""
     torch._foreach_addcmul_(list(tensors), list(others), list(factors), value=sign)
 
 
@@ -266,12 +286,13 @@ def clamp_gradients(grads: Sequence[Tensor], limit: float) -> None:
 
 
 def copy_tensors(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy every one of `tensors` into its partner."""
+    """Copy each of `tensors` into its partner in `into`."""
     torch._foreach_copy_(list(into), list(tensors))
 
 
 def move_towards(tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float | Tensor) -> None:
-    """Move every tensor by `share` of the way to its target, in place; a share on the device is not waited for."""
+    """Move each tensor by `share` of the distance to its target, in place; the host does not wait
+    for a share on the device."""
     if isinstance(share, Tensor):
         ways = torch._foreach_sub(list(targets), list(tensors))
         torch._foreach_mul_(ways, share)

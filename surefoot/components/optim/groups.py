@@ -1,4 +1,5 @@
-"""Parameter groups: what decays, what has its own rate, what is frozen. Every trained parameter stands in exactly one group."""
+"""Parameter groups: weight decay, learning-rate multipliers, frozen parameters. Every trained
+parameter is in exactly one group."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from surefoot.core.errors import SpecError, TaskError
 
 @dataclass(frozen=True)
 class Named:
-    """One trained parameter, or its master, with what decides its group. `kind`: matrix, embedding, head, norm or vector.
+    """A trained parameter, or its master, with the properties that decide its group.
 
-    `others` are the further names of a tied parameter: a pattern may mean it by any of them. The gradient of one that `is_sparse` is.
+    `kind` is matrix, embedding, head, norm or vector. `others` are the further names of a tied
+    parameter: a pattern may match any of them. `is_sparse` means that its gradient is a sparse
+    tensor.
     """
 
     name: str
@@ -33,7 +36,8 @@ class Named:
 
 
 def check_shaped(model: nn.Module) -> None:
-    """Raise TaskError for a parameter or buffer that has no shape before the first forward pass, as those of nn.LazyLinear."""
+    """Raise TaskError for a parameter or buffer without a shape before the first forward pass, as
+    those of nn.LazyLinear."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise TaskError(
@@ -43,7 +47,8 @@ def check_shaped(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Stop training every parameter whose name matches a pattern (shell style, `blocks.0.*`); gives their names.
+    """Freeze every parameter whose name matches a pattern (shell style, `blocks.0.*`); return the
+    names.
 
     Raises SpecError for a pattern that matches nothing.
     """
@@ -57,7 +62,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The first name of each parameter, with the others of one that is tied."""
+    """Return the first name of each parameter, with the other names of a tied one."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -65,7 +70,8 @@ def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_trained(model: nn.Module) -> list[Named]:
-    """Every parameter that takes a gradient, tied ones once, with its kind. Raises TaskError for one that is expanded."""
+    """Return every parameter that requires a gradient, tied ones once, with its kind. Raises
+    TaskError for an expanded parameter."""
     kinds: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and any(
@@ -95,15 +101,17 @@ def find_trained(model: nn.Module) -> list[Named]:
 
 
 def find_sparse(model: nn.Module) -> list[nn.Parameter]:
-    """The trained weights of embeddings that are built with sparse=True."""
+    """Return the trained weights of embeddings with sparse=True."""
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse]
     return [weight for each in tables for weight in _own(each) if weight.requires_grad]
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module itself, and those that its parametrizations make them of (weight_norm, orthogonal, ...).
+    """Return the parameters of a module itself, and the ones from which its parametrizations
+    compute them (weight_norm, orthogonal, ...).
 
-    The attribute that is made is not read: spectral_norm takes a step of its power iteration then.
+    The parametrized attribute itself is not read: spectral_norm would run a step of its power
+    iteration.
     """
     made = module.parametrizations.values() if is_parametrized(module) else ()  # type: ignore[operator]
     return [*module.parameters(recurse=False), *(each for part in made for each in part.parameters())]
@@ -120,10 +128,12 @@ def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
 def build_groups(
     trained: Sequence[Named], *, decay: float, no_decay: Sequence[str] = (), rates: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimiser: `params`, `names`, `weight_decay`, and `rate`, the multiplier of the learning rate.
+    """Return groups for a torch optimizer, with `params`, `names`, `weight_decay`, and `rate`, the
+    learning-rate multiplier.
 
-    Norms, biases and embeddings do not decay, nor what `no_decay` matches; the last matching pattern of `rates` wins.
-    Raises SpecError for a pattern that matches nothing.
+    Norms, biases and embeddings have no weight decay, nor do parameters that match `no_decay`. Of
+    several patterns in `rates` that match a parameter, the last one counts. Raises SpecError for a
+    pattern that matches nothing.
     """
     rates = rates or {}
     _refuse_idle([*no_decay], trained, "no_decay")
@@ -140,7 +150,7 @@ def build_groups(
 
 
 def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise TaskError when a trained parameter stands in no group or in two."""
+    """Raise TaskError when a trained parameter is in no group or in two."""
     seen: dict[int, int] = {}
     for group in groups:
         for parameter in group["params"]:

@@ -1,8 +1,10 @@
-"""The update inside the backward pass: each parameter moves as soon as its gradient is there, and the gradient is let go.
+"""The optimizer update inside the backward pass: each parameter is updated as soon as its gradient
+exists, and the gradient is freed.
 
-All gradients never exist at once, so nothing can be done with all of them: no accumulation, no global norm to clip by, and a step
-with a gradient that is not finite is partly applied when that is known. After Lv et al., "Full Parameter Fine-tuning for Large
-Language Models with Limited Resources", 2023.
+All gradients never exist at once, so nothing can use all of them: no gradient accumulation, no
+clipping by global norm, and a step with a non-finite gradient is partly applied by the time that is
+known. After Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+Resources", 2023.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from surefoot.core.errors import InputError, NumbersError
 
 
 class UpdateInBackward:
-    """Lets the optimisers of `guarded` update inside `step`. Raises InputError for an optimiser without a fused kernel."""
+    """Hooks that run the updates of `guarded` during the backward pass of `step`.
+
+    Raises InputError for an optimizer without a fused kernel.
+    """
 
     def __init__(self, guarded: GuardedUpdate) -> None:
         if guarded.places() is None:
@@ -27,7 +32,7 @@ class UpdateInBackward:
                 "the update cannot run inside the backward pass with this optimiser",
                 hint="it goes with torch.optim.SGD, Adam and AdamW, fused; set memory.update_in_backward = false",
             )
-        guarded.on_device = False  # the host moves the schedule and counts
+        guarded.on_device = False  # the host sets the learning rates and counts steps
         self._guarded = guarded
         self._places: dict[int, tuple[FusedGroup, int]] = {}
         self._norms: list[Tensor] = []
@@ -36,16 +41,19 @@ class UpdateInBackward:
         self._hook()
 
     def _hook(self) -> None:
-        """Let each parameter move in the backward pass, those of groups that were added later, too."""
+        """Add a hook to each parameter that has none yet, including those of groups that were added
+        later."""
         for parameter in self._guarded.parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     def step(self, run_backward: Callable[[], None]) -> float:
-        """Run the backward pass and update on the way; gives the norm of all gradients.
+        """Run the backward pass, update each parameter during it, and return the norm of all
+        gradients.
 
-        Raises NumbersError for a gradient that is not finite: its parameter stays as it was, others have moved.
+        Raises NumbersError for a non-finite gradient: its parameter is unchanged, others have been
+        updated.
         """
         guarded = self._guarded
         guarded.move_schedule()
@@ -60,9 +68,9 @@ class UpdateInBackward:
         return norm
 
     def run(self, run_backward: Callable[[], None]) -> None:
-        """The pass alone, at the rates that are set."""
+        """Run the backward pass with its updates, at the learning rates that the groups have."""
         self._hook()
-        self._places = self._guarded.places() or {}  # taken again: a resume replaces them
+        self._places = self._guarded.places() or {}  # read again: a resume replaces the groups
         self._norms, self._is_on = [], True
         try:
             run_backward()

@@ -1,4 +1,5 @@
-"""The learning rates of parameter groups before a schedule: the owner of an optimizer may set them, as torch's schedulers do."""
+"""The learning rates of parameter groups before the schedule; a loop may set them directly, as
+torch's schedulers do."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from surefoot.core.errors import SpecError
 
 
 class LearningRates:
-    """Reads and writes `lr` of groups, and knows its own values from those that somebody else has set.
+    """Reader and writer of the groups' `lr`, which distinguishes its last written values from
+    values that other code has set.
 
-    A group's base is its `lr` times its `rate`, the multiplier. Without a curve, and with a multiplier of 1, a value that somebody else
-    sets is the base from then on.
+    A group's base learning rate is its `lr` times its `rate`, the multiplier. Without a curve, and
+    with a multiplier of 1, a value that other code sets becomes the base.
     """
 
     def __init__(self, *, has_curve: bool) -> None:
@@ -24,16 +26,17 @@ class LearningRates:
         self._written: list[tuple[Any, int]] = []
 
     def take(self, groups: list[dict[str, Any]]) -> None:
-        """Take `groups` for those so far; further ones bring their learning rate.
+        """Replace the previous groups by `groups`; additional groups bring their learning rate.
 
-        Groups that were loaded hold the learning rate of the step that they were saved at: with a curve the bases stay as they are.
+        Groups that were loaded from a state dict hold the learning rate of the step at which they
+        were saved: with a curve, the bases stay as they are.
         """
         known = {id(group) for group in self._groups}
         is_loaded = any(id(group) not in known for group in groups[: len(self._groups)])
         count = len(self._bases) if not is_loaded or self._has_curve else 0
         multiplied = [group.get("rate", 1.0) for group in groups]
         if is_loaded and not self._has_curve:
-            multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))  # what is saved is the product
+            multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))  # the saved lr includes the multiplier
         added = [float(group["lr"]) * rate for group, rate in zip(groups, multiplied, strict=True)]
         self._bases = [*self._bases[: min(count, len(groups))], *added[count:]]
         written = self._written if not is_loaded else []
@@ -41,7 +44,11 @@ class LearningRates:
         self._written = [*written, *(_mark(group["lr"]) for group in groups[len(written) :])]
 
     def read(self) -> list[float]:
-        """The base of each group. Raises SpecError where somebody else has set a learning rate that a curve or a multiplier decides."""
+        """Return the base learning rate of each group.
+
+        Raises SpecError where other code has set a learning rate that a curve or a multiplier
+        decides.
+        """
         for number, (group, written) in enumerate(zip(self._groups, self._written, strict=True)):
             rate = group["lr"]
             if (rate is written[0] and type(rate) is float) or _is_same(rate, written):
@@ -60,7 +67,7 @@ class LearningRates:
             group["lr"], self._written[number] = rate, (rate, 0) if type(rate) is float else _mark(rate)
 
     def keep(self) -> None:
-        """Take the values that the groups hold for those that were written here."""
+        """Record the current `lr` of each group as written by this object."""
         self._written = [_mark(group["lr"]) for group in self._groups]
 
 
@@ -69,7 +76,8 @@ def _mark(rate: float | Tensor) -> tuple[float | Tensor, int]:
 
 
 def _is_same(rate: float | Tensor, written: tuple[float | Tensor, int]) -> bool:
-    """Whether a learning rate is the one that was marked: a scheduler writes into a tensor in place."""
+    """Return whether a learning rate is the recorded one; a scheduler may change a tensor in place,
+    so its version counts too."""
     value, version = written
     if isinstance(rate, Tensor) or isinstance(value, Tensor):
         return rate is value and rate._version == version  # type: ignore[union-attr]

@@ -1,7 +1,9 @@
-"""Weights stored in bf16 with an fp32 master each: the model computes with the one, the optimiser moves the other.
+"""Weights stored in bf16, with an fp32 master each: the model computes with the bf16 weight, the
+optimizer updates the master.
 
-bf16 keeps 8 bits, so 1.0 + 0.0001 is 1.0 again and small updates are lost; the master adds them up until they show. Gradients of all
-microbatches are summed up in the master's `.grad`, in fp32, and the model's own are let go as soon as they are there.
+bf16 has 8 significant bits, so 1.0 + 0.0001 is 1.0 and small updates are lost; the master
+accumulates them. Gradients of all microbatches are summed in the master's `.grad`, in fp32, and the
+model's gradients are freed as soon as they were added.
 
     store_narrow(model)
     optimizer = torch.optim.AdamW([master_of(parameter) for parameter in model.parameters()])
@@ -22,9 +24,10 @@ NARROW = torch.bfloat16
 
 
 def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_masters: bool = True) -> list[str]:
-    """Store the fp32 parameters of `model` in bf16, those of norms and of the modules `wide` left out; gives their names.
+    """Store the fp32 parameters of `model` in bf16, except those of norms and of the modules
+    `wide`; return their names.
 
-    Those that are trained get a master, unless their updates are to be lost.
+    Trained parameters get a master, unless `with_masters` is false: small updates are then lost.
     """
     left = {
         id(parameter)
@@ -44,9 +47,10 @@ def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_mas
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Let the masters of all trained parameters stand in host memory, and with them the optimiser's state: it updates there.
+    """Move the masters of all trained parameters to host memory; the optimizer's state is then
+    there too, and the update runs on the CPU.
 
-    A gradient goes there as soon as it is there, and is let go.
+    A gradient is copied to the host as soon as it exists, and freed on the device.
     """
     for parameter in model.parameters():
         master = master_of(parameter)
@@ -64,7 +68,7 @@ def _serve(parameter: Tensor, master: Tensor) -> None:
 
 
 def find_norms(model: nn.Module) -> list[nn.Module]:
-    """The norms of a model, by the names of their classes: what they scale by is not narrowed."""
+    """Return the norm modules of a model, found by their class names; their scales stay in fp32."""
     return [module for module in model.modules() if "norm" in type(module).__name__.lower()]
 
 
@@ -80,7 +84,10 @@ def _hand_over(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def publish(parameters: Iterable[Tensor]) -> None:
-    """Round every master into its parameter, and let a part's parameter know that it moved; those that have none stay."""
+    """Round every master into its parameter; parameters without a master are unchanged.
+
+    For masters that are rows of a sharded parameter, call the `publish` of their owner.
+    """
     pairs = [(leaf, master) for leaf in map(leaf_of, parameters) if (master := master_of(leaf)) is not leaf]
     parts = [part for _, master in pairs if (part := part_of(master)) is not None]
     for owner in {id(part.owner): part.owner for part in parts}.values():

@@ -1,6 +1,7 @@
-"""An optimiser's state as a tree of tensors and plain values, by the names of the parameters; and back, in place where it can be.
+"""An optimizer's state as a tree of tensors and plain values, by the names of the parameters, and
+its restoration, in place where possible.
 
-Optimisers that define a state_dict of their own are taken at their word.
+For an optimizer that overrides `state_dict`, that method's result is saved as it is.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.optim import Optimizer
 from surefoot.contract.state import laid_as
 from surefoot.core.errors import RunFolderError, TaskError
 
-MOST_SAID = 300  # letters
-NOT_SAVED = ("params", "names", "lr")  # the parameters themselves, and the rate: the schedule says it anew at every step
+MOST_SAID = 300  # characters
+NOT_SAVED = ("params", "names", "lr")  # parameters, and lr: the schedule sets it at every step
 
 
 def has_own_form(optimizer: Optimizer) -> bool:
@@ -24,7 +25,8 @@ def has_own_form(optimizer: Optimizer) -> bool:
 
 
 def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Any]:
-    """The state, tensors not copied; `held` are the parameters in the order of the groups, as the model knows them."""
+    """Return the state, tensors not copied; `held` are the parameters in the order of the groups,
+    as the model knows them."""
     kind = type(optimizer).__name__
     if has_own_form(optimizer):
         return {"type": kind, "own": optimizer.state_dict()}
@@ -45,12 +47,16 @@ def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, s
 
 
 def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
-    """What is kept of a parameter as a sparse tensor, as SGD keeps the momentum of sparse gradients."""
+    """Return the keys of a parameter's state that are sparse tensors, as SGD's momentum of sparse
+    gradients."""
     return [key for key, value in row.items() if isinstance(value, Tensor) and value.layout is torch.sparse_coo]
 
 
 def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
-    """What is kept under a key that is no parameter. Raises TaskError for what is kept of a tensor that the optimiser does not move."""
+    """Return the state under keys that are no parameters.
+
+    Raises TaskError for the state of a tensor that the optimizer does not update.
+    """
     known = {id(parameter) for parameter in params}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
         raise TaskError(
@@ -61,7 +67,8 @@ def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
 
 
 def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
-    """The name of each parameter; one that the model does not hold is called by its number."""
+    """Return the name of each parameter; a parameter that the model does not have is named by its
+    index."""
     return [names.get(id(parameter), f"parameter-{number}") for number, parameter in enumerate(held)]
 
 
@@ -70,7 +77,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]) -> None:
-    """Put a saved state into place; without saved groups these stay. Raises RunFolderError where it is that of other parameters."""
+    """Restore a saved state; where no groups were saved, the optimizer's groups are unchanged.
+
+    Raises RunFolderError for the state of another optimizer type, or of other parameters.
+    """
     kind = type(optimizer).__name__
     if saved["type"] != kind or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
@@ -120,9 +130,11 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) ->
 
 @torch.no_grad()
 def share_counters(optimizer: Optimizer) -> None:
-    """One counter for all parameters of a group that stand at the same step: our fused update then moves one number.
+    """Use one step counter for all parameters of a group that are at the same step, so that the
+    fused update changes one tensor.
 
-    Not for an optimiser that steps by itself: torch moves the counter of each parameter, so one that is shared by many goes too far.
+    Not for an optimizer whose `step()` runs: torch adds 1 for each parameter, so a counter shared
+    by many would be too high.
     """
     for group in optimizer.param_groups:
         states = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]

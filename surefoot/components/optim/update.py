@@ -1,7 +1,8 @@
-"""The end of a step for one set of parameters: norm, guard, clip, and the optimiser's update, in as few passes as there can be.
+"""The end of a step for one set of parameters: gradient norm, non-finite check, clipping and
+update, in as few kernels as possible.
 
-Where the device works synchronously (CPU) the decision is taken on the host. Where it does not, norm, decision, applied-step
-counter and learning rate stay tensors on the device and nobody waits.
+On a CPU the host decides whether to apply the update. On an asynchronous device, norm, decision,
+step counter and learning rate stay tensors on the device, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
-FusedGroups = Sequence[fused.Group] | None  # of an optimizer; None for one that has no fused update
+FusedGroups = Sequence[fused.Group] | None  # of one optimizer; None without a fused update
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
-HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # whose updates a graph can hold
+HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
 RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 class GuardedUpdate:
-    """Applies optimisers to gradients that are sums, by the factor that makes them means, if they are finite.
+    """An update that multiplies summed gradients by the factor that makes them means, and applies
+    them if they are finite.
 
-    `curve(applied_steps)` multiplies every group's rate, `momentum_curve` replaces its momentum (one-cycle). `clip` is the largest global
-    norm, 0 for none, `clip_value` the largest absolute value of an element. Raises SpecError for limits that are none.
-
-    Groups, states and, without a curve, learning rates are read from the optimizers at every step: what is loaded or added later, or set
-    by a scheduler of torch, counts.
+    `clip` limits the global norm (0: no limit), `clip_value` the absolute value of each element
+    (None: no limit). `curve(applied_steps)` multiplies every group's learning rate,
+    `momentum_curve(applied_steps)` replaces its momentum (one-cycle). `on_device` None lets any
+    device but a CPU decide whether to apply an update, which needs `total_steps`. Groups, states
+    and, without a curve, learning rates are read from the optimizers at every step, so that changes
+    by other code count. Raises SpecError for an invalid `clip` or `clip_value`.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class GuardedUpdate:
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
         self.applied_steps = 0
-        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # set where other ranks hold other parts of the gradients
+        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # replaced where ranks hold parts of the gradients
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._learning_rates = LearningRates(has_curve=curve is not None)
@@ -68,7 +71,8 @@ class GuardedUpdate:
             self._applied = torch.zeros((), dtype=torch.int64, device=device)
 
     def _take_optimizers(self) -> None:
-        """Read groups, parameters and states of the optimizers: the fused groups hold their tensors as lists."""
+        """Read groups, parameters and states of the optimizers; the fused groups hold their tensors
+        as lists."""
         self._groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
         self._held = [_holders(each) for each in self.optimizers]
         self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
@@ -91,7 +95,7 @@ class GuardedUpdate:
         self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self._groups]
 
     def _follow_optimizers(self) -> None:
-        """Read the optimizers again where their owner has changed them: by `load_state_dict`, by `add_param_group`, or by assignment."""
+        """Read the optimizers again where other code has changed their groups, lists or states."""
         if len(self.optimizers) != len(self._taken):
             self._take_optimizers()
         if all(map(_has_same, self.optimizers, self._taken)):
@@ -102,22 +106,23 @@ class GuardedUpdate:
             if not _is_current(optimizer, taken):
                 self._take_optimizers()
                 return
-            self._taken[number] = _Taken.of(optimizer, taken.fused)  # its state is what the update made of it
+            self._taken[number] = _Taken.of(optimizer, taken.fused)  # only the update has changed its state
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, as they are now."""
+        """The current parameter groups of all optimizers."""
         self._follow_optimizers()
         return self._groups
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of all optimizers, as they are now."""
+        """The current parameters of all optimizers."""
         self._follow_optimizers()
         return self._parameters
 
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
-        """Apply these, too, from the next update on, on the same schedule. Raises SpecError where they are of another kind."""
+        """Apply these optimizers too from the next update on. Raises SpecError for one that cannot
+        decide on the device."""
         if self.on_device and not all(_groups_of(each) for each in optimizers):
             raise SpecError(
                 f"{type(optimizers[0]).__name__} has no fused update, and the others have", hint="use one kind of optimiser"
@@ -126,13 +131,14 @@ class GuardedUpdate:
         self._take_optimizers()
 
     def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Each tensor that is moved, with what its optimiser keeps of it."""
+        """Yield each tensor that is updated, with the optimizer's state for it."""
         self._follow_optimizers()
         for optimizer, held in zip(self.optimizers, self._held, strict=True):
             yield from ((parameter, optimizer.state.get(parameter, {})) for parameter in held)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """All that a checkpoint must hold, by the parameters' `names` (id -> name); tensors are not copied."""
+        """Return the state for a checkpoint, by the parameters' `names` (id -> name); tensors are
+        not copied."""
         self._follow_optimizers()
         if self.on_device:
             self.applied_steps = int(self._applied)
@@ -140,7 +146,7 @@ class GuardedUpdate:
         return {"applied_steps": self.applied_steps, "optimizers": made}
 
     def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        """Put a saved state back. Raises RunFolderError where it is that of other optimisers."""
+        """Restore a saved state. Raises RunFolderError for the state of other optimizers."""
         self._follow_optimizers()
         if len(saved["optimizers"]) != len(self.optimizers):
             raise RunFolderError("the saved state is that of other optimisers", hint="go on with the spec that the run had")
@@ -154,15 +160,15 @@ class GuardedUpdate:
         self._take_optimizers()  # a fork may have switched the momentum on or off
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by the parameters' numbers, for a loop of one's own."""
+        """Return the state by the parameters' indices, for a user-defined loop."""
         return self.state({})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
-        for parameter in self._parameters:  # what was added since the last update has no gradient yet
+        for parameter in self._parameters:  # parameters added since the last update have no gradient yet
             parameter.grad = None
         for parameter in self._masters:
             leaf_of(parameter).grad = None
@@ -177,12 +183,13 @@ class GuardedUpdate:
         return [base * multiplier for base in self._learning_rates.read()]
 
     def norm(self) -> Tensor:
-        """The global norm of the gradients as they are; there must be some."""
+        """Return the global norm of the current gradients, of which there must be at least one."""
         self._follow_optimizers()
         return self.join_norm(fused.norm_of(self._gradients()))
 
     def _gradients(self) -> list[Tensor]:
-        """The numbers of all gradients there are. Each row of a sparse one is added up first, as torch's optimizers do.
+        """Return the values of all gradients. Each row of a sparse one is summed first, as torch's
+        optimizers do.
 
         Raises TaskError for a sparse one where the update is fused.
         """
@@ -209,10 +216,11 @@ class GuardedUpdate:
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
         """Update with the gradients times `factor`, clipped, unless their norm is not finite.
 
-        Returns the global norm before clipping (of the gradients times `factor`) and whether the update was applied. Raises SpecError for
-        a factor that is not above 0, where it can be looked at without waiting for a device.
+        Returns the global norm before clipping (of the gradients times `factor`) and whether the
+        update was applied; 0 and False without gradients. Raises SpecError for a factor that is not
+        above 0, where it can be read without waiting for a device.
         """
-        self._follow_optimizers()  # once for all that follows
+        self._follow_optimizers()  # once for the whole update
         grads = self._gradients()
         if not grads:
             return 0.0, False
@@ -238,7 +246,8 @@ class GuardedUpdate:
         return norm, True
 
     def apply(self, factor: float) -> None:
-        """Update with the gradients times `factor`, whatever they are."""
+        """Update with the gradients times `factor`, without clipping and without the non-finite
+        check."""
         self._follow_optimizers()
         self._apply(factor)
 
@@ -254,7 +263,8 @@ class GuardedUpdate:
         self.applied_steps += 1
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
-        """The id of each parameter -> its fused group and its place there; None where an optimiser has no fused kernel."""
+        """Return the fused group of each parameter and its index in it, by `id`; None without a
+        fused kernel."""
         self._follow_optimizers()
         places: dict[int, tuple[fused.FusedGroup, int]] = {}
         for held in self._fused:
@@ -267,7 +277,7 @@ class GuardedUpdate:
     # ---- the update as a part of a graph
 
     def check_traceable(self) -> None:
-        """Raise SpecError where the update is no arithmetic that a graph can hold."""
+        """Raise SpecError where the update cannot be part of a graph."""
         other = 'or compile.what = "model"'
         for optimizer, groups in zip(self.optimizers, self._fused, strict=True):
             has_rule = type(optimizer) in HAVE_RULES
@@ -282,23 +292,23 @@ class GuardedUpdate:
                 f"{ONE_GRAPH} does not go with a schedule that moves the momentum", hint=f"use another schedule, {other}"
             )
         if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
-            raise SpecError(  # torch takes the state of such a one for a number, and what the graph writes to it is lost
+            raise SpecError(  # torch treats such a state as a Python number, and loses the graph's writes
                 f"{ONE_GRAPH} does not go with a parameter in float64 that has no dimensions",
                 hint=f"give it the shape (1,), {other}",
             )
 
     @property
     def limits(self) -> tuple[float, float | None]:
-        """What the norm, and what each number of a gradient, is clipped to; 0 and None are no limits."""
+        """The limits of the global norm and of each gradient element; 0 and None mean no limit."""
         return self._clip, self._clip_value
 
     def held(self) -> list[tuple[list[Tensor], ...]]:
-        """All that an update moves, by group."""
+        """Return all tensors that an update changes, by group."""
         self._follow_optimizers()
         return [tensors for groups in self._fused for each in groups or () if (tensors := each.tensors) is not None]
 
     def begin_traced(self) -> list[Tensor]:
-        """The rate of each group for the next update."""
+        """Return the learning rate of each group for the next update."""
         if not self.on_device:
             self.move_schedule()
             for rate, group in zip(self._rates, self._groups, strict=True):
@@ -311,7 +321,8 @@ class GuardedUpdate:
         return rates
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
-        """Count an update that was applied, of the parameters that have a gradient; gives what `step_if_finite` does."""
+        """Count an update if it was `applied`, where a gradient exists; return the same as
+        `step_if_finite`."""
         for each in (each for groups in self._fused for each in groups or ()):
             each.count_traced(applied)
         if self.on_device:
@@ -322,7 +333,8 @@ class GuardedUpdate:
         return norm.item(), was_applied
 
     def move_schedule(self) -> None:
-        """Set every group's rate, and its momentum where the schedule moves that, for this update."""
+        """Set the learning rate of every group for this update, and its momentum where the schedule
+        changes that."""
         self._follow_optimizers()
         self._move_schedule()
 
@@ -337,12 +349,13 @@ class GuardedUpdate:
                 _set_momentum(group, momentum)
 
     def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
-        """An optimiser that cannot divide by itself: scale its gradients, then step."""
+        """Update an optimizer that cannot divide inside its update: scale its gradients, then
+        step."""
         grads = [fused.numbers_of(parameter.grad) for parameter in held if parameter.grad is not None]
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
         optimizer.step()
-        self._learning_rates.keep()  # one that moves its learning rate itself starts from the schedule's at every step
+        self._learning_rates.keep()  # an optimizer that changes lr itself gets the schedule's lr at every step
 
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         norm = raw * factor
@@ -357,7 +370,7 @@ class GuardedUpdate:
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
         rates = [(multiplier * base).float() for base in self._learning_rates.read()]
-        self._learning_rates.write(rates)  # what a report shows of them; read by the host only when the report is
+        self._learning_rates.write(rates)  # for reports; the host reads them only when it reads the report
         for each, rate in zip((each for groups in self._fused for each in groups or ()), rates, strict=True):
             each.step(rate, grad_scale, found_inf)
         self._applied += finite
@@ -365,7 +378,8 @@ class GuardedUpdate:
 
 
 def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
-    """The groups of an optimiser that divides and skips by itself; None for one that cannot."""
+    """Return the groups of an optimizer that divides and skips inside its update; None for any
+    other."""
     if fused.supports(optimizer):
         return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
     if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
@@ -375,9 +389,11 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """What an optimizer held when it was read: groups, the parameters of each, its state, all objects in them; its fused groups.
+    """The contents of an optimizer when it was read: groups, the parameters of each, its state, all
+    objects in them, its fused groups.
 
-    `live` goes through the same objects as they are now, for as long as groups, lists and state are the same.
+    `live` iterates over the current objects, as long as groups, lists and state are the same
+    objects.
     """
 
     groups: list[dict[str, Any]]
@@ -395,7 +411,7 @@ class _Taken:
         live: list[Iterable[Any]] = [groups, *lists]
         if of_fused is not None:
             live.append(state.values())
-        if fused.supports(optimizer):  # what it keeps of a parameter stays the same object, so that each is compared
+        if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
             live += [entry.values() for entry in state.values()]
         live.append((_END,))
         return cls(groups, lists, [[*each] for each in lists], state, live, [*chain.from_iterable(live)], of_fused)
@@ -405,7 +421,8 @@ _PARAMETERS, _END = operator.itemgetter("params"), object()
 
 
 def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
-    """Whether an optimizer holds what it held when it was read: every step asks, so nothing here is a loop of Python's."""
+    """Return whether an optimizer holds the same objects as when it was read; without Python loops,
+    for every step."""
     if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
         return False
     return (
@@ -416,7 +433,7 @@ def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
 
 
 def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
-    """Whether nobody but the update itself has changed what an optimizer holds."""
+    """Return whether only the update itself has changed the contents of an optimizer."""
     groups = [[*group["params"]] for group in optimizer.param_groups]
     return (
         taken.fused is not None
@@ -430,7 +447,8 @@ def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
 
 
 def _how_not_fused(optimizer: Optimizer) -> str:
-    """What keeps an optimiser that has a fused update from it, in words; nothing for one that has none."""
+    """Return why an optimizer whose type has a fused update does not use it; an empty text for
+    other types."""
     if type(optimizer).__name__ not in HAVE_FUSED:
         return ""
     if not all(group.get("fused") for group in optimizer.param_groups):
@@ -439,7 +457,8 @@ def _how_not_fused(optimizer: Optimizer) -> str:
 
 
 def _holders(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, which receive the gradients, in the order of its groups."""
+    """Return the parameters of an optimizer, which receive the gradients, in the order of its
+    groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

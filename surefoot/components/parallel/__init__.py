@@ -1,4 +1,4 @@
-"""A model on several ranks, so that the numbers stay those of one."""
+"""Training on several ranks, with results that equal those of one process."""
 
 from surefoot.components.parallel.norms import JoinedBuffers
 from surefoot.components.parallel.replicate import Replicas

@@ -1,4 +1,5 @@
-"""Do all replicas still hold the same bits? A sum over their bits, tensor by tensor, held side by side: a flipped one moves it."""
+"""Check that all replicas hold bitwise identical tensors: a sum over the bits of each tensor,
+compared between ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from surefoot.runtime.comm import Group
 
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size
 
 
 class Apart(NamedTuple):
-    """A rank that holds other bits than the others in the tensor `name`; `is_certain` where more than half of the ranks agree."""
+    """A rank whose tensor `name` differs from the other ranks'.
+
+    `is_certain` is true where more than half of the ranks agree; else the rank differs from rank 0.
+    """
 
     rank: int
     name: str
@@ -24,13 +28,18 @@ class Apart(NamedTuple):
 
 @torch.no_grad()
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The bits of `tensor` as whole numbers, summed in 64 bits: whatever one bit is flipped, the sum is another. ()"""
+    """Return the bits of `tensor` as integers, summed in 64 bits (shape ()); flipping any one bit
+    changes the sum."""
     held = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return held.contiguous().view(WHOLE[held.element_size()]).sum(dtype=torch.int64)
 
 
 def find_apart(group: Group, tensors: Mapping[str, Tensor]) -> list[Apart]:
-    """The ranks whose tensors differ from those of most, each with the first tensor; without a majority from rank 0's."""
+    """Return the ranks whose tensors differ from those of the majority, each with its first
+    differing tensor.
+
+    Without a majority the ranks are compared with rank 0. All ranks of `group` must call it.
+    """
     if group.is_alone or not tensors:
         return []
     rows = group.gather(torch.stack([bit_sum(each).to(group.device) for each in tensors.values()])).tolist()

@@ -1,8 +1,11 @@
-"""The same bits on 1, 2, 4 ... ranks: sums in an order that does not depend on who computes what.
+"""Bitwise identical results on 1, 2, 4 ... ranks: gradients are summed in an order that does not
+depend on the number of ranks.
 
-A sum of floating-point numbers depends on its order, and the order of an all-reduce on the ranks. Here a step is always shared by the same
-number of virtual ranks, a power of two: each adds up the microbatches that are its own, and the sums of two neighbours are added, then
-those of two pairs, and so on. A rank computes for several virtual ranks in a row, which are a subtree, and gathers the others'.
+A sum of floating-point numbers depends on its order, and the order of an all-reduce depends on the
+ranks. With virtual ranks, a step is always split between the same number of virtual ranks, a power
+of two: each sums the gradients of its microbatches, the sums of two neighbors are added, then those
+of two pairs, and so on. A rank computes several consecutive virtual ranks, a subtree, and gathers
+the sums of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ Grads = list[Tensor | None]
 
 
 class VirtualRanks:
-    """Which microbatches are whose: `size` virtual ranks, of which this rank computes for `own` in a row."""
+    """The assignment of microbatches to `size` virtual ranks, of which this rank computes `own`
+    consecutive ones from `first` on."""
 
     def __init__(self, size: int, group: Group) -> None:
         self.size, self.own, self.group = size, size // group.size, group
@@ -28,19 +32,24 @@ class VirtualRanks:
         self._ends: list[int] = []
 
     def begin(self, num_microbatches: int) -> None:
-        """A step of so many microbatches on all ranks."""
+        """Start a step of `num_microbatches` microbatches on all ranks together."""
         every = range(self.first, self.first + self.own)
         self._ends = [-(-num_microbatches * (each + 1) // self.size) for each in every]
 
     def count_over(self, done: int) -> int:
-        """How many virtual ranks are over now that the first `done` microbatches of the step are, or another rank's."""
+        """Return how many of this rank's virtual ranks finish with the first `done` microbatches of
+        the step, and were not counted before."""
         over = [end for end in self._ends if end <= done]
         self._ends = self._ends[len(over) :]
         return len(over)
 
     @torch.no_grad()
     def in_order(self, rows: Tensor) -> Tensor:
-        """The sum of every virtual rank's row, in their order: (own, n) into (n), float64. Adding to zeros changes no bit."""
+        """Return the sum of every virtual rank's row, added in their order: (own, n) -> (n),
+        float64.
+
+        The all-reduce before it only adds zeros, which changes no bit.
+        """
         table = rows.new_zeros((self.size, *rows.shape[1:]))
         table[self.first : self.first + self.own] = rows
         total = torch.zeros_like(table[0])
@@ -50,15 +59,16 @@ class VirtualRanks:
 
 
 class Ordered:
-    """The gradients of one update, added up virtual rank by virtual rank as they are over."""
+    """The gradients of one update, summed in a binary tree over virtual ranks."""
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._parameters = [master_of(each) for each in leaves if each.requires_grad]
-        self._tree: list[tuple[int, Grads]] = []  # what waits for its neighbour, and of how many levels it is a sum
+        self._tree: list[tuple[int, Grads]] = []  # sums that wait for their neighbor, each with its level
 
     @torch.no_grad()
     def end_one(self) -> None:
-        """A virtual rank is over: what its microbatches left as gradients is its sum."""
+        """End a virtual rank: take its summed gradients off the parameters, and add them to the
+        tree."""
         node: Grads = [each.grad for each in self._parameters]
         level = 0
         for each in self._parameters:
@@ -69,7 +79,7 @@ class Ordered:
         self._tree.append((level, node))
 
     def put_back(self) -> None:
-        """All virtual ranks of this rank are over: their sum stands where gradients stand."""
+        """Put the sum over all virtual ranks of this rank into the parameters' `.grad`."""
         ((_, node),) = self._tree
         self._tree = []
         for parameter, grad in zip(self._parameters, node, strict=True):
@@ -77,21 +87,23 @@ class Ordered:
 
 
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """A gradient that is not there counts as zeros, as it does on a rank of its own: 0 + -0 is 0."""
+    """Add two gradients; a missing one counts as zeros, as it does on a rank without it: 0 + -0 is
+    0."""
     if left is None:
         return None if right is None else right.add_(0.0)
     return left.add_(0.0) if right is None else left.add_(right)
 
 
 class InOrder:
-    """A bucket's way to the other ranks: each has all of them, and adds neighbours, then pairs of them."""
+    """Bucket reducer with a fixed order: each rank gathers all buckets, and adds neighbors, then
+    pairs of them."""
 
     def __init__(self, flat: Tensor, group: Group) -> None:
         self._flat, self._group = flat, group
 
     def begin(self) -> Wait:
         if self._group.memory_of(self._flat) is not None:
-            return self._group.begin_to_add(self._flat)  # which adds in that order
+            return self._group.begin_to_add(self._flat)  # the reduction through shared memory adds in that order
         return self._exchange
 
     @torch.no_grad()

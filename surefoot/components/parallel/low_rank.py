@@ -1,19 +1,24 @@
-"""PowerSGD: the gradient of a matrix goes to the other ranks as a product of low rank; what it leaves out is added to the next one.
+"""PowerSGD: the gradient of a matrix is sent as a product of low rank; the error is added to the
+next step's gradient.
 
-Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (NeurIPS 2019), algorithm 1.
-Rank i has M_i = gradient + residual. With Q of the step before, one step of power iteration:
+Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization (NeurIPS 2019), algorithm 1. Rank i has M_i = gradient + residual. With Q of the
+previous step, one step of power iteration:
 
-    P = sum of M_i Q, its columns made orthonormal;    Q_i = M_i' P,  Q = sum of Q_i;    all ranks get P Q' = P P' (sum of M_i)
+    P = sum of M_i Q, its columns made orthonormal;    Q_i = M_i' P,  Q = sum of Q_i;    all ranks
+        get P Q' = P P' (sum of M_i)
 
     residual_i = M_i - P Q_i'
 
-These are sums, not means, and a rank keeps what its own M_i is off by: the residuals add up to what all ranks were not given. Columns
-are made orthonormal by Householder's way, which gives orthonormal ones where P has fewer dimensions than columns, too. Q's columns have
-length 1, and one that is nothing begins anew with fixed random numbers: by power iteration it would stay nothing for ever.
+These are sums, not means, and a rank keeps the error of its M_i: the residuals add up to the part
+of the sum that was not sent. The columns of P are orthonormalized by Householder reflections (QR),
+which give orthonormal columns also where P has a lower rank. The columns of Q have length 1; a
+column of zeros is replaced by fixed random numbers, since power iteration would leave it at zero.
 
-Gradients are sums, which a step multiplies by one over a count of its own, or of its loss scale: a residual carries the factor that it
-was made under, and is added as what it is under the next one. A step that is skipped must leave no trace: `keep` says whether it was
-applied, and only then do residual and Q move.
+Gradients are sums, which a step multiplies by a factor, as 1 / count or 1 / loss scale. A residual
+is stored with the factor of its step, and rescaled to the factor of the next step. A skipped step
+must change nothing: `keep` receives whether the step was applied, and only then are residual and Q
+replaced.
 """
 
 from __future__ import annotations
@@ -28,18 +33,19 @@ from torch import Tensor
 from surefoot.components.parallel.wires import Link, Wait
 from surefoot.core.errors import TaskError
 
-SAVES = 2  # a matrix is compressed where that makes it so many times smaller
+SAVES = 2  # least compression ratio of a matrix
 
 
 @dataclass(eq=False)
 class Held:
-    """What is remembered of a matrix of (n, m) gradients between steps, and what a step would change of it."""
+    """The state of one (n, m) gradient matrix between steps, and the values that replace it once
+    the step is applied."""
 
     parameter: Tensor
-    place: int  # in its bucket
-    matrix: Tensor  # (n, m), in the bucket: the gradient, then what all ranks get
-    fresh: Tensor  # (m, r): columns to begin with
-    residual: Tensor = field(init=False)  # (n, m): what was not sent yet
+    place: int  # index of the parameter in its bucket
+    matrix: Tensor  # (n, m), a view of the bucket: the gradient, then the decompressed sum
+    fresh: Tensor  # (m, r): initial columns of Q
+    residual: Tensor = field(init=False)  # (n, m): the error not sent yet
     warm: Tensor = field(init=False)  # (m, r): Q, with columns of length 1
     unit: Tensor = field(
         init=False
@@ -54,14 +60,16 @@ class Held:
 
 
 class LowRank:
-    """One bucket: matrices as P and Q of `rank` columns, everything else beside P as it is."""
+    """Reducer of one bucket: matrices are sent as P and Q of `rank` columns, all other gradients
+    uncompressed with P."""
 
     def __init__(
         self, flat: Tensor, parameters: Sequence[Tensor], rank: int, link: Link, generator: torch.Generator
     ) -> None:  # fmt: skip
-        """`flat` holds the gradients of `parameters`, one behind the other, and ends with a count of ranks for each.
+        """Split `flat`, which holds the gradients of `parameters` one after the other, and then a
+        count of ranks for each.
 
-        `generator` gives the columns to begin with: the same ones on every rank.
+        `generator` draws the initial columns, and must give the same ones on every rank.
         """
         sizes = [each.numel() * (2 if each.is_complex() else 1) for each in parameters]
         self._link, self._is_open = link, False
@@ -83,10 +91,11 @@ class LowRank:
                 hint="call keep() after finish(), once the step is decided",
             )
         self._is_open = bool(self.held)
-        return self._project  # which is no part of the backward pass
+        return self._project  # runs in finish(), not in the backward pass
 
     def use(self, factor: float | Tensor) -> None:
-        """The sums of this step will be multiplied by `factor`, the same one on every rank."""
+        """Set the factor that the sums of this step will be multiplied by; every rank must pass the
+        same value."""
         self._factor = factor
 
     def _project(self) -> Wait:
@@ -121,7 +130,7 @@ class LowRank:
             each.next = torch.where(length > 0, all_ / length, each.fresh)
 
     def keep(self, applied: bool | Tensor) -> None:
-        """The step is over: where it was applied residual and Q become those after it."""
+        """End the step: where it was `applied`, replace the residuals and Q by those after it."""
         self._is_open = False
         for each in self.held:
             moves = (self._presence[each.place] > 0) & applied
@@ -131,7 +140,8 @@ class LowRank:
 
 
 def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
-    """The (n, m) as which its gradient lies in memory, where P and Q of `rank` columns are half as many numbers or fewer; else None.
+    """Return the (n, m) in which a gradient is stored in memory, where P and Q of `rank` columns
+    have at most half as many elements; else None.
 
     >>> matrix_shape(torch.empty(64, 16, 3, 3), 4), matrix_shape(torch.empty(64), 4), matrix_shape(torch.empty(8, 8), 4)
     ((64, 144), None, None)

@@ -1,8 +1,10 @@
-"""Buffers that a forward pass changes, over ranks: BatchNorm's statistics become those of one process that saw all microbatches.
+"""Synchronization of buffers over ranks: BatchNorm statistics become those of one process that saw
+all microbatches.
 
-One process moves a running statistic x once for each microbatch, x <- (1 - a) x + a s: a map that is linear in x. A rank that starts
-from the same x and sees k of m microbatches in a row ends with (1 - a)^k x + c, and what c is follows from where it ended. So all of
-them in their order give (1 - a)^m x + the sum over ranks of (1 - a)^(the microbatches after that rank's) c.
+One process updates a running statistic x once for each microbatch, x <- (1 - a) x + a s, which is
+linear in x. A rank that starts from the same x and sees k of m consecutive microbatches ends with
+(1 - a)^k x + c, so c follows from the value at the end. All microbatches in their order give (1 -
+a)^m x + the sum over ranks of (1 - a)^(number of microbatches after that rank's) c.
 """
 
 from __future__ import annotations
@@ -20,16 +22,24 @@ Slot = tuple[nn.Module, str]
 
 
 class JoinedBuffers:
-    """Called before and after the forward passes of a step, by every rank. Buffers that are no running statistics become rank 0's."""
+    """Synchronization of a model's buffers: every rank calls `keep` before and `join` after the
+    forward passes of a step.
+
+    Buffers that are no running statistics take the values of rank 0.
+    """
 
     def __init__(
         self, model: nn.Module, group: Group, *, joins_norms: bool = True, virtual: VirtualRanks | None = None
     ) -> None:  # fmt: skip
-        """Without `joins_norms` running statistics become rank 0's, too. With `virtual` each of those ranks is told when it is over."""
+        """Find the running statistics and the other buffers of `model`.
+
+        Without `joins_norms`, running statistics take the values of rank 0 too. With `virtual`,
+        `end_one` must be called after each virtual rank.
+        """
         self._group, self._virtual = group, virtual
-        self._ended: list[list[Tensor]] = []  # the statistics with which each virtual rank ended
+        self._ended: list[list[Tensor]] = []  # the statistics at the end of each virtual rank
         norms = [each for each in model.modules() if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)]
-        alike = [each for each in norms if isinstance(each, SyncNorm)]  # on every rank, by themselves
+        alike = [each for each in norms if isinstance(each, SyncNorm)]  # these synchronize in their forward pass
         self._norms = [each for each in norms if joins_norms and each not in alike]
         known = {(id(module), name) for module in (*self._norms, *alike) for name, _ in module.named_buffers(recurse=False)}
         self._others = [
@@ -42,20 +52,21 @@ class JoinedBuffers:
         self._joined: tuple[Tensor, list[Tensor]] | None = (
             None  # the statistics of all ranks in a row, and this rank's share of each
         )
-        self._live: list[Slot] | None = None  # those of the others that change
+        self._live: list[Slot] | None = None  # the other buffers that change
         self._before: list[Tensor] = []
         self._others_before: list[Tensor] = []
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Take note of what they hold."""
+        """Copy the buffers before the forward passes of a step."""
         self._before, self._ended = [each.clone() for each in self._statistics()], []
         if self._live is None:
             self._others_before = [getattr(*slot).clone() for slot in self._others]
 
     @torch.no_grad()
     def end_one(self) -> None:
-        """A virtual rank is over: the next one begins from where the step began."""
+        """End a virtual rank: record its statistics, and reset them to the start of the step for
+        the next one."""
         held = self._statistics()
         self._ended.append([each.clone() for each in held])
         for each, was in zip(held, self._before, strict=True):
@@ -63,14 +74,18 @@ class JoinedBuffers:
 
     @torch.no_grad()
     def between(self) -> None:
-        """Between two updates of a step: one process passes all microbatches for the one, then all of them for the other."""
+        """Join the statistics between two updates of a step.
+
+        One process runs all microbatches for the first update before those for the second, so the
+        second starts from joined statistics.
+        """
         if self._norms:
             self._join_norms()
             self._before, self._ended = [each.clone() for each in self._statistics()], []
 
     @torch.no_grad()
     def join(self) -> None:
-        """Make them those of all ranks."""
+        """Set the buffers to the values joined over all ranks."""
         if self._norms:
             self._join_norms()
         if self._live is None:
@@ -85,9 +100,11 @@ class JoinedBuffers:
             self._group.copy_from_first([getattr(*slot) for slot in self._live])
 
     def find_spoiled(self) -> tuple[str, list[int]] | None:
-        """A running statistic that is no number once joined, and the ranks whose share was none; None where all are finite.
+        """Return a joined running statistic that is not finite, and the ranks whose part is not
+        finite; None where all are finite.
 
-        Every rank asks, and all get the same answer. A host wait where the statistics are not on the host.
+        All ranks must call it, and get the same result. The host waits where the statistics are on
+        a device.
         """
         if self._joined is None or torch.isfinite(self._joined[0].sum()):
             return None
@@ -113,7 +130,8 @@ class JoinedBuffers:
             self._join_in_order(self._virtual)
 
     def _join_in_order(self, virtual: VirtualRanks) -> None:
-        """The same of virtual ranks, whose parts are added in their order."""
+        """Join the statistics of virtual ranks, whose parts are added in the order of the virtual
+        ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
         seen = torch.stack(
@@ -170,17 +188,18 @@ class JoinedBuffers:
 
     @staticmethod
     def _weights(norm: _NormBase, before: int, mine: int, until: int, total: int) -> tuple[float, float, float]:
-        """What is left of the statistic: after all microbatches, after this rank's alone; and of this rank's share at the end."""
+        """Return the share of the initial statistic that remains after all microbatches and after
+        this rank's, and the weight of this rank's part."""
         if norm.momentum is not None:
             stays = 1.0 - norm.momentum
             return stays**total, stays**mine, stays ** (total - until)
         if before + total == 0:
             return 1.0, 1.0, 0.0
-        kept = before / (before + mine) if before + mine else 1.0  # the mean of all, each microbatch as much as any other
+        kept = before / (before + mine) if before + mine else 1.0  # a cumulative mean: each microbatch has equal weight
         return before / (before + total), kept, (before + mine) / (before + total)
 
     def _find_live(self) -> list[Slot]:
-        """Those that changed on any rank in the first step."""
+        """Return the other buffers that changed on any rank in the first step."""
         changed = [
             float(getattr(*slot) is not was and not torch.equal(getattr(*slot), was))
             for slot, was in zip(self._others, self._others_before, strict=True)

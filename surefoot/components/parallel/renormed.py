@@ -1,4 +1,5 @@
-"""Embeddings with `max_norm` on several ranks: a lookup shortens rows in place, and each rank looks up those of its own samples."""
+"""Embeddings with `max_norm` on several ranks: a lookup renormalizes rows in place, and each rank
+looks up those of its samples."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from surefoot.runtime.comm import Group
 
 
 def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """The embeddings, by name, whose forward pass changes their weights: `max_norm` shortens the rows that are looked up."""
+    """Return the embeddings with `max_norm`, by name: their forward pass renormalizes the rows that
+    it looks up."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -18,17 +20,18 @@ def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]
 
 
 class JoinedRenorms:
-    """Shortens on every rank the rows that any of them looked up, so that ranks with the same weights hold the same again."""
+    """Renormalization on every rank of the rows that any rank has looked up, so that the replicas
+    stay identical."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._tables, self._group = list(find_renormed(model).values()), group
 
     @torch.no_grad()
     def join(self) -> None:
-        """Between the passes and the update of a step; all ranks call it."""
+        """Renormalize between the backward passes and the update of a step; all ranks call it."""
         for table in self._tables:
             assert table.max_norm is not None
             norms = torch.linalg.vector_norm(table.weight, table.norm_type, dim=1)
             rows = (norms > self._group.gather(norms).amin(0)).nonzero().flatten()
-            if len(rows):  # by the operation that the lookup itself uses: the same bits
+            if len(rows):  # the operator of the lookup itself: bitwise identical
                 torch.embedding_renorm_(table.weight, rows, table.max_norm, table.norm_type)

@@ -1,8 +1,10 @@
-"""Data parallel: every rank holds the same weights, reads other samples, and the gradients are summed while the backward pass goes on.
+"""Data parallelism: every rank holds the same weights and reads other samples; gradients are
+all-reduced during the backward pass.
 
-Li et al., PyTorch Distributed (VLDB 2020): gradients go in buckets, in the order in which a backward pass gives them, each as soon as
-the last of it is there. What is summed here are sums, not means: the step divides once, by the count of all ranks. How a bucket goes
-to the other ranks is its wire's matter.
+Li et al., PyTorch Distributed (VLDB 2020): gradients are sent in buckets, in the order in which the
+backward pass computes them, each bucket as soon as its last gradient exists. The all-reduce
+computes sums, not means: the step divides once, by the count of all ranks. The wire of a bucket
+(`wires`) sends it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # torch's: the first one is small, so that it is on its way early
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # as in DDP: the first bucket is small, so that it is sent early
 
 ONE_PASS = (
     "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
@@ -30,28 +32,40 @@ ONE_PASS = (
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that are sent at once: `flat` holds them one behind the other, and after them a 1 for each that this rank has."""
+    """Gradients that are sent together: `flat` holds them one after the other, and after them a 1
+    for each that this rank has, else 0."""
 
     parameters: list[Tensor]
     flat: Tensor
     views: list[Tensor]
     presence: Tensor
     wire: Wire
-    there: list[bool] = field(default_factory=list)  # which of them are in `flat`
-    has: list[float] = field(default_factory=list)  # 1 for each that this rank has, 0 for the others
+    there: list[bool] = field(default_factory=list)  # which gradients are in `flat`
+    has: list[float] = field(default_factory=list)  # 1 for each gradient that this rank has, else 0
     num_missing: int = 0
     wait: Wait | None = field(default=None, init=False)
 
 
 class Replicas:
-    """Sums the gradients of `parameters` over the ranks of `group`.
+    """All-reduce of the gradients of `parameters` over the ranks of `group`, overlapped with the
+    backward pass.
 
-    `arm()` goes before the last backward pass of a step, `finish()` after it: then each gradient is that of all ranks, with the same bits
-    on each. A parameter that some ranks have no gradient for counts as 0 there; one that no rank has a gradient for keeps none. What is
-    stored in 16 bits is summed in 32. Where a parameter has a master, that one holds the gradient, and its is summed. With `compress`
-    the sums are those of what was sent; with powersgd `keep()` follows, once it is known whether the step was applied. `in_order` gives
-    the same bits whoever computed which of them (`exact`). The gradients of `sparse` are summed like any other, and are given back as
-    sparse ones, with the rows that any rank has.
+    Call `arm()` before the last backward pass of a step and `finish()` after it: then each gradient
+    is the sum over all ranks, bitwise identical on each. A parameter without a gradient on some
+    ranks counts as 0 on those; one without a gradient on every rank keeps none. Parameters in 16
+    bits are summed in fp32. Where a parameter has a master, the gradient is in the master's
+    `.grad`, and is summed there.
+
+    Args:
+        parameters: The parameters; those without requires_grad are left out.
+        group: The ranks.
+        bucket_bytes: The size of a bucket.
+        first_bytes: The size of the first bucket, which is small so that it is sent early.
+        compress: The compression; the sums are those of the compressed gradients. With powersgd,
+            call `keep()` once it is known whether the step was applied.
+        in_order: Sum in an order that does not depend on the number of ranks (`exact`).
+        sparse: Parameters with sparse gradients: they are summed as dense tensors, and returned as
+            sparse ones with the rows of any rank.
     """
 
     def __init__(
@@ -61,27 +75,30 @@ class Replicas:
         self._in_order = in_order
         self._group, self._link = group, Link(group)
         self._compress = NONE if group.is_alone else compress
-        self._columns = torch.Generator().manual_seed(0)  # what PowerSGD begins with
+        self._columns = torch.Generator().manual_seed(0)  # draws the initial columns of PowerSGD
         leaves = [each for each in parameters if each.requires_grad]
         self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
-        self._place: dict[int, tuple[int, int]] = {}  # of each parameter: its bucket, and where in it
+        self._place: dict[int, tuple[int, int]] = {}  # parameter id -> (bucket index, index in the bucket)
         self._sparse = [each for each in self._parameters if any(each is other for other in sparse)]
-        self._rows: dict[int, Tensor] = {}  # of each of those, the rows that this rank has
-        self._next = 0  # the bucket that is sent next: all ranks send them in one order
+        self._rows: dict[int, Tensor] = {}  # sparse parameter id -> the rows that this rank has
+        self._next = 0  # index of the next bucket to send: all ranks send in one order
         self._is_armed = False
         self._leaves = leaves
         self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Leave the parameters as they were found."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._buckets = [], []
 
     def arm(self) -> None:
-        """From here on each gradient goes out when it is there. Raises TaskError where some went out since the last `arm()`."""
+        """Send each gradient as soon as it exists, from now on.
+
+        Raises TaskError where gradients were sent since the last `arm()` without `finish()`.
+        """
         if self._is_armed and self._next and not self._group.is_alone:
             raise TaskError(
                 "arm() was called twice without finish(), and gradients of the first backward pass are on their way to other ranks",
@@ -89,7 +106,7 @@ class Replicas:
             )
         for leaf, handle in zip(self._leaves, self._hooks, strict=True):
             hooks: Any = leaf._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != handle.id:  # hooks of the loop come first
+            if next(reversed(hooks)) != handle.id:  # hooks that the loop added run first
                 hooks[handle.id] = hooks.pop(handle.id)
         if not self._buckets:
             self._lay_out()
@@ -100,13 +117,17 @@ class Replicas:
 
     @property
     def asks_factor(self) -> bool:
-        """Whether `finish` must be told what the sums will be multiplied by: nothing is sent before it then."""
+        """Whether `finish` needs the factor that the sums are multiplied by; nothing is sent before
+        `finish` then."""
         return self._compress.kind == "powersgd"
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
-        """Send what is left, and wait until all are summed. `factor`, alike on all ranks, turns sums into what is applied."""
+        """Send the remaining buckets, and wait until all are summed.
+
+        `factor` multiplies the sums when they are applied; all ranks must pass the same value.
+        """
         if not self._is_armed:
-            self.arm()  # a rank that had nothing to compute
+            self.arm()  # a rank without a batch
         self._is_armed = False
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -116,7 +137,7 @@ class Replicas:
                 bucket.wire.use(factor)
         self._send_ready()
         left = self._buckets
-        while left:  # the buckets take turns, so that one is on its way while the next is computed
+        while left:  # in turns, so that one bucket is sent while the next is computed
             for bucket in left:
                 bucket.wait = None if bucket.wait is None else bucket.wait()
                 if bucket.wait is None:
@@ -126,7 +147,8 @@ class Replicas:
 
     @torch.no_grad()
     def _make_sparse(self) -> None:
-        """Give sparse gradients back as such: an optimizer may leave the rows alone that are in none of them (SparseAdam)."""
+        """Convert the gradients of `sparse` back to sparse tensors: an optimizer may skip the rows
+        that no gradient has (SparseAdam)."""
         for parameter in self._sparse:
             has_row = torch.zeros(len(parameter), device=parameter.device)
             if id(parameter) in self._rows:
@@ -138,13 +160,14 @@ class Replicas:
                 parameter.grad = torch.sparse_coo_tensor(rows, grad[rows[0]], grad.shape, is_coalesced=True)
 
     def keep(self, applied: bool | Tensor = True) -> None:
-        """The step is decided: what was summed was `applied`, or not. Only powersgd must know."""
+        """End the step: `applied` says whether the sums were applied. Only powersgd uses it."""
         for bucket in self._buckets:
             if isinstance(bucket.wire, LowRank):
                 bucket.wire.keep(applied)
 
     def held(self) -> list[Held]:
-        """What PowerSGD remembers of each matrix that it compresses: alike on all ranks but for the residuals."""
+        """Return the PowerSGD state of each compressed matrix: identical on all ranks, except for
+        the residuals."""
         if not self.asks_factor:
             return []
         if not self._buckets:
@@ -162,7 +185,7 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
-        """Sent by this rank so far, as the collectives' own arguments."""
+        """Bytes sent by this rank so far, counted as the arguments of the collectives."""
         return self._link.num_bytes
 
     @property
@@ -171,7 +194,8 @@ class Replicas:
 
     @staticmethod
     def _holder(parameter: Tensor) -> Tensor:
-        """What has a parameter's gradient, once all hooks were called."""
+        """Return the tensor whose `.grad` holds the gradient of `parameter` after all hooks: its
+        master."""
         return master_of(parameter)
 
     def _make(self, parameters: Sequence[Tensor]) -> Bucket:
@@ -194,10 +218,11 @@ class Replicas:
         return BrainFloat(flat, link) if kind == "bf16" else Plain(flat, link)
 
     def _take(self, parameter: Tensor) -> None:
-        """A gradient is there: autograd calls this, in the thread of the backward pass."""
+        """Put a new gradient into its bucket; autograd calls this in the thread of the backward
+        pass."""
         if not self._is_armed:
             return
-        parameter = self._holder(parameter)  # which has the gradient by now: its hook came first
+        parameter = self._holder(parameter)  # the master has the gradient by now: its hook ran first
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:
@@ -208,7 +233,8 @@ class Replicas:
 
     @torch.no_grad()
     def _put_again(self, bucket: Bucket, number: int, index: int, grad: Tensor | None) -> None:
-        """More was added to a gradient that is in its bucket. Raises TaskError where that is on its way."""
+        """Update a gradient that is in its bucket already, after more was added to it. Raises
+        TaskError where it was sent already."""
         if number < self._next and not self._group.is_alone:
             shape = tuple(bucket.parameters[index].shape)
             raise TaskError(
@@ -231,7 +257,7 @@ class Replicas:
             self._rows[id(bucket.parameters[index])] = grad._indices()[0]
         view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
         if grad.dtype == view.dtype:
-            bucket.parameters[index].grad = view  # the gradient's own memory is free from here on
+            bucket.parameters[index].grad = view  # frees the memory of the gradient
 
     def _send_ready(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].num_missing == 0:
@@ -243,7 +269,7 @@ class Replicas:
     @torch.no_grad()
     def _give_out(self, bucket: Bucket) -> None:
         missing = [index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None]
-        elsewhere = bucket.presence.tolist() if missing else []  # which a device is waited for, and only where one is missing
+        elsewhere = bucket.presence.tolist() if missing else []  # a host wait, only where a gradient is missing
         for index, parameter in enumerate(bucket.parameters):
             view = bucket.views[index]
             if parameter.grad is None and not elsewhere[index]:
@@ -257,7 +283,8 @@ class Replicas:
 
 
 def pack_up(parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int) -> list[list[Tensor]]:
-    """What goes into a bucket each: of one dtype and device, in the order in which gradients come, the last parameter first."""
+    """Return the parameters of each bucket: of one dtype and device, in the order of the backward
+    pass, the last parameter first."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     packs: list[list[Tensor]] = []
     for parameter in reversed(parameters):
@@ -271,7 +298,7 @@ def pack_up(parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int) -
 
 
 def wide_of(parameter: Tensor) -> torch.dtype:
-    """What its gradients are summed in."""
+    """Return the dtype in which the gradients of a parameter are summed."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
@@ -294,6 +321,7 @@ def _make_bucket(parameters: Sequence[Tensor], make_wire: Callable[[Tensor, Sequ
 
 
 def laid_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """The part in the parameter's shape and layout in memory: channels last stays so."""
-    laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's order of memory
+    """Return `part` as a view with the shape and memory layout of `parameter`, such as channels
+    last."""
+    laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's memory order
     return part.as_strided(laid.shape, laid.stride(), part.storage_offset())

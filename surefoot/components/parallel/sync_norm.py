@@ -1,8 +1,10 @@
-"""BatchNorm whose statistics join the samples that all ranks have in a pass. torch's own SyncBatchNorm takes GPUs alone.
+"""BatchNorm with statistics over the samples of all ranks in a forward pass; torch's SyncBatchNorm
+runs on GPUs only.
 
-Forward, each rank gives count, mean and summed squares of deviations, which combine without cancellation (Chan et al., Algorithms for
-Computing the Sample Variance, 1983); backward, the two sums that a joint normalisation needs. Both are what one process computes that
-sees all of these samples at once.
+In the forward pass, each rank sends count, mean and summed squared deviations, which combine
+without cancellation (Chan et al., Algorithms for Computing the Sample Variance, 1983); in the
+backward pass, the two sums that the gradient of the normalization needs. Both equal what one
+process computes on all of these samples.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncNorm(_BatchNorm):
-    """A BatchNorm over the ranks of `group`, in training; every rank calls it as often as any other. Alone it is a BatchNorm."""
+    """A BatchNorm over the ranks of `group`, in training; every rank must call it equally often.
+    With one rank it is a BatchNorm."""
 
     group: Group = ALONE
 
@@ -29,7 +32,8 @@ class SyncNorm(_BatchNorm):
             raise TaskError(f"a batch norm was given {input.dim()} dimensions", hint="give (B, C) or (B, C, ...)")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """(B, C) or (B, C, ...) in, the same out."""
+        """Normalize (B, C) or (B, C, ...) over the samples of all ranks; the output has the same
+        shape."""
         if not self.training or self.group.is_alone:
             made: Tensor = super().forward(input)
             return made
@@ -41,7 +45,7 @@ class SyncNorm(_BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """The running statistics move as those of one process that saw it all."""
+        """Update the running statistics as one process with the samples of all ranks would."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
@@ -91,9 +95,10 @@ def _spread(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
-    """Put a SyncNorm in the place of every BatchNorm of `model`, with its parameters and buffers; gives those that were put there.
+    """Replace every BatchNorm of `model` by a SyncNorm with its parameters and buffers; return the
+    SyncNorms.
 
-    Raises TaskError for a model that is nothing but a BatchNorm, and for one with a forward pass of its own.
+    Raises TaskError for a model that is itself a BatchNorm, and for a subclass of BatchNorm.
     """
     if isinstance(model, PLAIN):
         raise TaskError(

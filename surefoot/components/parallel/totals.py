@@ -1,4 +1,5 @@
-"""What a step's sums come to over all ranks: the loss terms with their counts, and the samples, in one message."""
+"""Sums of a step over all ranks: the loss terms with their counts, and the samples, in one
+all-reduce."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
 Row = tuple[Tensor, float | Tensor, float]
-Names = tuple[tuple[str, float], ...]  # of terms, with their weights
+Names = tuple[tuple[str, float], ...]  # loss terms with their weights
 
 
 class Totals:
-    """Sums the loss terms of a step over the ranks of a group. float64: the order of ranks must not show."""
+    """Sum of a step's loss terms over the ranks of a group, in float64, so that the order of the
+    ranks does not show."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._names: dict[str, tuple[tuple[str, float], ...]] = {}  # of each update: its terms, with their weights
+        self._names: dict[str, tuple[tuple[str, float], ...]] = {}  # update -> its loss terms with their weights
 
     def add(self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()) -> tuple[dict[str, Row], list[float]]:
-        """The terms of all ranks, by name, and the sums of `extra`; a rank without a batch has no terms of its own."""
+        """Return the loss terms summed over all ranks, by name, and the sums of `extra`; a rank
+        without a batch passes no terms."""
         names = self._find_names(update, mine)
         row = self._as_row(names, mine, extra)
         return self._as_found(names, self._group.add(row.to(self._group.device)).tolist())
@@ -32,7 +35,8 @@ class Totals:
     def add_in_order(
         self, update: str, rows: Sequence[Mapping[str, Row]], extra: Sequence[float], virtual: VirtualRanks
     ) -> tuple[dict[str, Row], list[float]]:
-        """The same of virtual ranks, each of whose terms is a row: they are added in their order."""
+        """Return the same sums as `add` for virtual ranks, one row of terms each, added in the
+        order of the virtual ranks."""
         names = self._find_names(update, next((row for row in rows if row), {}))
         nothing = [0.0] * len(extra)
         made = torch.stack([self._as_row(names, row, nothing if number else extra) for number, row in enumerate(rows)])
@@ -61,14 +65,18 @@ class Totals:
         return found, summed[2 * len(names) :]
 
     def add_counts(self, update: str, counts: Sequence[tuple[str, float]]) -> dict[str, float]:
-        """Counts of all ranks, before a backward pass needs them. Every rank names the same ones, or none where it has no batch."""
+        """Return counts summed over all ranks, for use before the backward pass.
+
+        Every rank passes the same names, or none where it has no batch.
+        """
         names = self._find_names(f"{update} (counts)", {name: (torch.zeros(()), 0.0, 1.0) for name, _ in counts})
         given = dict(counts)
         row = torch.tensor([given.get(name, 0.0) for name, _ in names], dtype=torch.float64, device=self._group.device)
         return dict(zip((name for name, _ in names), self._group.add(row).tolist(), strict=True))
 
     def _find_names(self, update: str, mine: Mapping[str, Row]) -> tuple[tuple[str, float], ...]:
-        """The terms of an update, agreed at its first step: a rank may have no batch then."""
+        """Return the terms of an update with their weights, which the ranks agree on at its first
+        step: one may have no batch."""
         if update not in self._names:
             text = json.dumps([(name, weight) for name, (_, _, weight) in mine.items()])
             rows = [json.loads(each) for each in self._group.exchange(text)]

@@ -1,7 +1,9 @@
-"""How the numbers of a bucket go to the other ranks: as they are, in 16 bits, or as products of low rank (`low_rank`).
+"""Compression of gradient buckets: uncompressed, in 16 bits, or as products of low rank
+(`low_rank`).
 
-A wire is begun when all gradients of its bucket are there, and waited for when the backward pass is over. What waits may give another
-that is waited for after it: then ranks tell each other something first, and the buckets take turns.
+`begin` runs when all gradients of a bucket exist, and returns a function that waits, called after
+the backward pass. That function may return another one to wait for, where the reduction has several
+rounds; the buckets then take turns.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from torch import Tensor
 
 from surefoot.runtime.comm import Group
 
-Wait = Callable[[], Any]  # Wait | None: what is waited for next
-EXPONENTS = {torch.float32: 126, torch.float64: 1022}  # of powers of two that are normal numbers, as their inverse is
-TOP = 15  # the largest sum in fp16 is at most 2 ** 15; it holds 65504
+Wait = Callable[[], Any]  # returns the next Wait, or None
+EXPONENTS = {torch.float32: 126, torch.float64: 1022}  # largest exponent whose power of two and its inverse are normal numbers
+TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 
 @dataclass(frozen=True)
 class Compression:
-    """What gradients are made smaller by before they are sent: `rank` columns for each side of a matrix, with powersgd."""
+    """The compression of gradients before they are sent; `rank` is the number of columns of P and Q
+    with powersgd."""
 
     kind: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     rank: int = 4
@@ -33,18 +36,20 @@ NONE = Compression()
 
 
 class Link:
-    """The group, and what this rank has sent to it: `num_bytes` as the collectives' own arguments."""
+    """The group, with the bytes and collectives that this rank has sent; `num_bytes` counts the
+    arguments of the collectives."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.num_bytes = self.num_collectives = 0
 
     def add(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to sum `tensor` over ranks in its place; gives what waits for it."""
+        """Start an all-reduce (sum) of `tensor` in place; return the function that waits for it."""
         return self._counted(tensor, self.group.begin_to_add)
 
     def most(self, tensor: Tensor) -> Callable[[], None]:
-        """The same with the largest of each number."""
+        """Start an all-reduce (maximum) of `tensor` in place; return the function that waits for
+        it."""
         return self._counted(tensor, self.group.begin_to_take_largest)
 
     def _counted(self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], None]]) -> Callable[[], None]:
@@ -54,13 +59,13 @@ class Link:
 
 
 class Wire(Protocol):
-    """The way of one bucket, whose numbers are those of all ranks when the last wait is over."""
+    """Reducer of one bucket, whose tensor holds the sum over all ranks after the last wait."""
 
     def begin(self) -> Wait: ...
 
 
 class Plain:
-    """As they are."""
+    """Reducer without compression."""
 
     def __init__(self, flat: Tensor, link: Link) -> None:
         self._flat, self._link = flat, link
@@ -70,9 +75,10 @@ class Plain:
 
 
 class BrainFloat:
-    """In bf16, which has the range of fp32: half the bytes, summed in bf16 too.
+    """Reducer in bf16, which has the range of fp32: half the bytes, and summed in bf16 too.
 
-    A sum over n ranks is off by at most ((1 + 2^-8)^n - 1) of the sum of magnitudes: one rounding for the cast, one for each addition.
+    The error of a sum over n ranks is at most ((1 + 2^-8)^n - 1) times the sum of magnitudes: one
+    rounding for the cast, one for each addition.
     """
 
     def __init__(self, flat: Tensor, link: Link) -> None:
@@ -88,14 +94,16 @@ class BrainFloat:
 
 
 class Half:
-    """In fp16, times a power of two that the largest number of all ranks allows: n of them in a sum stay below 2^15.
+    """Reducer in fp16, scaled by a power of two from the largest value of all ranks, so that a sum
+    over all ranks stays below 2^15.
 
-    So no sum overflows, and what is 2^29 times smaller than the largest of its bucket still has all 11 bits. It is 8 times as exact as
-    bf16, and costs one more message of one number, for which it waits until the backward pass is over. What is not finite stays so.
+    No sum overflows, and a value 2^29 times smaller than the largest of its bucket still has all 11
+    bits. It is 8 times as precise as bf16, and costs one more all-reduce, of one number, which runs
+    after the backward pass. Non-finite values stay non-finite.
     """
 
     def __init__(self, flat: Tensor, num_tail: int, link: Link) -> None:
-        """The last `num_tail` numbers of `flat` are counts of ranks, which go as they are."""
+        """Split `flat`: its last `num_tail` elements are counts of ranks, which are not scaled."""
         self._gradients, self._tail = flat[: flat.numel() - num_tail], flat[flat.numel() - num_tail :]
         self._flat, self._link = flat, link
 

@@ -1,4 +1,5 @@
-"""A model in a wrapper that spreads it over devices by itself: refused, since surefoot does that, and both would sum gradients."""
+"""Detection of models in torch's wrappers for several devices, which surefoot rejects: both would
+sum the gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ WRAPPERS = {
     "DistributedDataParallel": "sums gradients in each backward pass, as surefoot does once a step",
     "FullyShardedDataParallel": "splits weights where surefoot cannot see them",
     "FSDPModule": "splits weights where surefoot cannot see them",
-}  # by name: to import all of them takes half as long as torch
+}  # by name: importing all of them takes half as long as torch
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise TaskError for a model that is, or holds, one of torch's wrappers for several devices."""
+    """Raise TaskError for a model that is, or contains, one of torch's wrappers for several
+    devices."""
     for place, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):

@@ -1,4 +1,5 @@
-"""Precision: which dtype computes what, and the loss scale that fp16 needs."""
+"""Precision: the dtypes of computation, the loss scale for fp16, float8 layers, and checks for
+overflow and underflow."""
 
 from surefoot.components.precision.float8 import Converted, convert, find_linear, to_float8
 from surefoot.components.precision.formats import Format, find_formats, round_to_tf32

@@ -1,7 +1,8 @@
-"""Linear layers that multiply in float8, by torchao: what comes in and the weight as e4m3, what flows back as e5m2, with a scale each.
+"""Linear layers with float8 matmuls, by torchao: inputs and weights as e4m3, gradients as e5m2,
+with one scale each.
 
-Only the products are in float8. Weights, their gradients and the optimiser's state stay what they are, so a model is saved, loaded and
-taken over as any other. All else computes in bf16.
+Only the matmuls are in float8. Weights, their gradients and the optimizer's state keep their
+dtypes, so that a model is saved and loaded as any other. All other operators compute in bf16.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from surefoot.contract.spec import PrecisionTable
 from surefoot.core.errors import SpecError
 from surefoot.runtime.lowbit import torchao
 
-MULTIPLE = 16  # what a tensor core takes at a time
+MULTIPLE = 16  # the size that a tensor core multiplies at a time
 
 
 @dataclass(frozen=True)
 class Converted:
-    """The linear layers of a model that multiply in float8, and why each other one does not."""
+    """The linear layers of a model that compute in float8, and for each other linear layer the
+    reason why not."""
 
     layers: tuple[str, ...]
     skipped: Mapping[str, str]
@@ -35,7 +37,11 @@ class Converted:
 
 
 def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Converted:
-    """What `to_float8` makes, or has made, of each linear layer of `model`; what stands in the modules `kept` computes in fp32."""
+    """Return which linear layers of `model` `to_float8` converts, or has converted, and why it
+    skips the others.
+
+    Layers inside the modules `kept` stay in fp32.
+    """
     wide = {inside for module in kept for inside in module.modules()}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     head = list(linear)[-1:]
@@ -63,10 +69,11 @@ def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
 
 
 def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False) -> Converted:
-    """Let the linear layers of `model` multiply in float8; emulated, as on any CPU, they are rounded to it and multiplied in fp32.
+    """Convert the linear layers of `model` to float8 matmuls, in place.
 
-    Each stays the object that it is, with its hooks and wherever else it stands. Raises MissingExtra without torchao, SpecError
-    where there is no layer to convert.
+    With `emulate`, and on any CPU, inputs are rounded to float8 and multiplied in fp32. Each layer
+    stays the same object, with its hooks, and wherever else it is used. Raises MissingExtra without
+    torchao, SpecError where there is no layer to convert.
     """
     found = find_linear(model, kept)
     if not found.layers:
@@ -77,7 +84,7 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
     with torchao('precision.compute = "float8"'):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     emulates = emulate or next(model.parameters()).device.type == "cpu"
-    config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)  # rows of a batch are padded to a multiple, too
+    config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)  # the batch is padded to a multiple too
     given = {name: model.get_submodule(name) for name in found.layers}
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in found.layers, config=config)
     for name, layer in given.items():
@@ -87,11 +94,13 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
 
 
 def _become(layer: nn.Module, converted: nn.Module) -> None:
-    """Let a layer multiply as the one that was made of it, and be to all others what it was."""
+    """Turn `layer` into the converted one, in place: its class and new attributes change, the
+    object stays the same."""
     vars(layer).update({name: value for name, value in vars(converted).items() if name not in vars(layer)})
     layer.__class__ = type(converted)
 
 
 def convert(model: nn.Module, table: PrecisionTable, kept: Collection[nn.Module] = ()) -> list[str]:
-    """Put into place what [precision] has of other layers; gives notes."""
+    """Convert the layers for which [precision] has a format, float8, and return notes for the
+    log."""
     return to_float8(model, kept, emulate=table.emulate).notes if table.compute == "float8" else []

@@ -1,6 +1,7 @@
-"""Number formats shown by running them: each number below is found by casting values and looking at what comes back.
+"""Number formats, measured: each property is found by casting values and reading the result.
 
-tf32 is no dtype of torch: a GPU rounds fp32 to it on the way into a product. Here its rounding is done by hand, to 10 mantissa bits.
+tf32 is no dtype of torch: a GPU rounds fp32 to it at the input of a matmul. This module emulates
+the rounding, to 10 mantissa bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALVINGS = 60  # of an interval of doubles: down to its last bit
+HALVINGS = 60  # bisections of an interval of doubles, down to the last bit
 LEAST_NORMAL, LARGEST = 2.0**-126, 3.4028234e38  # of fp32
 USES = {
     "fp32": "weights, optimiser state, sums; the default",
@@ -25,8 +26,11 @@ USES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What a format holds. `resolution` is the distance from 1 to the next number; up to `vanishes_up_to` a value becomes 0, below
-    `least_normal` it keeps fewer bits, and from `overflows_from` on it becomes infinite, not a number, or the largest there is.
+    """The properties of a number format.
+
+    `resolution` is the distance from 1 to the next number. Values up to `vanishes_up_to` underflow
+    to 0, values below `least_normal` keep fewer bits, and from `overflows_from` on a value becomes
+    inf, NaN, or the largest number (`overflows_to`).
     """
 
     name: str
@@ -43,7 +47,7 @@ class Format:
 
 
 def round_to_tf32(values: Tensor) -> Tensor:
-    """fp32 values rounded to 10 mantissa bits, ties to even; what overflows becomes infinite.
+    """Return fp32 values rounded to 10 mantissa bits, ties to even; overflow gives inf.
 
     >>> round_to_tf32(torch.tensor([1.0, 1.0 + 2**-10, 1.0 + 2**-11])).tolist()
     [1.0, 1.0009765625, 1.0]
@@ -68,7 +72,7 @@ _CASTS: dict[str, tuple[int, Callable[[float], float]]] = {
 
 
 def find_formats() -> tuple[Format, ...]:
-    """Every format, measured."""
+    """Return every format, measured."""
     return tuple(_measure(name, bits, cast) for name, (bits, cast) in _CASTS.items())
 
 
@@ -94,7 +98,8 @@ def _keeps_all(cast: Callable[[float], float], value: float, resolution: float) 
 
 
 def _border(holds: Callable[[float], bool], below: float, above: float) -> tuple[float, float]:
-    """The last value for which it does not hold and the first for which it does, to the bits that fp32 has."""
+    """Return the last value for which `holds` is false and the first for which it is true, to the
+    precision of fp32."""
     for _ in range(HALVINGS):
         middle = (below + above) / 2
         below, above = (below, middle) if holds(middle) else (middle, above)

@@ -1,9 +1,10 @@
-"""What goes wrong in few bits, seen in one forward and backward pass and named by module, each with what cures it.
+"""Overflow and underflow in low precision, found in one forward and backward pass, by module, each
+with a remedy.
 
 with Watch(model, scale=65536.0) as watch:
     (loss(model(batch)) * 65536.0).backward()
-watch.overflow      # the first module whose numbers were not finite though what it was given was
-watch.flushed()     # by module: the share of gradient values that fp16 makes zero
+watch.overflow      # the first module with a non-finite output though its inputs were finite
+watch.flushed()     # by module: the share of gradient values that underflow to zero in fp16
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from torch.utils.hooks import RemovableHandle
 
 from surefoot.components.precision.record import NAMES, OverflowRecord
 
-VANISHES_UP_TO = 2.0**-25  # in fp16: half its least number, ties go to zero
-HEADROOM = 2.0**14  # a scaled gradient should stay this small: fp16 ends at 65,504, and the next batch may have larger ones
+VANISHES_UP_TO = 2.0**-25  # half the smallest fp16 number; ties round to zero
+HEADROOM = 2.0**14  # limit of scaled gradients: below fp16's 65,504, as later batches may be larger
 LARGEST_SCALE = 2.0**24
 LOSS = "the loss"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """Where numbers stopped being finite: `module` was given finite ones. `dtype` is what it gave, `largest` the largest it was given."""
+    """The module where values first became non-finite, though its inputs were finite.
+
+    `dtype` is that of its first 16-bit output or input, else of its output; in the backward pass,
+    that of the gradient. `largest` is the largest magnitude among its inputs.
+    """
 
     module: str
     direction: Literal["forward", "backward"]
@@ -46,7 +51,7 @@ class Overflow:
 
     @property
     def remedy(self) -> str | None:
-        """What to set in the spec; None where the format is not to blame."""
+        """The spec setting that helps; None where the dtype is not the cause."""
         if self.dtype not in ("fp16", "bf16"):
             return None
         return 'precision.compute = "bf16"' if self.module == LOSS else f'precision.keep = ["{self.module}"]'
@@ -54,7 +59,8 @@ class Overflow:
 
 @dataclass(frozen=True, kw_only=True)
 class Flushed:
-    """Gradient values of one module's output or weights that are not zero, and the share of them that fp16 makes zero at a scale."""
+    """The nonzero gradient values of one module's output or parameter, and for each loss scale the
+    share that underflows in fp16."""
 
     module: str
     num_values: int
@@ -63,12 +69,17 @@ class Flushed:
 
 
 class Watch:
-    """A context that looks at what every module gives and is given, forward and backward; `scale` is that of the loss inside."""
+    """A context that checks the inputs and outputs of every module without children, and their
+    gradients.
+
+    `scale` is the loss scale inside the block; `scales` are those for which `flushed` reports
+    shares.
+    """
 
     def __init__(self, model: nn.Module, *, scale: float = 1.0, scales: Iterable[float] = (1.0,)) -> None:
         self._model, self._scale, self._scales = model, scale, tuple(scales)
         self._handles: list[RemovableHandle] = []
-        self._last = LOSS  # whose gradient was seen last, and finite
+        self._last = LOSS  # the last module with a finite gradient
         self._running: list[str] = []
         self._operators = OverflowRecord(lambda: self._running[-1] if self._running else LOSS)
         self._counts: dict[str, list[float]] = {}
@@ -148,7 +159,8 @@ class Watch:
         return count
 
     def flushed(self) -> tuple[Flushed, ...]:
-        """Modules and parameters with gradients, those that lose most at the first scale first."""
+        """Return a row for each module and parameter with gradients, the largest share at the first
+        scale first."""
         rows = [
             Flushed(module=name, num_values=int(row[0]), largest=row[1],
                     shares={scale: row[number] / row[0] if row[0] else 0.0 for number, scale in enumerate(self._scales, start=2)})
@@ -158,20 +170,22 @@ class Watch:
 
 
 def total(rows: Iterable[Flushed], scale: float) -> float:
-    """The share of all gradient values that fp16 makes zero at `scale`."""
+    """Return the share of all gradient values that underflow to zero in fp16 at `scale`."""
     rows = list(rows)
     values = sum(row.num_values for row in rows)
     return sum(row.shares[scale] * row.num_values for row in rows) / values if values else 0.0
 
 
 def advise_scale(rows: Iterable[Flushed]) -> float:
-    """The largest power of two that leaves room above the largest gradient."""
+    """Return the largest power of two that keeps the largest gradient, times the scale, at 2^14 or
+    below; at most 2^24."""
     largest = max((row.largest for row in rows if math.isfinite(row.largest)), default=0.0)
     return LARGEST_SCALE if largest == 0.0 else min(LARGEST_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
 
 
 def count_lost(before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, float]:
-    """By parameter: of the values that an update should have moved (`moved` is not zero there), the share that stayed as they were."""
+    """Return, by parameter, the share of values that did not change though the update should have
+    changed them (`moved` is not 0)."""
     found = {}
     for name, old in before.items():
         meant = moved[name] != 0
@@ -181,7 +195,8 @@ def count_lost(before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved:
 
 
 def was_clipped_first(norm: float, *, scale: float, clip: float) -> bool:
-    """Whether gradients of this norm, divided by the scale, were clipped before that: then it is exactly `clip / scale`.
+    """Return whether gradients were clipped before they were divided by the loss scale: their norm
+    is then exactly `clip / scale`.
 
     >>> was_clipped_first(1.0 / 65536, scale=65536.0, clip=1.0), was_clipped_first(0.7, scale=65536.0, clip=1.0)
     (True, False)

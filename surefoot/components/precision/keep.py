@@ -1,4 +1,5 @@
-"""Modules that compute in fp32 whatever the rest computes in: what comes in is widened, and autocast is off inside them."""
+"""Modules that compute in fp32 while the others compute in 16 bits: inputs are cast to fp32, and
+autocast is off inside them."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Let the modules that match a pattern compute in fp32, by their own name or a parameter's: `head`, `head.*`, `blocks.*.mlp`.
+    """Make the modules that match a pattern compute in fp32, and return them by name.
 
-    Gives them by name. Raises SpecError, with near names, for a pattern that matches none.
+    A pattern matches a module's name, or that of one of its parameters: `head`, `head.*`,
+    `blocks.*.mlp`. Raises SpecError, with similar names, for a pattern that matches none.
     """
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -55,7 +57,7 @@ def _in_fp32(forward: Callable[..., Any], *given: Any, **named: Tensor) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    """Every 16-bit tensor inside as fp32."""
+    """Return `value` with every 16-bit tensor in it cast to fp32."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in NARROW else value
     if isinstance(value, dict):
@@ -66,7 +68,7 @@ def _wide(value: Any) -> Any:
 
 
 def _device_of(value: Any) -> str | None:
-    """The kind of device of the first tensor inside."""
+    """Return the device type of the first tensor in `value`."""
     if isinstance(value, Tensor):
         return value.device.type
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()

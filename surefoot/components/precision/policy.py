@@ -1,7 +1,8 @@
-"""Which dtype forward and backward compute in, and why; weights, gradients and optimiser state stay fp32.
+"""The dtype of the forward and backward passes, and the reason for it; weights, gradients and
+optimizer state stay fp32.
 
-What a device computes products in is asked of it and never presumed: what it lacks is refused, or said where a CPU can do it in
-software.
+The formats of a device are queried and never assumed: a format that it lacks is rejected, or noted
+where a CPU computes it in software.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from surefoot.core.hardware import find_machine, find_processor_flags
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16", "float8"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-AUTOCAST = {**HALVES, "float8": torch.bfloat16}  # what is no linear layer
+AUTOCAST = {**HALVES, "float8": torch.bfloat16}  # float8 applies to linear layers only
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and ARM, as /proc/cpuinfo names them
 FP16_FLAGS = {"avx512_fp16", "amx_fp16", "asimdhp"}
 SINCE = {"fp16": "Volta (2017)", "float8": "Ada and Hopper (2022)"}  # the others: Ampere (2020)
@@ -30,7 +31,8 @@ INSTEAD = {"float8": "precision.emulate = true gives its numbers without them, s
 
 @dataclass(frozen=True)
 class Units:
-    """The formats besides fp32 that a device has units for; `kind` is cpu or cuda, `name` what the device is called."""
+    """The formats besides fp32 that a device has hardware for; `kind` is cpu or cuda, `name` the
+    name of the device."""
 
     kind: str
     name: str
@@ -39,7 +41,8 @@ class Units:
 
 @dataclass(frozen=True)
 class Policy:
-    """What forward and backward compute in, why, a maker of contexts for the forward pass, and the scaler that fp16 needs."""
+    """The precision of forward and backward, the reason, a factory of contexts for the forward
+    pass, and the loss scaler for fp16."""
 
     compute: Compute
     why: str
@@ -51,7 +54,8 @@ PLAIN = Policy("fp32", "as the spec says", nullcontext)
 
 
 def find_units(device: torch.device) -> Units:
-    """What `device` has units for: a GPU is asked through torch, a CPU through the flags that the system lists."""
+    """Return the formats that `device` has hardware for: of a GPU by torch, of a CPU by the flags
+    of the operating system."""
     if device.type != "cuda":
         flags = find_processor_flags()
         found = {name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known}
@@ -65,7 +69,10 @@ def find_units(device: torch.device) -> Units:
 
 
 def choose(wanted: str, units: Units, *, emulate: bool = False) -> tuple[Compute, str]:
-    """What "auto" is on such a device, or what was asked for, each with the reason. Raises SpecError for what a device lacks.
+    """Return the precision for "auto" on such a device, or the one that was requested, each with
+    the reason.
+
+    Raises SpecError for a format that the device lacks.
 
     >>> choose("auto", Units("cuda", "Tesla V100", frozenset({"fp16"})))
     ('fp16', 'auto: Tesla V100 has units for fp16 and none for bf16; with a loss scale')
@@ -94,7 +101,10 @@ def _best(units: Units) -> tuple[Compute, str]:
 
 
 def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool = False) -> Policy:
-    """The policy of a spec on `device`; `scales_on_device` where the update is decided there too. Raises SpecError."""
+    """Return the policy of a spec on `device`. Raises SpecError for a format that the device lacks.
+
+    `scales_on_device` keeps the loss scale on the device, where the update is decided there too.
+    """
     compute, why = choose(table.compute, find_units(device), emulate=table.emulate)
     scaler = None
     if compute == "fp16":
@@ -108,10 +118,12 @@ def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool
 
 
 def compute_context(compute: Compute, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass: nothing for 32 bits, autocast for the others (torch.amp, with the device given).
+    """Return a factory of contexts for the forward pass: a null context for 32 bits, autocast for
+    the others (torch.amp on `device`).
 
-    Softmax, norms and sums stay fp32 on a CPU as they do on a GPU, in this process from the first such context on. Products in tf32 take
-    `set_products` beside it, layers in float8 a conversion. Raises InputError for another name; "auto" is chosen by `choose`.
+    From the first such context on, softmax, norms and sums stay fp32 on a CPU as they do on a GPU,
+    in the whole process. tf32 also needs `set_products`, float8 a conversion of the layers. Raises
+    InputError for another name; "auto" is resolved by `choose`.
     """
     if compute not in get_args(Compute):
         hint = "for the best of a device: choose('auto', find_units(device))[0]" if str(compute) == "auto" else None
@@ -124,10 +136,12 @@ def compute_context(compute: Compute, device: torch.device) -> Callable[[], Abst
 
 
 def set_products(compute: str) -> Callable[[], None]:
-    """Let 32-bit products on a GPU be rounded to tf32, or not: fp32 means fp32, convolutions included. Gives what puts it back.
+    """Turn tf32 matmuls and convolutions on a GPU on for "tf32" and off for all else; return a
+    function that restores the settings.
 
-    torch's older switches (`cudnn.allow_tf32`, `set_float32_matmul_precision`) are set too: where they disagree with the newer ones,
-    reading them raises, and `torch.backends.cudnn.flags()`, as around the CTC loss of transformers, reads them.
+    torch's older switches (`cudnn.allow_tf32`, `set_float32_matmul_precision`) are set too: where
+    they disagree with the newer ones, reading them raises, and `torch.backends.cudnn.flags()`, as
+    around the CTC loss of transformers, reads them.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -155,7 +169,8 @@ def set_products(compute: str) -> Callable[[], None]:
 
 
 def _read(switch: Callable[[], Any]) -> Any:
-    """The value of one of torch's older switches; None where the newer ones disagree with it."""
+    """Return the value of one of torch's older switches; None where the newer ones disagree with
+    it."""
     try:
         return switch()
     except RuntimeError:

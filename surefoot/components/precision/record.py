@@ -1,4 +1,5 @@
-"""The dtype record: what each parameter is stored, computed, summed up and updated in, and each operator, as observed in one step.
+"""The dtype record: the dtypes in which each parameter is stored, computed, reduced and updated,
+and of each operator, observed in one step.
 
     record = DtypeRecord(model)
     with record:
@@ -6,8 +7,9 @@
     record.see_update(optimizer.state.items())
     record.parameters, record.operators
 
-The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`. It stands below autocast, so it sees what an operator
-is really given. A cast or a view of a parameter counts as that parameter: it is known by the storage that it came from.
+It uses `torch.utils._python_dispatch.TorchDispatchMode`, which runs below autocast and sees the
+real inputs of an operator. A cast or a view of a parameter counts as that parameter, which is
+identified by its storage.
 """
 
 from __future__ import annotations
@@ -27,26 +29,30 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
 CASTS = ("_to_copy", "to", "copy_")
-SCALES = ("mul", "clamp")  # on the way into 8 bits
-# what moves numbers and computes none
+SCALES = ("mul", "clamp")  # operators before a cast to 8 bits
+# operators that move data and compute nothing
 MOVES = {
     "detach", "alias", "clone", "t", "transpose", "permute", "expand", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze",
     "squeeze", "as_strided", "split", "unbind", "cat", "stack", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty",
     "fill_", "zero_", "slice_backward", "select_backward", "contiguous", "_reshape_alias", "split_with_sizes", "new_empty_strided",
 }  # fmt: skip
-# what overflows by computing; others make infinite numbers on purpose, as a mask of attention does
+# operators that may overflow; others create inf on purpose, as an attention mask
 OVERFLOWING = {
     "_to_copy", "add", "addmm", "baddbmm", "bmm", "convolution", "cumsum", "div", "exp", "linalg_vector_norm", "mean", "mm", "mul", "norm",
     "pow", "prod", "reciprocal", "rsqrt", "square", "sub", "sum", "var",
 }  # fmt: skip
-UPDATES = ("_fused_", "_foreach_")  # inside a backward pass that updates
+UPDATES = ("_fused_", "_foreach_")  # operators of an update inside the backward pass
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDtypes:
-    """One parameter: `compute` is what operators were given of it, `gradient` what autograd made, `reduce` what gradients are summed up
-    in, `master` what the update moves, `state` what the optimiser keeps. None is what was not seen."""
+    """The dtypes of one parameter; None is a dtype that was not observed.
+
+    `compute` is that of the parameter as operators received it, `gradient` that of autograd's
+    gradient, `reduce` the one in which gradients are summed, `master` that of the tensor that the
+    update changes, `state` that of the optimizer's state.
+    """
 
     name: str
     numel: int
@@ -62,9 +68,10 @@ ROLES = ("storage", "compute", "gradient", "reduce", "master", "state")
 
 
 class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that looks at every operator of a forward and backward pass. `tf32` where 32-bit products are rounded so.
+    """A context that records the dtypes of every operator of a forward and backward pass.
 
-    Gradients are seen by hooks, which a step as one graph does not go with: without `hooked` they are looked at when the update is.
+    With `tf32`, fp32 matmuls are reported as tf32. Gradients are observed by hooks, which do not
+    work with a step as one graph; without `hooked`, `see_update` reads their dtypes.
     """
 
     def __init__(self, model: nn.Module, *, tf32: bool = False, hooked: bool = True) -> None:
@@ -72,8 +79,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
-        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}  # what was given of a parameter to the last such operator
-        self._held: list[Tensor] = []  # casts: a storage that is let go gives its address to another
+        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}  # outputs of SCALES -> the parameter that was scaled
+        self._held: list[Tensor] = []  # casts, kept alive: the address of a freed storage is reused
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}
         self._operators: dict[str, dict[str, None]] = {}
@@ -90,7 +97,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler to leave this one alone; nothing is compiled while it looks
+        return False  # else torch imports its compiler to skip this mode; nothing compiles inside it
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -116,7 +123,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _told(self, name: str, given: Sequence[Tensor]) -> str:
-        """The dtypes of what an operator was given, in words."""
+        """Return the dtypes of an operator's inputs as text."""
         found = dict.fromkeys(NAMES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in given)
         if self._tf32 and name in PRODUCTS and tuple(found) == ("fp32",):
             return "tf32"
@@ -129,7 +136,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return see
 
     def _gathered_for(self, place: str) -> Callable[[nn.Module, Any], None]:
-        """Of ranks that hold rows: the whole weights, which are there while their module computes."""
+        """Return a hook that registers the gathered parameters of a sharded module while the module
+        computes."""
         known: set[str] = set()
 
         def see(module: nn.Module, _: Any) -> None:
@@ -149,13 +157,14 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         states: Iterable[tuple[Tensor, Mapping[str, Any]]],
         master_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     ) -> None:
-        """Look at what the update moves and what the optimiser keeps of it: call it before gradients are cleared."""
+        """Read the dtypes of masters and optimizer state; must be called before the gradients are
+        cleared."""
         self.leave()
         kept = {id(moved): state for moved, state in states}
         self.parameters = tuple(self._row(name, parameter, master_of(parameter), kept) for name, parameter in self._named.items())
 
     def leave(self) -> None:
-        """Look no further: the hooks go, and what was held."""
+        """Stop recording: remove the hooks, and free the tensors that were kept."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -175,20 +184,22 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def operators(self) -> dict[str, str]:
-        """Each operator and the dtypes that it was given, by name."""
+        """The dtypes of each operator's inputs, by the name of the operator."""
         return {name: ", ".join(found) for name, found in sorted(self._operators.items())}
 
 
 class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that finds the first operator that makes a 16-bit number infinite out of finite ones; `where` names the module at work.
+    """A context that finds the first operator that turns finite inputs into an infinite 16-bit
+    output; `where` returns the running module.
 
-    A norm that squares so gives zeros and no error: only its operators show it.
+    A norm that overflows while squaring returns zeros and no error: only its operators show the
+    overflow.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None  # operator, module, what it gave, what it was given
+        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None  # operator, module, output, inputs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -208,9 +219,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDtypes]) -> None:
-    """Raise NumbersError for the first parameter that was seen in another dtype than `contract` (role -> dtype) says.
+    """Raise NumbersError for the first parameter whose observed dtype differs from `contract` (role
+    -> dtype).
 
-    What was not seen, as the state of an optimiser that keeps none, breaks nothing.
+    A dtype that was not observed, as that of an optimizer without state, does not count.
     """
     for row in parameters:
         for role, wanted in contract.items():
@@ -223,7 +235,8 @@ def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDt
 
 
 def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
-    """Parameters that are alike in every role as one row: their names, and how many numbers they hold."""
+    """Return one row for the parameters that agree in every role: their names, and their number of
+    elements."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in parameters:
         values = asdict(each)
@@ -235,7 +248,8 @@ def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
 
 
 def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
-    """What tells tensors apart by their numbers; one without an address of its own, as an empty or a nested one, is only itself."""
+    """Return a key of a tensor by its storage and dtype; a tensor without an address, as an empty
+    or a nested one, is only equal to itself."""
     try:
         return tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype
     except RuntimeError:
@@ -255,7 +269,8 @@ def _is_narrow(tensor: Tensor | None) -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors inside; of one that is made of others, as one in 8 bits with its scale, the first of them."""
+    """Yield the tensors in `tree`; of a tensor subclass made of others, as an 8-bit one with its
+    scale, the first inner tensor."""
     if hasattr(type(tree), "__tensor_flatten__"):
         yield getattr(tree, tree.__tensor_flatten__()[0][0])
     elif isinstance(tree, Tensor):

@@ -1,11 +1,14 @@
-"""Dynamic loss scaling for fp16, whose least number is 6e-8: small gradients would become zero on their way back.
+"""Dynamic loss scaling for fp16, whose smallest number is 6e-8: without it, small gradients
+underflow to zero in the backward pass.
 
-The loss is multiplied by a scale, the gradients are divided by it in the pass that updates. Where one of them overflows, the step is
-left out and the scale halves; after so many steps without, it doubles. P. Micikevicius et al., "Mixed precision training", 2018.
+The loss is multiplied by a scale, and the update divides the gradients by it. Where a gradient
+overflows, the step is skipped and the scale halves; after `growth_interval` steps without overflow
+it doubles. P. Micikevicius et al., "Mixed precision training", 2018.
 
     scaler = LossScaler()
     (loss_sum * scaler.scale).backward()                            # every microbatch of the step
-    norm, applied = update.step_if_finite(1 / count / scaler.scale)  # unscales, checks, clips and updates in one pass
+    norm, applied = update.step_if_finite(1 / count / scaler.scale)  # unscales, checks, clips and
+        updates in one pass
     scaler.update(not applied)
 """
 
@@ -25,9 +28,11 @@ LARGEST = 2.0**127  # the largest power of two in fp32
 
 
 class LossScaler:
-    """A scale that halves on overflow and doubles after `growth_interval` steps without; powers of two, so that scaling is exact.
+    """A loss scale that halves on overflow and doubles after `growth_interval` steps without; a
+    power of two, so that scaling is exact.
 
-    With a `device` scale and count stand there, and nobody waits for them. Below `floor` a run should end: `is_exhausted`.
+    With a `device`, scale and step count are tensors there, and the host does not wait for them.
+    Below `floor`, `is_exhausted` is true and a run should end.
     """
 
     def __init__(
@@ -47,12 +52,13 @@ class LossScaler:
         return f"LossScaler(scale={float(self.scale):g}, clean_steps={int(self._clean_steps)})"
 
     def seed(self, gradient: Tensor) -> Tensor:
-        """The gradient that flows into a total, times the scale."""
+        """Return the initial gradient of the backward pass, times the scale."""
         scale = self.scale
         return gradient * (scale.to(gradient.dtype) if isinstance(scale, Tensor) else scale)
 
     def update(self, overflowed: bool | Tensor) -> None:
-        """Move on after a step: `overflowed` where its gradients were not finite, and it was left out."""
+        """Adjust the scale after a step; `overflowed` means that its gradients were not finite and
+        it was skipped."""
         if isinstance(overflowed, Tensor) and self._device is not None:
             self._update_on_device(overflowed)
         elif overflowed:
@@ -63,7 +69,8 @@ class LossScaler:
             self._clean_steps = self._clean_steps + 1
 
     def _update_on_device(self, overflowed: Tensor) -> None:
-        """The same, without waiting; in new tensors, so that a report may hold the scale of its step."""
+        """Adjust the scale on the device, without waiting; in new tensors, so that a report may
+        keep the scale of its step."""
         scale, clean = torch.as_tensor(self.scale), torch.where(overflowed, 0, self._clean_steps + 1)
         grows = clean >= self._growth_interval
         self.scale = torch.where(overflowed, scale * 0.5, torch.where(grows, (scale * 2.0).clamp(max=LARGEST), scale))
@@ -71,15 +78,16 @@ class LossScaler:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the scale fell below its floor: gradients that overflow at any scale are not helped by one."""
+        """Whether the scale is below its floor: a smaller scale does not help gradients that
+        overflow at any scale."""
         return float(self.scale) < self.floor
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+        """Return the scale and the number of steps without overflow, for a checkpoint."""
         return {"scale": float(self.scale), "clean_steps": int(self._clean_steps)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         self.scale, self._clean_steps = float(saved["scale"]), int(saved["clean_steps"])
         if self._device is not None:
             self.scale = torch.tensor(self.scale, device=self._device)

@@ -1,7 +1,9 @@
-"""The operators that stay fp32 under autocast on a CPU: softmax, norms and sums, as torch's autocast has them on a GPU.
+"""Operators that stay fp32 under autocast on a CPU: softmax, norms and sums, as torch's autocast
+does on a GPU.
 
-torch keeps losses in fp32 on both, and these on a GPU alone. They are registered with torch's dispatcher (`torch.library`) under the
-key that only autocast on a CPU asks, so that nothing changes where that is off.
+torch keeps losses in fp32 on both devices, and these operators only on a GPU. They are registered
+with torch's dispatcher (`torch.library`) under the dispatch key of CPU autocast, so that nothing
+changes where autocast is off.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ WIDE = (
 
 @functools.cache
 def keep_wide_on_cpu() -> torch.library.Library:
-    """Register them, once a process; the library that is given holds the registration."""
+    """Register the operators, once per process; the returned library keeps the registration
+    alive."""
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in WIDE:
         library.impl(name, _widened(name))  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""Profiler: where the time of a run goes; the clocks that are always on, and a context that times one block."""
+"""Profiler: the time of a run by phase, measured by clocks that are always on, and a context that
+times one block."""
 
 from surefoot.components.profiler.phases.clock import (
     BACKWARD,

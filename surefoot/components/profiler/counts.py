@@ -1,12 +1,14 @@
-"""Counts a model's operators while they run: FLOPs, bytes and time of each, for the whole step and for each module.
+"""Counts of a model's operators while they run: FLOPs, bytes and time of each, for the whole step
+and for each module.
 
     with Counter(model) as counter:
         loss(model(batch)).backward()
-    counter.of()            # the whole step, an operator and dtype a row
-    counter.modules()       # the modules that ran; what is in one has its backward pass and all that it contains
+    counter.of()            # the whole step, one row for each operator and dtype
+    counter.modules()       # the modules that ran; a module includes its backward pass and its
+        submodules
 
-The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`, on which torch's own flop counter stands too. A fused
-operator is one call here, as it is for the device; what a compiled graph runs is not seen.
+It uses `torch.utils._python_dispatch.TorchDispatchMode`, as torch's flop counter does. A fused
+operator is one call, as it is for the device; operators inside a compiled graph are not seen.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class _Tally:
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which every operator is counted and timed. `model` gives the modules their names.
+    """A context in which every operator is counted and timed; `model` gives the modules their
+    names.
 
     On a GPU the time is that between two events around each call, read when the context ends.
     """
@@ -51,7 +54,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._whereabouts = Whereabouts(model)
         self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
-        self._tracker = ModuleTracker()  # asked only whether a backward pass runs
+        self._tracker = ModuleTracker()  # used only to detect a backward pass
         self.unknown: set[str] = set()  # operators without a formula: they count bytes and time, and no FLOPs
 
     def __enter__(self) -> Self:
@@ -86,12 +89,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = count(func, args, kwargs, out)
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
-            # complex numbers by their dtype: of reals the operator may have a formula
+            # with a complex dtype: for real dtypes the operator may have a formula
             self.unknown.add(f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name)
         around = self._whereabouts.around()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
-        is_asked = not is_again and (is_backward or is_on or bool(around))  # else an optimiser's product, as Muon's
+        is_asked = not is_again and (is_backward or is_on or bool(around))  # else a matmul of the optimizer, as Muon's
         tallies = [self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)]
         for tally in tallies:
             tally.calls += 1
@@ -105,7 +108,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def of(self, module: str = WHOLE) -> list[Work]:
-        """What ran inside `module`, an operator and dtype a row; the longest first."""
+        """Return the operators that ran inside `module`, one row for each operator and dtype, the
+        longest first."""
         rows = [
             Work(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
                  num_bytes=tally.num_bytes, elapsed_s=tally.elapsed_s)
@@ -114,12 +118,14 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(rows, key=lambda row: -row.elapsed_s)
 
     def modules(self) -> list[str]:
-        """The modules that ran something, `.` being the model itself; in the order in which they were met."""
+        """Return the modules that ran an operator, in order of their first operator; `.` is the
+        model itself."""
         return list(dict.fromkeys(where for where, *_ in self._tallies if where != WHOLE))
 
     @property
     def again_flops(self) -> int:
-        """FLOPs of products that a backward pass computed once more: recomputed activations. They are no part of the model's own."""
+        """FLOPs of matmuls that a backward pass recomputed (activation checkpointing); they are no
+        model FLOPs."""
         return sum(tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE)
 
 

@@ -1,12 +1,14 @@
-"""What a call of an operator of torch computes and moves, from the shapes that went in and came out.
+"""FLOPs and bytes of a call of a torch operator, from the shapes of its inputs and outputs.
 
-FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element of its result, whatever the function.
-Bytes: each tensor that goes in is read once and each that comes out is written once, as with a perfect cache; a broadcast tensor has
-the bytes that it has in memory, a look-up reads only the rows that it takes, a view moves nothing. Arithmetic on complex numbers has no
-formula: a product takes four times the multiplications of one of reals, a sum twice the additions, a function has no agreed count.
+FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element
+of its result, whatever the function. Bytes: each input tensor is read once and each output is
+written once, as with a perfect cache; a broadcast tensor counts the bytes that it has in memory, a
+look-up reads only the rows that it selects, a view moves nothing. Arithmetic on complex numbers has
+no formula: a product takes four times the multiplications of a real one, a sum twice the additions,
+a function has no agreed count.
 """
 
-# what is indexed below: (input, weight, ...) as each operator's schema lists its arguments
+# the indices below follow the arguments of each operator's schema
 
 from __future__ import annotations
 
@@ -22,17 +24,17 @@ from surefoot.core.cost import shape
 
 aten: Any = torch.ops.aten
 Args = Sequence[Any]
-Flops = int | tuple[int, int]  # all; where they differ, also those of products that the model itself asks for
+Flops = int | tuple[int, int]  # all FLOPs; where they differ, also the model FLOPs (matmuls)
 Formula = Callable[[Args, Mapping[str, Any], Any], Flops]
 
-NO_FLOAT = "none"  # of an operator on integers: whatever it does is no floating-point operation
+NO_FLOAT = "none"  # the dtype of an operator on integers, which has no FLOPs
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 COMPLEX = {torch.complex32: "complex32", torch.complex64: "complex64", torch.complex128: "complex128"}
 FIRST_FACTOR = {
     aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten._scaled_mm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1,
     aten._addmm_activation: 1,
 }  # fmt: skip
-# fused attention: where `is_causal` stands; query, key and value come first, backward after the gradient
+# index of `is_causal`; query, key and value come first, in backward after the gradient
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: 4, aten._scaled_dot_product_flash_attention: 4,
     aten._scaled_dot_product_efficient_attention: 6, aten._scaled_dot_product_cudnn_attention: 6,
@@ -50,12 +52,12 @@ NORMS_BACKWARD = {
     aten.cudnn_batch_norm_backward: ("layer", 2, None), aten.batch_norm_backward: ("layer", 2, None),
 }  # fmt: skip
 ADAM, SGD = 13, 2  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
-PER_RESULT = {  # of the first result
+PER_RESULT = {  # FLOPs per element of the first result
     aten._softmax: shape.SOFTMAX, aten._log_softmax: shape.SOFTMAX, aten._safe_softmax: shape.SOFTMAX,
     aten._softmax_backward_data: shape.SOFTMAX_BACKWARD, aten._log_softmax_backward_data: shape.SOFTMAX_BACKWARD,
     aten.native_dropout: 2, aten.native_dropout_backward: 2,
 }  # fmt: skip
-PER_INPUT = {  # of the first argument
+PER_INPUT = {  # FLOPs per element of the first argument
     aten.sum: 1, aten.mean: 1, aten.amax: 1, aten.amin: 1, aten.max: 1, aten.min: 1, aten.argmax: 1, aten.argmin: 1, aten.prod: 1,
     aten.var: 4, aten.var_mean: 4, aten.std: 4, aten.linalg_vector_norm: 2, aten.norm: 2, aten.cumsum: 1, aten.logsumexp: 4,
     aten.mse_loss: 3, aten.mse_loss_backward: 2, aten.embedding_dense_backward: 1, aten._adaptive_avg_pool2d: 1,
@@ -63,7 +65,7 @@ PER_INPUT = {  # of the first argument
 }  # fmt: skip
 SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}  # where what is added stands
+ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}  # index of the added argument
 OVERWRITTEN = {
     aten.copy_,
     aten.fill_,
@@ -88,7 +90,8 @@ MUTATED = {aten._fused_adamw_: (0, 2, 3, 5), aten._fused_adam_: (0, 2, 3, 5), at
 
 @dataclass(frozen=True)
 class Call:
-    """What one call did: `group` says of what kind it is, `is_known` whether a formula stands behind the FLOPs."""
+    """The cost of one call: `group` is the kind of operator, `is_known` is false where its FLOPs
+    have no formula."""
 
     group: str
     dtype: str
@@ -99,7 +102,7 @@ class Call:
 
 
 def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
-    """Count a call of the overload `func` with its result."""
+    """Return the cost of a call of the overload `func` with the result `out`."""
     packet = func.overloadpacket
     read, written = list(_tensors((args, kwargs))), list(_tensors(out))
     dtype = _complex_dtype((*written, *read)) or _dtype(written) or _dtype(read) or NO_FLOAT
@@ -115,14 +118,14 @@ def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
 
 
 def _is_free(group: str, written: Sequence[Tensor]) -> bool:
-    """Whether it counts nothing on whatever numbers: a copy, a look-up, a comparison."""
+    """Return whether an operator counts no FLOPs for any dtype: a copy, a look-up, a comparison."""
     return group in ("move", "look-up") or (bool(written) and all(each.dtype == torch.bool for each in written))
 
 
 def _flops(
     func: Any, packet: Any, args: Args, kwargs: Mapping[str, Any], out: Any, read: list[Tensor], written: list[Tensor]
 ) -> tuple[Flops | None, str]:
-    """The FLOPs, None without a formula, and the kind of operator."""
+    """Return the FLOPs, None without a formula, and the kind of operator."""
     if packet in FORMULAS:
         group, formula = FORMULAS[packet]
         return formula(args, kwargs, out), group
@@ -142,7 +145,7 @@ def _bytes(packet: Any, args: Args, kwargs: Mapping[str, Any], read: list[Tensor
     unread: list[Tensor] = list(_tensors(kwargs.get("out")))
     if packet in OVERWRITTEN:
         unread += _tensors(args[0])
-    if packet in LOOK_UPS:  # the rows that are taken, not the table
+    if packet in LOOK_UPS:  # the selected rows, not the table
         unread += _tensors(args[0])
         taken = _size(args[1]) * args[0].element_size() if packet is aten.nll_loss_forward else sum(map(_in_memory, written))
     else:
@@ -166,7 +169,8 @@ def _convolution(args: Args, kwargs: Mapping[str, Any], out: Tensor) -> Flops:
 
 
 def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Once for each of the two gradients that are asked for; that of the bias is one sum."""
+    """Return the FLOPs once for each requested gradient of input and weights; the bias gradient is
+    one sum."""
     gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     once = shape.convolution_flops(weight.shape, inputs.numel() if transposed else gradient.numel())
     products = once * (wanted[0] + wanted[1])
@@ -174,7 +178,8 @@ def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Fl
 
 
 def _attention(args: Args, causal_at: int, first: int) -> tuple[int, int, int]:
-    """Pairs over batch and heads, and the sizes of a key and a value."""
+    """Return the number of query-key pairs over batch and heads, and the sizes of a key and a
+    value."""
     query, key, value = args[first : first + 3]
     causal = len(args) > causal_at and bool(args[causal_at])
     heads = math.prod(query.shape[:-2])
@@ -187,7 +192,8 @@ def _norm(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops
 
 
 def _batch_norm(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """In evaluation the statistics are given: a difference and a scale are left."""
+    """Return the FLOPs of a BatchNorm; in evaluation, with given statistics, a difference and a
+    scale remain."""
     inputs, weight, bias = args[:3]
     is_training = next((each for each in args[3:] if isinstance(each, bool)), True)
     affine = (weight is not None) + (bias is not None)
@@ -203,7 +209,8 @@ def _norm_backward(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any)
 
 
 def _recurrent(args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1) -> Flops:
-    """One layer in one direction of oneDNN; `times` is 2 for a backward pass, which has two products for each."""
+    """Return the FLOPs of one oneDNN layer in one direction; `times` is 2 for a backward pass, with
+    two matmuls for each."""
     inputs, weight, hidden = args[first], args[first + 1], args[first + 2].shape[-1]
     rows, gates = inputs.numel() // weight.shape[-1], weight.shape[0] // hidden
     every, products = shape.recurrent_flops(rows, weight.shape[-1], hidden, gates)
@@ -228,7 +235,7 @@ def _pool(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
 
 
 def _formulas() -> dict[Any, tuple[str, Formula]]:
-    """Operator -> its kind, and what counts its FLOPs."""
+    """Return, for each operator, its kind and the formula of its FLOPs."""
     found: dict[Any, tuple[str, Formula]] = {
         aten.convolution: ("product", _convolution), aten.convolution_backward: ("product", _convolution_backward),
         aten.mkldnn_rnn_layer: ("recurrent", _recurrent),
@@ -257,7 +264,7 @@ def _formulas() -> dict[Any, tuple[str, Formula]]:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Every tensor inside, in order."""
+    """Yield every tensor in `tree`, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -275,7 +282,8 @@ def _dtype(tensors: Iterable[Tensor]) -> str | None:
 
 
 def _complex_dtype(tensors: Iterable[Tensor]) -> str | None:
-    """One complex number among reals makes the arithmetic complex."""
+    """Return the first complex dtype, if there is one: a single complex tensor makes the arithmetic
+    complex."""
     return next((COMPLEX[each.dtype] for each in tensors if each.is_complex()), None)
 
 
@@ -284,7 +292,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _in_memory(tensor: Tensor) -> int:
-    """The bytes that a tensor has: a dimension that it is broadcast along has none."""
+    """Return the bytes that a tensor has in memory; a broadcast dimension has none."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)

@@ -1,7 +1,8 @@
-"""What this device does at most, by short kernels: the best of many dense products of each dtype, and of copies.
+"""Peak FLOP/s and bandwidth of this device, measured by short kernels: the best of many dense
+matmuls of each dtype, and of copies.
 
-The best and not the mean: whatever else runs on the machine can only make a kernel slower, so the fastest comes nearest to a peak,
-and it repeats.
+The best and not the mean: other load on the machine can only make a kernel slower, so the fastest
+run is the nearest to the peak, and it is repeatable.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ from surefoot.core.process.memory import find_limit
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]
-SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest differs with dtype and cores: thin ones stay in the caches
+SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest shape depends on dtype and cores: thin ones stay in the caches
     "cpu": ((512, 512, 512), (768, 768, 768), (1536, 1536, 1536), (4096, 1024, 1024), (8192, 256, 256)),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
-COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # past the last cache; of the memory at most a sixteenth
-CACHED_BYTES = 256 << 10  # the second cache of a core holds both sides
-LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one product; what would take longer is left out
-# a machine that others use too is slow for seconds at a time: the KEPT fastest products of each dtype, and the copies, are taken again
+COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # larger than the last-level cache; at most 1/16 of the memory
+CACHED_BYTES = 256 << 10  # source and target fit into the L2 cache of a core
+LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one matmul; a longer one is left out
+# a shared machine is slow for seconds at a time: the KEPT fastest are measured PASSES times
 PASSES, KEPT, BUDGET_S, COPIES_S = 8, 4, 0.03, 0.1
 
 
 def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: Sequence[str] | None = None) -> Peaks:
-    """Measure the device; of a CPU with `threads`, those that torch uses now by default. A dtype that it has no product for is left out."""
+    """Measure the peak FLOP/s and bandwidth of `device`.
+
+    On a CPU `threads` sets the number of threads, by default torch's current number. A dtype
+    without a matmul on the device is left out.
+    """
     with _threads(threads if device.type == "cpu" else None):
         wanted = {name: _Products(device, dtype) for dtype, name in DTYPES.items() if dtypes is None or name in dtypes}
         size = min(COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"]), find_limit().num_bytes // 16)
@@ -51,7 +56,7 @@ def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: S
 
 
 def device_name(device: torch.device) -> str:
-    """What the machine calls the device: the processor, or the GPU by its driver."""
+    """Return the name of the device: of the processor, or of the GPU by its driver."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return find_machine().processor if device.type == "cpu" else device.type
@@ -75,14 +80,15 @@ def _plain(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callabl
 
 
 def _turned(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
-    """As a linear layer holds its weight."""
+    """Return a matmul whose second factor is transposed, as a linear layer stores its weight."""
     one, other = torch.ones(rows, inner, **like), torch.ones(columns, inner, **like).T
     out = torch.empty(rows, columns, **like)
     return lambda: torch.mm(one, other, out=out)
 
 
 def _onednn(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
-    """The other library of a CPU, which convolutions use: on some processors its instructions are twice as wide as those of `mm`."""
+    """Return a matmul by oneDNN, which convolutions use on a CPU: on some processors its
+    instructions are twice as wide as those of `mm`."""
     one, other = torch.ones(rows, inner, **like).to_mkldnn(), torch.ones(columns, inner, **like).to_mkldnn()
     return lambda: F.linear(one, other)
 
@@ -91,7 +97,8 @@ CALLS: dict[str, tuple[Make, ...]] = {"cpu": (_plain, _turned, _onednn), "cuda":
 
 
 class _Products:
-    """The products of one dtype: all calls and shapes once, from then on the fastest of them."""
+    """The matmuls of one dtype: all functions and shapes in the first round, then only the fastest
+    of them."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._like = device, {"device": device, "dtype": dtype}
@@ -104,7 +111,11 @@ class _Products:
         return max(self._best_of.values())
 
     def take(self) -> None:
-        """Measure what is left. What this device has no product for, or what takes too long (a dtype that is emulated), leaves."""
+        """Measure the remaining matmuls, and keep the fastest.
+
+        A matmul that the device does not support, or that takes too long (an emulated dtype), is
+        dropped.
+        """
         rates = {(make, shape): self._flops_per_s(make, shape) for make, shape in self._left}
         self._left = sorted((each for each in rates if rates[each]), key=lambda each: -rates[each])[:KEPT]
 
@@ -114,15 +125,16 @@ class _Products:
             return 0.0
         try:
             found = flops / _fastest_s(make(*shape, self._like), self._device, BUDGET_S)
-        except (RuntimeError, TypeError):  # no such product on this device
+        except (RuntimeError, TypeError):  # the device does not support this matmul
             return 0.0
         self._best_of[make] = max(best, found)
         return found
 
 
 def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> float:
-    """Bytes read and written; what a processor reads of a line before it writes it is not counted."""
-    source, target = (torch.ones(size // 4, device=device) for _ in range(2))  # written once, so that all pages are there
+    """Return bytes read and written per second; the read of a cache line before it is written is
+    not counted."""
+    source, target = (torch.ones(size // 4, device=device) for _ in range(2))  # written once, so that all pages are mapped
     repeats = max(1, (1 << 22) // size)  # a copy inside a cache is shorter than a clock's tick
 
     def copy() -> None:
@@ -133,7 +145,8 @@ def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> flo
 
 
 def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """The shortest of the calls that fit into the budget, two at least: the first one is cold."""
+    """Return the shortest time of the calls that fit into the budget, at least two: the first one
+    is cold."""
     until_s, samples = time.perf_counter() + budget_s, 0
     best_s = float("inf")
     while samples < LEAST_SAMPLES or time.perf_counter() < until_s:

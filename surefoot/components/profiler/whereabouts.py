@@ -1,7 +1,8 @@
-"""Which module is at work: in its forward pass by hooks, in the backward pass by the nodes of autograd's graph that it made.
+"""The module that is running: in the forward pass by hooks, in the backward pass by the autograd
+nodes that it created.
 
-Each node belongs to the innermost module that was running when it was made, so that modules which share an input, or hand it on
-unchanged, are told apart.
+Each node belongs to the innermost module that was running when the node was created, so that
+modules which share an input, or return it unchanged, can be distinguished.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ ROOT = "."  # the model itself
 
 
 class Whereabouts:
-    """A context that follows the modules of `model`. `now` is the name of the innermost one at work, None between them."""
+    """A context that follows the modules of `model`; `now` is the name of the innermost running
+    one, None between modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name or ROOT for name, module in model.named_modules()}
-        self._running: list[tuple[str, set[Any]]] = []  # with the nodes that its inputs came from
+        self._running: list[tuple[str, set[Any]]] = []  # with the autograd nodes of its inputs
         self._behind: str | None = None
-        self._owned: set[Any] = set()  # nodes; held, since one that is let go gives its identity to another
+        self._owned: set[Any] = set()  # nodes, kept alive: the id of a freed node is reused
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -45,7 +47,7 @@ class Whereabouts:
         return self._running[-1][0] if self._running else self._behind
 
     def around(self) -> list[str]:
-        """The module at work and all that contain it, the model itself first."""
+        """Return the running module and all modules that contain it, the model itself first."""
         name = self.now
         if name is None or name == ROOT:
             return [] if name is None else [ROOT]
@@ -59,7 +61,8 @@ class Whereabouts:
         return enter
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        """Everything between what came in and what comes out, and is nobody's yet, is this module's."""
+        """End a module's forward pass, and give it the autograd nodes between its inputs and
+        outputs that no module has."""
         name, seen = self._running.pop()
         waiting = list(_nodes(out))
         while waiting:
@@ -83,7 +86,7 @@ class Whereabouts:
 
 
 def _nodes(tree: Any) -> Iterator[Any]:
-    """The node that each tensor inside came from."""
+    """Yield the autograd node of each tensor in `tree`."""
     if isinstance(tree, Tensor):
         if tree.grad_fn is not None:
             yield tree.grad_fn

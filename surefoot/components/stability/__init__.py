@@ -1,4 +1,5 @@
-"""Stability: steps whose numbers are not finite, runs that diverged, the noise of a gradient, norms that do not join samples."""
+"""Stability: non-finite steps, diverged runs, the gradient noise scale, and norms that do not mix
+samples."""
 
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.components.stability.noise import GradientNoise, Noise

@@ -1,4 +1,5 @@
-"""The guard: counts skipped steps and losses out of all proportion, and ends a run that cannot come back."""
+"""Non-finite check: counts skipped steps and losses that are far too high, and ends a run that
+cannot recover."""
 
 from __future__ import annotations
 
@@ -13,22 +14,26 @@ from surefoot.core.errors import NumbersError
 
 DIVERGED_STEPS = 5
 _REMEMBERED = ("_applied_before", "_skips_in_row", "_high_in_row", "_first_loss", "num_skipped", "num_empty")
-MIN_REFERENCE = 1.0  # a first loss near zero is no scale to hold others against
+MIN_REFERENCE = 1.0  # a first loss near zero is no reference for later losses
 
 
 @dataclass(frozen=True)
 class GuardFault:
-    """One fault and what was done about it."""
+    """A fault and the action that was taken."""
 
     step: int
     fault: str
     action: str
     detail: str
-    is_printed: bool = True  # beside the record of it
+    is_printed: bool = True  # in addition to the event
 
 
 class Guard:
-    """Watches reports as they come, judges them when a window is read: on an asynchronous device nobody waits for a single step."""
+    """Check of step reports for skipped steps and divergence.
+
+    Reports are judged together when a window is read, so that on an asynchronous device the host
+    waits for no single step.
+    """
 
     def __init__(self, table: StabilityTable, *, min_scale: float = 0.0) -> None:
         self._table, self._min_scale = table, min_scale
@@ -38,22 +43,22 @@ class Guard:
         self._high_in_row = 0
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
-        self.num_skipped = self.num_empty = 0  # the second: of the skipped steps those whose loss counted no item
+        self.num_skipped = self.num_empty = 0  # num_empty: the skipped steps whose loss counted no item
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold; every report was judged before."""
+        """Return the counters for a checkpoint; all reports must have been judged before."""
         return {name: getattr(self, name) for name in _REMEMBERED}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's `state`."""
+        """Restore the counters from a checkpoint's `state`."""
         for name in _REMEMBERED:
-            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer fields
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
 
     def judge(self, step: int) -> list[GuardFault]:
-        """Read what came since the last call; gives the faults."""
+        """Read the reports since the last call; return the faults."""
         reports, self._unread = self._unread, []
         return [fault for report in reports if (fault := self._judge(report)) is not None]
 
@@ -99,18 +104,20 @@ class Guard:
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
     def _without_items(self, report: StepReport, empty: tuple[str, ...]) -> GuardFault:
-        """A batch in which no item counts is rare data and no error: such steps never end a run, however many come in a row."""
+        """Report a step whose loss counted no item: such data is rare and no error, so these steps
+        never end a run."""
         self.num_skipped += 1
         self.num_empty += 1
         many = self.num_empty
         which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
         steps = "1 such step" if many == 1 else f"{many:,} such steps"
         action = f"{which} was skipped, nothing moved; {steps} so far"
-        is_printed = many & (many - 1) == 0  # 1, 2, 4, 8, ...: data of which many batches hold none would fill the screen
+        is_printed = many & (many - 1) == 0  # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
         return GuardFault(report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed)
 
     def _overflowed(self, report: StepReport) -> GuardFault:
-        """What the loss scale answers is no sign of a run that goes wrong, until the scale has no room left."""
+        """Report a step whose fp16 gradients overflowed; it ends the run only once the loss scale
+        is below its minimum."""
         self.num_skipped += 1
         scale = report.loss_scale or 0.0
         detail = f"gradients overflowed fp16 at a loss scale of {2 * scale:g}"
@@ -157,7 +164,7 @@ class Guard:
         )
 
     def raise_if_over(self, step: int) -> None:
-        """Raise NumbersError when the run cannot come back."""
+        """Raise NumbersError when the run cannot recover."""
         if self._ending is not None:
             raise self._ending
 

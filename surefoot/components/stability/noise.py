@@ -1,8 +1,9 @@
-"""The gradient noise scale: the batch above which more samples a step add little.
+"""The gradient noise scale: the batch size above which more samples per step help little.
 
-S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162, appendix A. The gradient of
-a batch of B samples is the true one, G, plus noise of variance S / B. So the mean squares of the gradients of two batch sizes,
-b < B, tell both: |G_b|^2 = |G|^2 + S / b. The simple noise scale is S / |G|^2, in samples.
+S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
+https://arxiv.org/abs/1812.06162, appendix A. The gradient of a batch of B samples is the true
+gradient G plus noise of variance S / B. So the mean squared norms of the gradients of two batch
+sizes, b < B, give both: |G_b|^2 = |G|^2 + S / b. The simple noise scale is S / |G|^2, in samples.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import numpy as np
 from torch import Tensor
 
 LEVEL, RESAMPLED = 0.95, 1000
-LEAST, MOST = 8, 200  # steps that an estimate is made of: with fewer its interval says nothing, and older weights are others
+LEAST, MOST = 8, 200  # least and most steps of an estimate: older steps had other weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """An estimate over the last `num_steps`: the noise scale in samples, and the ends of its 95 % interval.
+    """An estimate over the last `num_steps`: the noise scale in samples, and the ends of its 95 %
+    confidence interval.
 
-    `scale` and `high` are None where the gradient itself is not told from its noise: the scale is then at least `low`.
+    `scale` and `high` are None where the gradient cannot be distinguished from its noise: the scale
+    is then at least `low`.
     """
 
     scale: float | None
@@ -31,7 +34,11 @@ class Noise:
     num_steps: int
 
     def advise(self, batch: int) -> str:
-        """What follows for a batch. After the paper's model, S = S_min (1 + scale / B) steps and E = E_min (1 + B / scale) samples."""
+        """Return advice on the batch size `batch`.
+
+        In the paper's model, a run takes S = S_min (1 + scale / B) steps and E = E_min (1 + B /
+        scale) samples.
+        """
         if self.scale is None or self.high is None:
             return f"the noise scale is {self.low:,.0f} samples or more: a batch above {batch:,} saves steps nearly in proportion"
         steps, samples = (f"{1 + share:.3g}x" for share in (self.scale / batch, batch / max(self.scale, 1e-9)))
@@ -46,18 +53,24 @@ class Noise:
 
 
 class GradientNoise:
-    """Collects, for each step, the squared norms of the gradient of a part of its batch and of all of it."""
+    """Collector, for each step, of the squared gradient norms of a part of its batch and of the
+    whole batch."""
 
     def __init__(self, most: int = MOST) -> None:
         self._unread: deque[tuple[float | Tensor, float | Tensor, int, int]] = deque(maxlen=most)
         self._pairs: deque[tuple[float, float]] = deque(maxlen=most)  # estimates of |G|^2 and S, each without bias
 
     def add(self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int) -> None:
-        """One step: `part_square` is |gradient|^2 of the mean over `part` of its `whole` samples. Nothing waits for the device."""
+        """Add one step: the squared norms of the mean gradients over `part` of its samples, and
+        over all `whole` of them.
+
+        The host does not wait for the device.
+        """
         self._unread.append((part_square, whole_square, part, whole))
 
     def _read(self) -> None:
-        """What is not finite says nothing."""
+        """Turn the collected norms into estimates of |G|^2 and S; a step with non-finite norms is
+        left out."""
         while self._unread:
             one, other, part, whole = self._unread.popleft()
             part_square, whole_square = float(one), float(other)
@@ -66,7 +79,10 @@ class GradientNoise:
                 self._pairs.append((signal, (part_square - whole_square) / (1 / part - 1 / whole)))
 
     def estimate(self) -> Noise | None:
-        """The ratio of the means with its interval by the bootstrap over steps; None for fewer than eight of them, and where all are 0."""
+        """Return the ratio of the mean estimates, with a bootstrap interval over the steps.
+
+        None with fewer than eight steps, and where all gradients are 0.
+        """
         self._read()
         if len(self._pairs) < LEAST:
             return None
@@ -77,7 +93,7 @@ class GradientNoise:
         tail = (1 - LEVEL) / 2
         low, high = ratios[int(tail * RESAMPLED)], ratios[int((1 - tail) * RESAMPLED)]
         signal, noise = pairs.mean(0)
-        if not math.isfinite(low):  # nothing but noise: what is certain is that it is more than was looked at
+        if not math.isfinite(low):  # only noise: the scale is known to exceed the batches
             low = ratios[0] if math.isfinite(ratios[0]) else max(0.0, noise) / abs(signal) if signal else math.inf
         if not math.isfinite(low):
             return None

@@ -1,4 +1,5 @@
-"""BatchNorm, whose statistics join the samples of a microbatch, and the norms that may take its place."""
+"""BatchNorm, whose statistics mix the samples of a microbatch, and its replacement by norms of
+single samples."""
 
 from __future__ import annotations
 
@@ -9,22 +10,32 @@ from torch import nn
 from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MOST_GROUPS, LEAST_CHANNELS = 32, 8  # GroupNorm's own default; fewer channels a group leave little of a sample without positions
+MOST_GROUPS, LEAST_CHANNELS = 32, 8  # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
 def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Every BatchNorm of `model`, SyncBatchNorm included, by name; one that has two names stands under the first."""
+    """Return every BatchNorm of `model` by name, SyncBatchNorm included; one with two names is
+    listed under the first."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
 
 
 def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[str]:
-    """Put GroupNorm in the place of every BatchNorm of `model`, with its scale and shift; gives the names of what was replaced.
+    """Replace every BatchNorm of `model` by a GroupNorm with its weight and bias; return the names
+    of the replaced modules.
 
-    "group": as many groups as divide the channels, 32 at most and of 8 channels or more; "layer": one group, which is LayerNorm
-    over channels and positions. Running statistics are left behind: each sample is normed by itself, in training as in evaluation,
-    so that how a batch is split changes nothing. Call it before the optimiser is built. Raises SpecError for another `to`, TaskError
-    for a model that is nothing but a BatchNorm, and for one that does more in its forward pass, as a norm with its activation does.
+    Running statistics are dropped: each sample is normalized separately, in training as in
+    evaluation, so that the split of a batch changes nothing. Call it before the optimizer is built.
+
+    Args:
+        model: The model, changed in place.
+        to: "group" for the most groups that divide the channels, at most 32, with at least 8
+            channels each; "layer" for one group, which is LayerNorm over channels and positions.
+
+    Raises:
+        SpecError: For another `to`.
+        TaskError: For a model that is itself a BatchNorm, and for a BatchNorm with another forward,
+            as one with its activation.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64))
     >>> convert_batchnorm(model, "group"), model[1].num_groups
@@ -62,7 +73,8 @@ def _norm_for(norm: nn.Module, to: Literal["group", "layer"]) -> nn.GroupNorm:
 
 
 def find_groups(channels: int) -> int:
-    """The groups of a GroupNorm: the most that divide the channels, 32 at most, of at least 8 channels; else one.
+    """Return the number of groups of a GroupNorm: the most that divide the channels, at most 32,
+    with at least 8 channels each; else 1.
 
     >>> find_groups(256), find_groups(64), find_groups(12), find_groups(7)
     (32, 8, 1, 1)

@@ -1,1 +1,1 @@
-"""Optimisers that torch has not, each a torch optimiser like any other."""
+"""Optimizers that torch does not have, each a subclass of torch.optim.Optimizer."""

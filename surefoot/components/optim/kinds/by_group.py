@@ -1,4 +1,5 @@
-"""A torch optimiser whose groups can each be driven alone: they divide, and skip, by themselves."""
+"""A torch optimizer whose groups can be updated one at a time, with gradient scaling and skipping
+inside the update."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ from surefoot.core.errors import SpecError
 
 # parameters, counters, first and second moments, momentum
 Traced = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-# what a setting of a group may be: from (or above) a number up, and below another
+# the allowed values of a group's settings
 LEAST, MORE_THAN_0, BELOW_1 = "0 or more", "more than 0", "0 or more, and below 1"
 ALLOWED = {"lr": LEAST, "weight_decay": LEAST, "eps": LEAST, "trust": MORE_THAN_0, "momentum": BELOW_1, "betas": BELOW_1}
 
 
 class ByGroup(Optimizer, ABC):
-    """A step of all groups, each by `step_group`; `fused` in a group says whether it divides and skips.
+    """Base class of optimizers that update each group by `step_group`; `fused` in a group means
+    that its update divides and skips.
 
-    Raises SpecError for a setting with which weights would not go down, or become no numbers.
+    Raises SpecError for a setting that would raise the loss or make weights non-finite.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -36,7 +38,8 @@ class ByGroup(Optimizer, ABC):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
+        """Update every parameter that has a gradient; `closure`, where given, computes the loss
+        again first."""
         loss = call_closure(closure)
         for group in self.param_groups:
             self.step_group(group, group["lr"])
@@ -44,13 +47,14 @@ class ByGroup(Optimizer, ABC):
 
     @abstractmethod
     def create_state(self, group: dict[str, Any]) -> None:
-        """Create what there is not of the state of a group's parameters."""
+        """Create the missing entries of the state of a group's parameters."""
 
     @torch.no_grad()
     def step_group(
         self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Update one group at the rate `lr`; the last two are for fused groups alone."""
+        """Update one group at the learning rate `lr`; `grad_scale` and `found_inf` are for fused
+        groups only."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         if params:
             self.create_state(group)
@@ -61,15 +65,17 @@ class ByGroup(Optimizer, ABC):
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
-        """Update those of a group's parameters that have a gradient; their state is there."""
+        """Update the parameters of a group that have a gradient; their state exists already."""
 
     def traced(self, group: dict[str, Any]) -> Traced | None:
-        """All that an update of the group moves, as a graph takes it; None where the rule is none that a graph can hold."""
+        """Return all tensors that an update of the group changes, for a graph; None where no graph
+        can hold the update."""
         return None
 
 
 def call_closure(closure: Callable[[], float] | None) -> float | None:
-    """Compute the loss again where `step` was given what does, with gradients, as torch's optimizers do."""
+    """Return the loss that `closure` computes, with gradients enabled as in torch's optimizers;
+    None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -91,7 +97,8 @@ def _is_allowed(value: Any, allowed: str) -> bool:
 
 @dataclass(frozen=True)
 class Driven:
-    """One group of such an optimiser, with its state: what is restored goes where that lies."""
+    """A group of a `ByGroup` optimizer with its state created, so that a checkpoint can be restored
+    into it in place."""
 
     optimizer: ByGroup
     group: dict[str, Any]
@@ -107,8 +114,8 @@ class Driven:
         return self.optimizer.traced(self.group)
 
     def is_current(self) -> bool:
-        """Always: the state is read where the optimizer keeps it."""
+        """Return True: the state is read from the optimizer at each update."""
         return True
 
     def count_traced(self, applied: Tensor) -> None:
-        """Nothing: each parameter has a counter of its own, which the graph moved."""
+        """Do nothing: each parameter has a separate step counter, which the graph has updated."""

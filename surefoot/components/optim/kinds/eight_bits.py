@@ -1,8 +1,11 @@
-"""Adam and AdamW whose moments are kept in 8 bits: a code for each number, a scale for each block of 256.
+"""Adam and AdamW with 8-bit moments: one code for each value, one scale for each block of 256
+values.
 
-Codes and their rounding are torchao's, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021
-(https://arxiv.org/abs/2110.02861). torchao keeps them in a tensor subclass, widens a whole tensor at a time, and searches each code among
-256. Here they are plain tensors, saved and counted as any other, widened piece by piece, and looked up.
+Codes and rounding are those of torchao, after Dettmers et al., "8-bit Optimizers via Block-wise
+Quantization", 2021 (https://arxiv.org/abs/2110.02861). torchao stores the moments in a tensor
+subclass, dequantizes a whole tensor at a time, and searches each code among 256. This module stores
+them in plain tensors, saved and counted as any other, dequantizes them piece by piece, and finds
+codes in a table.
 """
 
 from __future__ import annotations
@@ -19,19 +22,24 @@ from surefoot.components.optim.kinds.by_group import ByGroup
 from surefoot.core.errors import SpecError
 from surefoot.runtime.lowbit import torchao
 
-BLOCK = 256  # numbers under one scale
-LEAST = 4096  # numbers of a tensor below which it saves nothing: torchao's own limit
-PIECE = 1 << 16  # numbers that are widened at a time: what they need stays in a processor's cache
-WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # on their way into fp32, and back
+BLOCK = 256  # values with one scale
+LEAST = 4096  # elements; 8 bits save nothing for a smaller tensor: torchao's limit
+PIECE = 1 << 16  # elements dequantized at a time: they fit into the CPU cache
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights, which are computed in fp32
 NAMES = ("exp_avg", "exp_avg_sq")
-SHARES = (1, 1, BLOCK, 1, BLOCK)  # numbers to an entry of: weights, codes and scales of both moments
-HALVINGS = 64  # of the way between two values, until no number is left between
+SHARES = (1, 1, BLOCK, 1, BLOCK)  # elements per entry of weights, and of codes and scales of both moments
+HALVINGS = 64  # bisections between two values, until no fp32 number is between
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What each of 256 codes stands for, rising to 1; the least number of the code after each; and for each of the 65,536 beginnings of a
-    number in fp32 (sign, exponent, 7 bits) the code of the least that begins so. Numbers that begin alike have at most two codes."""
+    """Lookup tables of an 8-bit code.
+
+    `values` are the 256 values of the codes, ascending to 1. `ends` holds, for each code, the least
+    number that rounds to the next code. `begins` holds, for each of the 65,536 upper halves of an
+    fp32 number (sign, exponent, 7 bits), the code of the least number with it; numbers with the
+    same upper half have at most two codes.
+    """
 
     values: Tensor
     ends: Tensor
@@ -44,7 +52,7 @@ class Codes:
         return (self.values.index_select(0, codes.int()).view(-1, BLOCK) * scales.view(-1, 1)).view(-1)
 
     def narrow(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The code of each number, and the scale of each block."""
+        """Return the code of each number, and the scale of each block."""
         blocks = numbers.view(-1, BLOCK)
         scales = blocks.abs().amax(-1).clip(1e-12)
         scaled = (blocks / scales.view(-1, 1)).view(-1)
@@ -54,7 +62,11 @@ class Codes:
 
 @functools.cache
 def load_codes() -> tuple[Codes, Codes]:
-    """torchao's codes with a sign and without: once a process, where tensors have numbers. Raises MissingExtra without torchao."""
+    """Return torchao's codes with a sign and without, loaded once per process.
+
+    Must be called where tensors have data, not under FakeTensorMode. Raises MissingExtra without
+    torchao.
+    """
     with torchao('optim.state = "8bit"'):
         from torchao.optim import quant_utils
     signed, unsigned = (torch.tensor(quant_utils.create_dynamic_map(signed=each)) for each in (True, False))
@@ -62,7 +74,7 @@ def load_codes() -> tuple[Codes, Codes]:
 
 
 def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
-    """The tables of what `find` makes of every number."""
+    """Return the lookup tables for the code that `find` assigns to every number."""
     low, high = values[:-1], values[1:]
     for _ in range(HALVINGS):
         middle = ((low.double() + high.double()) / 2).float()
@@ -75,7 +87,8 @@ def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
 
 
 def why_not(tensor: Tensor) -> str | None:
-    """Why the moments of a parameter are not kept in 8 bits; None where they are."""
+    """Return the reason why the moments of a parameter cannot be kept in 8 bits; None if they
+    can."""
     if tensor.numel() < LEAST:
         return f"fewer than {LEAST:,} numbers"
     if tensor.numel() % BLOCK:
@@ -85,12 +98,14 @@ def why_not(tensor: Tensor) -> str | None:
 
 @final
 class Adam8bit(ByGroup):
-    """Adam, or with `decoupled` AdamW, as torch has them, for parameters that `why_not` has nothing against.
+    """Adam, or AdamW with `decoupled`, as defined by torch, for the parameters that `why_not`
+    accepts.
 
         m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
         w = w - lr * decay * w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    m and v are widened, moved and used in fp32, and rounded to 8 bits when they are put back. Raises SpecError for other parameters.
+    The formula is that of AdamW. m and v are dequantized, updated and used in fp32, and rounded to
+    8 bits when they are stored. Raises SpecError for other parameters.
     """
 
     def __init__(
@@ -103,7 +118,7 @@ class Adam8bit(ByGroup):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._codes = {}  # a copy of an optimizer has what torch copies: its state, groups and defaults
+        self._codes = {}  # torch copies only state, groups and defaults of an optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -130,7 +145,7 @@ class Adam8bit(ByGroup):
                     state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
                     state[f"{name}_scale"] = torch.zeros(parameter.numel() // BLOCK, device=parameter.device)
             for name in NAMES:
-                state[name] = state[name].byte()  # torch's own load_state_dict gives it the parameter's dtype
+                state[name] = state[name].byte()  # torch's load_state_dict casts it to the parameter's dtype
 
     def _move(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
@@ -155,7 +170,8 @@ class Adam8bit(ByGroup):
     def _moved(
         self, group: dict[str, Any], before: Sequence[Tensor], slope: Tensor, rate: Tensor, step: Tensor
     ) -> tuple[Tensor, ...]:
-        """A piece of the weights, and codes and scales of both moments, after a step along `slope`."""
+        """Return a piece of the weights, and the codes and scales of both moments, after a step
+        along `slope`."""
         weights, first, first_scales, second, second_scales = before
         signed, unsigned = self._codes_on(weights.device)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]

@@ -1,7 +1,9 @@
-"""LARS and LAMB: each layer's step is in proportion to the size of its weights, so that large batches may take large steps.
+"""LARS and LAMB: each layer's step is proportional to the norm of its weights, so that large
+batches may take large steps.
 
-Both are torch optimisers like any other. Every pass over memory that torch has a fused kernel for is that kernel's: `fused` in a group
-says so, and then the gradients are divided by `grad_scale` and nothing moves where `found_inf` is 1, on the device.
+Both are subclasses of torch.optim.Optimizer. Where torch has a fused kernel, `fused` in a group
+uses it; the gradients are then divided by `grad_scale`, and nothing changes where `found_inf` is 1,
+all on the device.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 class _Layerwise(ByGroup):
-    """What both share: the kernels are fused where all of a group stands on a device that has them.
+    """Base class of LARS and LAMB; a group is fused where all of its parameters are real and on a
+    device with fused kernels.
 
-    Where ranks hold rows of each layer, `join_norms` gives the norms of whole layers from those of this rank's rows.
+    Where ranks hold rows of each layer, `join_norms` returns the norms of whole layers from those
+    of this rank's rows.
     """
 
     join_norms: Callable[[Tensor], Tensor] | None = None
@@ -35,7 +39,7 @@ class _Layerwise(ByGroup):
             group["fused"] = all(each.device.type in FUSED_DEVICES and each.is_floating_point() for each in group["params"])
 
     def _norms(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The 2-norms of the layers that `some` are, and of `others`, each as a vector."""
+        """Return the 2-norms of the layers `some` and of `others`, each as a vector."""
         norms = fused.norms_of(some), fused.norms_of(others)
         if self.join_norms is None:
             return norms
@@ -45,15 +49,17 @@ class _Layerwise(ByGroup):
 
 @final
 class Lars(_Layerwise):
-    """Layer-wise adaptive rate scaling: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
+    """Layer-wise adaptive rate scaling: You, Gitman and Ginsburg, "Large Batch Training of
+    Convolutional Networks", 2017.
 
         r = trust * |w| / (|g| + decay * |w|)
         v = momentum * v + lr * r * (g + decay * w)
         w = w - v
 
-    That is algorithm 1 of https://arxiv.org/abs/1708.03888, where the rate stands inside the momentum; its polynomial decay of `lr` is
-    left to a schedule. It says nothing of two cases: where |w| or |g| is 0, r is 1; and in a group with `adapt` false r is 1 for all
-    (for biases and norms). A layer is one tensor.
+    That is algorithm 1 of https://arxiv.org/abs/1708.03888, where the learning rate is inside the
+    momentum; its polynomial decay of `lr` is left to a schedule. The paper leaves two cases open:
+    where |w| or |g| is 0, r is 1; and in a group with `adapt` false, r is 1 for all layers (for
+    biases and norms). A layer is one tensor.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class Lars(_Layerwise):
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
         if grad_scale is not None:
-            fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave what they applied
+            fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave the scaled gradients
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, slopes = self._norms(params, grads)
@@ -98,14 +104,16 @@ class Lars(_Layerwise):
 
 @final
 class Lamb(_Layerwise):
-    """Layer-wise adaptive moments: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019.
+    """Layer-wise adaptive moments: You et al., "Large Batch Optimization for Deep Learning:
+    Training BERT in 76 minutes", 2019.
 
         m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w
         w = w - lr * |w| / |u| * u
 
-    That is algorithm 2 of https://arxiv.org/abs/1904.00962 with phi(z) = z, which the paper leaves open. It says nothing of two cases:
-    where |w| or |u| is 0, the ratio is 1; and in a group with `adapt` false it is 1 for all (for biases and norms). A layer is one tensor.
+    That is algorithm 2 of https://arxiv.org/abs/1904.00962 with phi(z) = z, which the paper leaves
+    open. The paper leaves two more cases open: where |w| or |u| is 0, the ratio is 1; and in a
+    group with `adapt` false, it is 1 for all layers (for biases and norms). A layer is one tensor.
     """
 
     def __init__(
@@ -133,14 +141,14 @@ class Lamb(_Layerwise):
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:  # fmt: skip
-        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernel takes it in 32 bits alone
+        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernel accepts grad_scale in fp32 only
             fused.scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         states = [self.state[parameter] for parameter in params]
         moves = fused.times(params, float(group["weight_decay"]))
         rows = [moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]]
         with fused.in_one_layout(rows) as (alike, slopes, first, second):
-            adam(  # on what is not the weights, and upwards: decay * w plus the direction
+            adam(  # Adam on decay * w with lr -1, which adds the direction to it
                 alike, slopes, first, second, [], [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0],
                 beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"],
                 foreach=not group["fused"], has_complex=any(map(torch.is_complex, params)), grad_scale=grad_scale, found_inf=found_inf,
@@ -155,7 +163,8 @@ class Lamb(_Layerwise):
 
 
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """A scalar for every parameter, in 64 bits for one that has them: its own of a vector, else the same for all."""
+    """Return a scalar tensor for every parameter, in fp64 for a parameter in fp64: its element of a
+    vector, else the same value for all."""
     made = torch.as_tensor(rates, dtype=None if isinstance(rates, Tensor) else torch.float64, device=params[0].device)
     by_dtype = {wide: made.to(wide) for wide in {torch.promote_types(each.dtype, torch.float32) for each in params}}
     if len(by_dtype) == 1:

@@ -1,7 +1,9 @@
-"""Muon for every hidden matrix, convolution filters included: torch's own, over flattened filters.
+"""Muon for every hidden matrix, convolution filters included: torch.optim.Muon over flattened
+filters.
 
-torch.optim.Muon refuses what is not a matrix. A convolution filter (out, in, kh, kw) is a matrix (out, in * kh * kw); the order of its
-columns does not matter to the orthogonalisation. K. Jordan et al., "Muon", 2024.
+torch.optim.Muon accepts matrices only. A convolution filter (out, in, kh, kw) is a matrix (out, in
+* kh * kw); the order of its columns does not matter to the orthogonalization. K. Jordan et al.,
+"Muon", 2024.
 """
 
 from __future__ import annotations
@@ -19,24 +21,29 @@ from surefoot.core.errors import SpecError
 
 
 def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A matrix (size of the first dimension, product of the others), its columns in the order of the memory of `like`.
+    """Return a tensor as a matrix (size of the first dimension, product of the others), its columns
+    in the memory order of `like`.
 
-    `like` is a tensor of the same shape, `tensor` itself if None. The matrix is a view where the memory allows one, else a copy.
+    `like` is a tensor of the same shape, `tensor` itself if None. The matrix is a view where the
+    memory layout allows one, else a copy.
     """
     return tensor if tensor.ndim == 2 else _in_order(tensor, tensor if like is None else like).reshape(tensor.shape[0], -1)
 
 
 def _in_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """A view of `tensor` whose dimensions behind the first are sorted by the strides of `like`, the largest first."""
+    """Return a view of `tensor` whose dimensions after the first are sorted by the strides of
+    `like`, the largest first."""
     strides = like.stride()
     return tensor.permute(0, *sorted(range(1, tensor.ndim), key=lambda dim: (-strides[dim], dim)))
 
 
 @final
 class FlatMuon(Optimizer):
-    """torch.optim.Muon for parameters of two dimensions or more: `step` takes each filter as a matrix, (out, in * kh * kw).
+    """torch.optim.Muon for parameters of two dimensions or more: `step` treats each filter as a
+    matrix, (out, in * kh * kw).
 
-    The momentum buffer of a filter has the shape of its matrix. Raises SpecError for parameters of fewer dimensions.
+    The momentum buffer of a filter has the shape of its matrix. Raises SpecError for parameters of
+    fewer dimensions.
     """
 
     def __init__(
@@ -59,7 +66,8 @@ class FlatMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure`, where given, computes the loss again first."""
+        """Update every parameter that has a gradient; `closure`, where given, computes the loss
+        again first."""
         loss = call_closure(closure)
         for group in self.param_groups:
             self._step_group(group)
@@ -74,8 +82,8 @@ class FlatMuon(Optimizer):
         for parameter, matrix in zip(params, matrices, strict=True):
             if matrix is not parameter:
                 matrix.grad = as_matrix(parameter.grad, like=parameter)
-            muon.state[matrix] = self.state[parameter]  # the same dict: the buffer that Muon creates stands in both
-        inspect.unwrap(Muon.step)(muon)  # without its hooks: those of all optimizers have run for this one
+            muon.state[matrix] = self.state[parameter]  # the same dict: a buffer that Muon creates is in both states
+        inspect.unwrap(Muon.step)(muon)  # without Muon's hooks: torch has run the global ones for this optimizer
         for parameter, matrix in zip(params, matrices, strict=True):
             if not _is_view(parameter):
                 into = _in_order(parameter, parameter)
@@ -83,7 +91,7 @@ class FlatMuon(Optimizer):
 
 
 def _is_view(parameter: Tensor) -> bool:
-    """Whether the matrix of a parameter is stored in the parameter's own memory."""
+    """Return whether the matrix of a parameter can be a view of the parameter's memory."""
     if parameter.ndim == 2:
         return True
     try:

@@ -1,4 +1,5 @@
-"""Ranks that hold a part each: of the optimiser's state, of gradients too, of weights too (stages 1, 2 and 3 of ZeRO).
+"""Sharding (ZeRO): ranks that each hold a part of the optimizer's state (stage 1), also of
+gradients (2), also of weights (3).
 
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC 2020).
 """

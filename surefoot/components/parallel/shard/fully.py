@@ -1,9 +1,11 @@
-"""Stages 2 and 3: every rank holds some rows of all weights, and with them their gradients and the optimiser's state.
+"""Stages 2 and 3: every rank holds some rows of all weights, with their gradients and optimizer
+state.
 
-torch's `fully_shard` (FSDP2) gathers the weights of a unit before its forward pass, and in stage 3 once more before its backward pass;
-in stage 2 they stay from the one to the other. Gradients are summed and split at the end of a unit's backward pass, of every
-microbatch: what is kept between passes is a part each. A unit is a block of the model; what is in none is one more.
-https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+torch's `fully_shard` (FSDP2) all-gathers the weights of a unit before its forward pass, and in
+stage 3 again before its backward pass; in stage 2 they stay gathered in between. Gradients are
+reduce-scattered at the end of a unit's backward pass, in every microbatch, so that only shards are
+kept between microbatches. A unit is a block of the model; the parameters outside of all blocks form
+one more. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
@@ -27,19 +29,29 @@ Hooks = tuple[Any, Any]
 
 
 class FullySharded:
-    """Splits a model's weights over `mesh.shard`, in `units`; `stage` is 2 or 3.
+    """Sharding of a model's weights over `mesh.shard` with FSDP2; from then on
+    `master_of(parameter)` is the rows that this rank holds.
 
-    With `narrow` they are gathered in that dtype, those of the modules `wide` left out, while gradients are summed, and the rows moved, in
-    their own; with `on_host` they are moved in host memory, where the optimiser's state is then. The parameters `replicated` stay as
-    they are, whole and in their dtype, and each rank moves all of them: their gradients are summed over `mesh.whole`, as `Replicas` does.
+    Args:
+        model: The model, changed in place.
+        mesh: The ranks.
+        units: The modules whose weights are gathered together, by name.
+        stage: 2 or 3.
+        narrow: A dtype in which weights are gathered, while gradients are summed in fp32, and the
+            rows updated in their dtype.
+        wide: Modules that `narrow` leaves in their dtype.
+        on_host: Update the rows in host memory, where the optimizer's state is then stored.
+        replicated: Parameters that stay whole and in their dtype; every rank updates all of them,
+            and their gradients are summed over `mesh.whole` as in `Replicas`.
 
-    From here on `master_of(parameter)` are the rows that this rank holds. Raises SpecError for what cannot be split, and for a parameter
-    of `replicated` that is not the model's.
+    Raises:
+        SpecError: For a parameter that cannot be split, and for one of `replicated` that the model
+            does not have.
     """
 
-    is_even = True  # whether every rank must pass as often
+    is_even = True  # whether all ranks must run equally many passes
     splits_weights = True
-    first_weights = ""  # a digest of those that a rank began with
+    first_weights = ""  # a digest of the initial weights of a rank
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int, narrow: torch.dtype | None = None,
@@ -79,7 +91,7 @@ class FullySharded:
         for module, unit in zip(self._modules, self._units.names, strict=True):
             gathering, scattering = _Gathering(mesh.shard, self._units, unit), _Scattering(mesh.shard, self._units, unit)
             self._gathered.watch(module)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # in torch 2.13; else all ranks must use the same parameters
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13; before, all ranks must use the same parameters
                 module.set_reduce_scatter_unused_params(True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -90,14 +102,14 @@ class FullySharded:
         with torch.no_grad():
             for parameter in held_here:
                 held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-                most = -(-len(parameter) // mesh.shard.size)  # as torch.chunk cuts
+                most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
                 serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self, on_host=on_host)
 
     def _add_replicas(self, rows: Tensor) -> None:
         self.replicas.add(rows)
 
     def synced(self, leaves: Iterable[Tensor]) -> _HandedOver:
-        """What gives the rows of an update their gradients."""
+        """Return the object that passes the sharded gradients of an update to the rows."""
         trained = [each for each in leaves if each.requires_grad]
         whole = [each for each in trained if id(each) in self._whole]
         split = [each for each in trained if id(each) not in self._whole]
@@ -105,7 +117,11 @@ class FullySharded:
         return _HandedOver(split, self._keep_weights if self._stage == 2 else None, self._gathered, self._units, replicas)
 
     def begin(self) -> None:
-        """A step's passes begin: weights stay as long as the stage says. Outside of a step they are let go after each module."""
+        """Start the forward and backward passes of a step: gathered weights stay as long as the
+        stage says.
+
+        Outside of a step they are freed after each module.
+        """
         self._gathered.used.clear()
         self._gathered.let_go()
         self._units.begin()
@@ -115,18 +131,19 @@ class FullySharded:
             self._keep_weights(True)
 
     def end(self) -> None:
-        """They are over."""
+        """End the forward and backward passes of a step."""
         for module in self._modules:
             module.set_reshard_after_forward(True, recurse=False)
 
     def _keep_weights(self, keeps: bool) -> None:
-        """Whether whole weights stay after a backward pass, for the next microbatch."""
+        """Set whether gathered weights stay after a backward pass, for the next microbatch."""
         for module in self._modules:
             module.set_reshard_after_backward(not keeps, recurse=False)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The rows have moved: what was gathered of them before is let go."""
+        """Free the gathered weights after the rows were updated; with `on_host`, copy the rows back
+        first."""
         for parameter in self._moved:
             parameter.to_local().copy_(master_of(parameter))  # type: ignore[attr-defined]
         for module in self._modules:
@@ -134,25 +151,27 @@ class FullySharded:
 
 
 class _Gathered:
-    """The whole parameters that FSDP puts in the place of the sharded ones for a pass: hooks of the user's go there, and one of ours."""
+    """The whole parameters that FSDP substitutes for the sharded ones during a pass; their hooks
+    call the user's hooks on the sharded ones."""
 
     def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks], whole: Collection[int]) -> None:
-        self.used: set[int] = set()  # the sharded parameters, by id, that have had a gradient
-        self.handed_over: list[Tensor] = []  # those whose gradient is that of an update, and not to be added to
+        self.used: set[int] = set()  # ids of the sharded parameters that had a gradient
+        self.handed_over: list[Tensor] = []  # parameters whose gradient belongs to the last update
         self._whole = whole
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
-        for name, (before, after) in hooks.items():  # those of the whole parameter: handles of before remove them, too
+        for name, (before, after) in hooks.items():  # the hooks of the whole parameter, so that existing handles can remove them
             held: Any = self._sharded[name]
             held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 
     def watch(self, module: nn.Module) -> None:
-        """Hook the parameters that stand in `module` once its first pass has gathered them."""
+        """Hook the parameters of `module` once its first forward pass has gathered them."""
         module.register_forward_pre_hook(self._look)
 
     def let_go(self) -> None:
-        """Forget the gradients of an update: what comes now is the next one's."""
+        """Drop the gradients of the last update, so that the next gradients are not added to
+        them."""
         for parameter in self.handed_over:
             parameter.grad = None
         self.handed_over.clear()
@@ -171,7 +190,8 @@ class _Gathered:
             parameter.register_post_accumulate_grad_hook(partial(self._call_after, self._sharded[name]))  # type: ignore[no-untyped-call]
 
     def _call_after(self, sharded: Any, parameter: Tensor) -> None:
-        """The hooks that the sharded parameter has now, also those that the loop has put there."""
+        """Call the current hooks of the sharded parameter, including those that the loop has
+        added."""
         for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
         self.used.add(id(sharded))
@@ -185,7 +205,8 @@ def _call_before(sharded: Any, gradient: Tensor) -> Tensor:
 
 
 def _hooks_of(named: Named) -> dict[str, Hooks]:
-    """The hooks on gradients that parameters have: those that may change one, and those that are called once it is there."""
+    """Return the gradient hooks of the parameters, by name: tensor hooks, and post-accumulate
+    hooks."""
     found = {}
     for name, parameter in named:
         held: Any = parameter
@@ -195,10 +216,11 @@ def _hooks_of(named: Named) -> dict[str, Hooks]:
 
 
 class _HandedOver:
-    """Between FSDP, which leaves a part of each gradient at the parameter, and the optimiser, which moves the rows.
+    """The step between FSDP, which leaves a shard of each gradient at the parameter, and the
+    optimizer, which updates the rows.
 
-    The gradient stays at the parameter, too, as the same memory, until a step begins or its module is called with gradients again.
-    `replicas` sum the gradients of what is not split.
+    The gradient also stays at the parameter, in the same memory, until a step starts or its module
+    is called with gradients again. `replicas` sum the gradients of parameters that are not sharded.
     """
 
     def __init__(
@@ -208,13 +230,16 @@ class _HandedOver:
         self._replicas = replicas
 
     def used(self) -> list[float]:
-        """1 for each parameter that this rank has had a gradient of in this step, else 0; and how often it has gathered each unit."""
+        """Return 1 for each parameter with a gradient on this rank in this step, else 0; and how
+        often this rank has gathered each unit."""
         return [float(id(leaf) in self._gathered.used) for leaf in self._leaves] + self._units.counts()
 
     def keep_used(self, counts: Sequence[float]) -> None:
-        """A parameter that no rank has used has no gradient, as in one process: else it would decay. `counts` are the sums of all ranks.
+        """Remove the gradient of a parameter that no rank has used, as in one process: else weight
+        decay would change it.
 
-        Raises UserCodeError where the ranks have not gathered the same units.
+        `counts` are the sums of `used` over all ranks. Raises UserCodeError where the ranks have
+        not gathered the same units.
         """
         num_leaves = len(self._leaves)
         self._units.check(counts[num_leaves:])
@@ -223,18 +248,22 @@ class _HandedOver:
                 master_of(leaf).grad = leaf.grad = None
 
     def arm(self) -> None:
-        """The last backward pass comes."""
+        """Prepare for the last backward pass of the step."""
         if self._keep_weights is not None:
             self._keep_weights(False)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """It is over. What is not split is summed here: during the pass it would come between the exchanges of FSDP, in no fixed order."""
+        """Pass the gradients to the masters, and sum those of parameters that are not sharded.
+
+        During the backward pass, that sum would come between the collectives of FSDP, in no fixed
+        order.
+        """
         for leaf in self._leaves:
             found: Any = leaf.grad
             master = master_of(leaf)
             master.grad = None if found is None else found.to_local().to(master.device)
-            if master.device != leaf.device:  # a copy
+            if master.device != leaf.device:  # the master has a copy on the host
                 leaf.grad = None
         self._gathered.handed_over += [each for each in self._leaves if each.grad is not None]
         if self._replicas is not None:
@@ -243,19 +272,19 @@ class _HandedOver:
     asks_factor = False  # gradients are not compressed
 
     def keep(self, applied: bool | Tensor = True) -> None:
-        """Nothing is remembered of what was sent."""
+        """Do nothing: there is no compression residual."""
 
     def held(self) -> list[Any]:
         return []
 
     def close(self) -> None:
-        """FSDP has no end; what is not split is left as it was found."""
+        """Remove the hooks of parameters that are not sharded; FSDP itself cannot be removed."""
         if self._replicas is not None:
             self._replicas.close()
 
 
 class _Own:
-    """Memory for what FSDP sends of a unit, and by whom it is sent."""
+    """Buffer allocation for the collectives of FSDP for one unit, in memory of the group."""
 
     def __init__(self, group: Group, units: Units, unit: str) -> None:
         self._group, self._units, self._unit = group, units, unit
@@ -265,7 +294,8 @@ class _Own:
 
 
 class _Gathering(_Own):
-    """What FSDP gathers by: our own group, so that it is counted, and told to whoever looks for a hang."""
+    """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the hang
+    detection."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         with self._units.gathering(self._unit):
@@ -273,7 +303,7 @@ class _Gathering(_Own):
 
 
 class _Scattering(_Own):
-    """What it sums and splits by."""
+    """Reduce-scatter for FSDP that goes through `Group`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
         assert op == dist.ReduceOp.SUM
@@ -282,7 +312,8 @@ class _Scattering(_Own):
 
 
 def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
-    """The parameters that are not split, by id. Raises SpecError for one that the model does not have."""
+    """Return the `id` of each parameter that is not sharded. Raises SpecError for one that the
+    model does not have."""
     own = {id(each) for each in model.parameters()}
     for each in replicated:
         if id(each) not in own:
@@ -295,7 +326,8 @@ def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
 
 
 def _check_gathered(named: Named) -> None:
-    """Raise SpecError for a parameter that `fully_shard` does not take."""
+    """Raise SpecError for a parameter that `fully_shard` does not accept: empty or not
+    contiguous."""
     for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
@@ -319,7 +351,7 @@ def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
 
 
 def _check_apart(model: nn.Module, units: Mapping[str, nn.Module], whole: Collection[int]) -> None:
-    """Raise SpecError for a parameter that stands in two units, or in one and outside of it."""
+    """Raise SpecError for a parameter that is in two units, or in one and outside of it."""
     homes: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in whole:

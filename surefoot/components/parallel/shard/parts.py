@@ -1,4 +1,5 @@
-"""Which rows of which tensors a rank holds. All stages split a tensor along its first dimension, so that a file holds rows."""
+"""The rows of each tensor that a rank holds. All stages split a tensor along its first dimension,
+so that a file holds rows."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group
 
 Named = Sequence[tuple[str, Tensor]]
-Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]  # as torch's optimizers take them
+Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]  # as for torch's optimizers
 
 TAKES = "give a module, parameters, pairs of a name and a parameter, or groups: dicts with an entry 'params'"
 
 
 def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[range]]:
-    """The rows of each tensor that each rank holds, so that all hold about as much, to half a row at either end.
+    """Return the rows of each tensor that each rank holds, so that all ranks hold about as much, up
+    to half a row at either end.
 
-    `tensors` are (rows, size of a row), laid one behind the other and cut into `num_ranks` parts of one size.
+    `tensors` are (rows, size of a row), concatenated and cut into `num_ranks` parts of equal size.
 
     >>> cut_rows([(2, 3), (1, 3), (5, 1)], 2)
     [[range(0, 2), range(2, 2)], [range(0, 0), range(0, 1)], [range(0, 0), range(0, 5)]]
@@ -39,7 +41,8 @@ def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[ra
 
 
 def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False) -> Tensor:
-    """Let the optimiser move `held`, the rows of `parameter` from `start` on: in their place, or a copy in host memory."""
+    """Make `held`, the rows of `parameter` from `start` on, the parameter's master, and return it:
+    in place, or as a copy in host memory."""
     rows = held.detach().to("cpu", copy=True) if on_host else held.detach()
     master = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     master.part = Part(start, tuple(parameter.shape), owner)  # type: ignore[attr-defined]
@@ -48,7 +51,8 @@ def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_
 
 
 def check_has_rows(named: Named) -> None:
-    """Raise SpecError for a parameter that cannot be split by rows."""
+    """Raise SpecError for a parameter that cannot be split by rows: without dimensions, or
+    complex."""
     for name, parameter in named:
         if parameter.ndim == 0:
             raise SpecError(
@@ -60,22 +64,25 @@ def check_has_rows(named: Named) -> None:
 
 @dataclass(frozen=True)
 class Listed:
-    """A group of parameters as it was given: its settings, and each parameter by its name; those without are called by their place."""
+    """A parameter group as the caller passed it: its settings, and each parameter with its name;
+    unnamed ones are named by their index."""
 
     settings: Mapping[str, Any]
     named: Named
     has_names: bool
 
     def with_masters(self) -> dict[str, Any]:
-        """The same for an optimizer: what is moved of each parameter that is trained."""
+        """Return the group for an optimizer, with the master of each trained parameter."""
         pairs = [(name, master_of(each)) for name, each in self.named if each.requires_grad]
         return {**self.settings, "params": pairs if self.has_names else [master for _, master in pairs]}
 
 
 def read_groups(given: Given) -> list[Listed]:
-    """What torch's optimizers take, as groups; a module is one. A tied parameter stands once in a group.
+    """Return the arguments of a torch optimizer as groups; a module is one group. A tied parameter
+    appears once in a group.
 
-    Raises SpecError for anything else, for none at all, for a parameter in two groups, and for one that is no leaf.
+    Raises SpecError for any other argument, for none at all, for a parameter in two groups, and for
+    a tensor that is no leaf.
     """
     if isinstance(given, nn.Module):
         return [Listed({}, [*given.named_parameters()], False)]
@@ -104,7 +111,7 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
         what = "a set, which each rank may read in another order" if isinstance(held, set | frozenset) else _kind_of(held)
         raise SpecError(f"the 'params' of a group with the entries {sorted(given)} are {what}", hint=TAKES)
     items = [held] if isinstance(held, Tensor) else list(held)
-    if "param_names" in settings:  # as an optimizer keeps them
+    if "param_names" in settings:  # as in the groups of a torch optimizer
         items = [*zip(settings.pop("param_names"), items, strict=True)]
     are_pairs = [isinstance(each, tuple) and len(each) == 2 for each in items]
     if len(set(are_pairs)) > 1:
@@ -128,7 +135,8 @@ def _kind_of(given: Any) -> str:
 
 @torch.no_grad()
 def gather_rows(group: Group, held: Tensor, part: Part) -> Tensor:
-    """The whole that `held` is a part of, on every rank of `group`, in the order of its rows."""
+    """Return the whole tensor that `held` is a part of, on every rank of `group`, in the order of
+    its rows."""
     counts = group.gather(torch.tensor(len(held), device=group.device)).tolist()
     padded = held.new_zeros((max(counts), *held.shape[1:]))
     padded[: len(held)] = held

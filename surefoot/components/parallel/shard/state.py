@@ -1,8 +1,10 @@
-"""Stage 1: every rank has all weights, and moves some rows of them. It alone keeps the optimiser's state of those.
+"""Stage 1: every rank has all weights, updates some rows of them, and alone keeps the optimizer
+state of these rows.
 
-Gradients go in buckets while the backward pass goes on, as in `replicate`; of each bucket's sum a rank gets its own rows. After an
-update the ranks give each other the rows that they moved. So a step sends each gradient and each weight once, as much as one sum over
-all ranks does. A bucket is cut by bytes, not by tensors: every rank holds as much of it, and takes part in every exchange.
+Gradients are sent in buckets during the backward pass, as in `replicate`, and reduce-scattered: a
+rank gets the sum of its rows. After an update the ranks all-gather the updated rows. So a step
+sends each gradient and each weight once, as much as one all-reduce does. A bucket is cut by bytes,
+not by tensors: every rank holds about the same share of it, and takes part in every collective.
 """
 
 from __future__ import annotations
@@ -31,18 +33,20 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Mesh
 
-Rows = list[range]  # of one tensor, by rank
+Rows = list[range]  # the rows of one tensor, by rank
 
 
 @dataclass(eq=False, kw_only=True)
 class CutBucket(Bucket):
-    """A bucket in parts, one for each rank: `slots` has the places of a tensor's rows in `flat`, by rank."""
+    """A bucket split into one part for each rank; `slots` holds the views of a tensor's rows in
+    `flat`, by rank."""
 
     slots: list[list[Tensor]]
 
 
 class _InParts:
-    """The sum of a bucket, of which a rank gets its own part; then that part's over the copies of the model."""
+    """Reduce-scatter of a bucket to the ranks of the shard axis, then an all-reduce of the part
+    over the replicas."""
 
     def __init__(self, flat: Tensor, own: Tensor, mesh: Mesh) -> None:
         self._flat, self._own, self._mesh = flat, own, mesh
@@ -56,16 +60,25 @@ class _InParts:
 
 
 class ShardedState:
-    """Splits the optimiser's state of trained parameters over `mesh.shard`: those of a module, or what torch's optimizers take.
+    """Sharding of the optimizer's state over `mesh.shard`; from then on `master_of(parameter)` is
+    the rows that this rank updates.
 
-    That is parameters, pairs of a name and a parameter, or groups of either: so a loss may have weights beside a model. All ranks give
-    the same in one order. From here on `master_of(parameter)` are the rows that this rank moves, with `on_host` a copy in host memory.
-    Raises SpecError for a parameter without rows, and for what no optimizer of torch takes.
+    Args:
+        model: A module, or what torch's optimizers accept: parameters, pairs of a name and a
+            parameter, or groups of either; so a loss may have weights beside a model. All ranks
+            must pass the same in the same order.
+        mesh: The ranks.
+        bucket_bytes: The size of a bucket.
+        first_bytes: The size of the first bucket.
+        on_host: Update a copy of the rows in host memory.
+
+    Raises:
+        SpecError: For a parameter without rows, and for arguments that no torch optimizer accepts.
     """
 
-    is_even = False  # whether every rank must pass as often
+    is_even = False  # whether all ranks must run equally many passes
     splits_weights = False
-    first_weights = ""  # a digest of those that a rank began with
+    first_weights = ""  # a digest of the initial weights of a rank
 
     def __init__(
         self, model: Given, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
@@ -87,11 +100,16 @@ class ShardedState:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """What an optimizer is given: the groups, of a module or of parameters one, with the rows that this rank moves of each."""
+        """The groups for an optimizer, with the rows that this rank updates; one group for a module
+        or for parameters."""
         return [each.with_masters() for each in self._listed]
 
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
-        """What sums the gradients of an update, and gives each rank those of its rows. Raises TaskError for a leaf it was not given."""
+        """Return the object that sums the gradients of an update and gives each rank those of its
+        rows.
+
+        Raises TaskError for a trained leaf that was not passed to ShardedState.
+        """
         leaves = list(leaves)
         for each in leaves:
             if each.requires_grad and id(each) not in self._cuts:
@@ -102,14 +120,14 @@ class ShardedState:
         return _Scattered(leaves, self._mesh, self._cuts, self._sizes)
 
     def begin(self) -> None:
-        """A step's passes begin."""
+        """Do nothing at the start of a step."""
 
     def end(self) -> None:
-        """They are over."""
+        """Do nothing at the end of a step."""
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give every rank the rows that the others moved."""
+        """All-gather the updated rows, so that every rank has all weights."""
         group = self.group
         for pack in self._packs:
             cuts = [self._cuts[id(each)] for each in pack]
@@ -128,7 +146,8 @@ class ShardedState:
 
 
 class _Scattered(Replicas):
-    """The gradients of an update, of which a rank gets those of its rows; the others' are let go as soon as they are sent."""
+    """Reduce-scatter of the gradients of an update; the gradients of other ranks' rows are freed as
+    soon as they are sent."""
 
     def __init__(self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows], sizes: tuple[int, int]) -> None:
         self._mesh, self._cuts = mesh, cuts
@@ -176,13 +195,14 @@ class _Scattered(Replicas):
 
 
 def _longest(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
-    """The most numbers that a rank has of these."""
+    """Return the largest number of elements that a rank holds of these parameters."""
     widths = [math.prod(each.shape[1:]) for each in parameters]
     return max(sum(len(rows) * width for rows, width in zip(each, widths, strict=True)) for each in zip(*cuts, strict=True))
 
 
 def _slots(flat: Tensor, parameters: Sequence[Tensor], cuts: Sequence[Rows], rank: int) -> list[Tensor]:
-    """The places of a rank's rows in `flat`, one behind the other, each in the shape and layout that the rows have."""
+    """Return the views of a rank's rows in `flat`, one after the other, each in the shape and
+    memory layout of the rows."""
     found, begin = [], 0
     for parameter, rows in zip(parameters, cuts, strict=True):
         like = parameter.detach()[rows[rank].start : rows[rank].stop]

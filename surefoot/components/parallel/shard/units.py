@@ -1,4 +1,5 @@
-"""The units whose weights the ranks gather together: how often a rank has gathered each, and the error where others have not."""
+"""The units whose weights the ranks gather together: counts of the gathers of each, and the error
+where the counts differ."""
 
 from __future__ import annotations
 
@@ -29,20 +30,22 @@ class Units:
         self._titles = {name: _title(name, parameters) for name, parameters in own.items()}
         self._empty = {name for name, parameters in own.items() if not parameters}
         self._gathered = dict.fromkeys(self.names, 0)
-        self._order: list[str] = []  # in which this rank gathered them first, in this step
-        self._order_before: list[str] = []  # and in the step before, or in what was tried before the first
+        self._order: list[str] = []  # the order of first gathers on this rank in this step
+        self._order_before: list[str] = []  # the same of the previous step, or of a trial before the first
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self._order_before, self._order = self._order, []
         self._gathered = dict.fromkeys(self.names, 0)
 
     def counts(self) -> list[float]:
-        """How often this rank has gathered each unit in this step, and 1 for the rank itself."""
+        """Return how often this rank has gathered each unit in this step, and a 1 for the rank
+        itself."""
         return [*map(float, self._gathered.values()), 1.0]
 
     def check(self, sums: Sequence[float]) -> None:
-        """Raise UserCodeError unless all ranks have gathered each unit as often; `sums` are the counts of all of them."""
+        """Raise UserCodeError unless all ranks have gathered each unit equally often; `sums` are
+        the `counts` of all ranks, added."""
         *counts, num_ranks = sums
         for (name, mine), count in zip(self._gathered.items(), counts, strict=True):
             if count != mine * num_ranks:
@@ -54,7 +57,8 @@ class Units:
 
     @contextmanager
     def gathering(self, name: str) -> Iterator[None]:
-        """This rank gathers a unit inside. Raises UserCodeError where another rank does something else."""
+        """Count a gather of the unit `name`, which runs inside the block. Raises UserCodeError
+        where another rank runs a different collective."""
         self._gathered[name] += 1
         if name not in self._order:
             self._order.append(name)
@@ -63,7 +67,8 @@ class Units:
 
     @contextmanager
     def scattering(self, name: str) -> Iterator[None]:
-        """The same of its gradients, which are summed and split."""
+        """Run the reduce-scatter of the unit's gradients inside the block. Raises UserCodeError
+        where another rank runs a different collective."""
         with self._explaining("sums the gradients of", name, looks_ahead=False):
             yield
 
@@ -74,7 +79,7 @@ class Units:
         except LostRank as error:
             if not error.message.startswith(DIFFERENT):
                 raise
-            comes = looks_ahead and name in self._order_before  # what came after it in the step before may come yet
+            comes = looks_ahead and name in self._order_before  # units that came later in the previous step may still come
             later = self._order_before[self._order_before.index(name) :] if comes else []
             done = {*later, *self._empty, *(each for each, count in self._gathered.items() if count)}
             skipped = [title for each, title in self._titles.items() if each not in done]
@@ -84,7 +89,8 @@ class Units:
 
 
 def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[str]:
-    """The parameters that are gathered with a unit, and with none inside of it."""
+    """Return the names of the parameters that are gathered with a unit, without those of units
+    inside of it."""
     prefix = f"{name}." if name else ""
     inner = tuple(f"{each}." for each in names if each != name and each.startswith(prefix))
     split = [each for each, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
@@ -92,6 +98,6 @@ def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[s
 
 
 def _title(name: str, own: Sequence[str]) -> str:
-    """`block 'head' (head.weight, head.bias)`."""
+    """Return the text for a unit in errors: `block 'head' (head.weight, head.bias)`."""
     listed = f" ({', '.join(own[:3])}{', ...' if len(own) > 3 else ''})" if own else ""
     return f"block {name!r}{listed}" if name else f"{ROOT}{listed}"

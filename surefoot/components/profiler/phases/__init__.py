@@ -1,1 +1,2 @@
-"""The phases of a run: the clock that is switched between them, what it counts, a device that works beside the host."""
+"""The phases of a run: the phase clock, its counts, and the phases of a device that works
+asynchronously."""

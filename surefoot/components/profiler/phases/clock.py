@@ -1,7 +1,9 @@
-"""The clock that is always on. It is switched from phase to phase, so that the phases tile the wall time.
+"""The phase clock, which is always on: it is switched from phase to phase, so that the phases add
+up to the wall time.
 
-A switch reads the monotonic clock once and adds what has passed to the phase that ends: no phase is what the others leave over. On a
-device that works beside the host the switches leave marks in its stream, read when a window ends: see `device_line`.
+A switch reads the monotonic clock once and adds the elapsed time to the phase that ends: no phase
+is a remainder. On an asynchronous device the switches record events in its stream, which are read
+when a window ends: see `device_line`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMISER))  # the host only lau
 
 @final
 class PhaseClock:
-    """Counts the time of one run by phase and by step, from `start` on."""
+    """Clock of one run that counts time by phase and by step, from `start` on."""
 
     __slots__ = ("_collecting_ns", "_collection_began_ns", "_line", "_phase", "_since_ns", "_spent_ns", "_tally", "listener")
 
@@ -39,7 +41,7 @@ class PhaseClock:
         self.start(OTHER)
 
     def start(self, phase: int) -> None:
-        """Begin anew, in `phase`."""
+        """Reset all counts, and start in `phase`."""
         self._tally = Tally(len(PHASES), count_compiled)
         self._spent_ns = self._tally.spent_ns
         self._phase, self._since_ns = phase, perf_counter_ns()
@@ -48,11 +50,12 @@ class PhaseClock:
 
     @property
     def phase(self) -> int:
-        """The phase that goes on."""
+        """The current phase."""
         return self._phase
 
     def switch(self, phase: int) -> int:
-        """End the phase that goes on and begin `phase`; gives the time of it, nanoseconds of the monotonic clock."""
+        """End the current phase and start `phase`; return the time of the switch, in nanoseconds of
+        the monotonic clock."""
         now_ns = perf_counter_ns()
         if self._line is None:
             self._spent_ns[self._phase] += now_ns - self._since_ns
@@ -66,7 +69,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: int) -> Iterator[None]:
-        """`phase` inside the block, and after it what went on before."""
+        """Switch to `phase` inside the block, and back to the previous phase after it."""
         before = self._phase
         self.switch(phase)
         try:
@@ -75,11 +78,12 @@ class PhaseClock:
             self.switch(before)
 
     def begin_steps(self) -> None:
-        """What went before belongs to no step."""
+        """Start the first step now: the time before it belongs to no step."""
         self._tally.begin_steps(self._read_up_to_now(OTHER))
 
     def end_step(self, number: int) -> None:
-        """The step `number` is done: it lasted from the end of the one before, and so holds what came between, too."""
+        """End the step `number`, which lasted from the end of the previous step and includes the
+        time between steps."""
         now_ns = self.switch(OTHER)
         if self._line is None:
             self._tally.end_step(number, now_ns, self._collecting_ns)
@@ -87,7 +91,7 @@ class PhaseClock:
             self._read_up_to_now(OTHER)
 
     def take(self) -> Timing:
-        """What passed since the last call, up to now. Waits for the device."""
+        """Return the timing since the last call, up to now. Waits for the device."""
         self._read_up_to_now(self._phase)
         return self._tally.take()
 
@@ -100,16 +104,18 @@ class PhaseClock:
         return now_ns
 
     def total(self) -> Timing:
-        """What passed since the start, up to the last `take`; of a long run's steps an even sample."""
+        """Return the timing from the start to the last `take`, with an even sample of the steps of
+        a long run."""
         return self._tally.total()
 
     def listen_to_collections(self) -> Callable[[], None]:
-        """Time the garbage collections of this process, so that a slow step can be explained by one; gives what ends it."""
+        """Time the garbage collections of this process, so that one can explain a slow step; return
+        the function that stops it."""
         heard = self._heard
         gc.callbacks.append(heard)
 
         def stop() -> None:
-            with suppress(ValueError):  # a second time
+            with suppress(ValueError):  # stop() was called before
                 gc.callbacks.remove(heard)
 
         return stop

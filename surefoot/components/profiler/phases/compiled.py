@@ -1,6 +1,7 @@
-"""The seam to torch.compile's own count of what it compiled: a step that compiled is slow for that reason.
+"""torch.compile's count of compiled graphs, to explain a slow step by compilation.
 
-`torch._dynamo.utils.counters` is private; where it is gone nothing counts, and such a step is told by its slowest phase.
+`torch._dynamo.utils.counters` is private; where torch lacks it the count is 0, and such a step is
+explained by its slowest phase.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import sys
 
 
 def count_compiled() -> int:
-    """How many graphs torch.compile made in this process so far; 0 while nothing of it is loaded."""
+    """Return how many frames torch.compile has handled in this process; 0 while its compiler is not
+    imported."""
     loaded = sys.modules.get("torch._dynamo.utils")
     if loaded is None:
         return 0

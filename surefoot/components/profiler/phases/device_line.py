@@ -1,8 +1,10 @@
-"""The phases as a device sees them that works beside the host: marks in its one stream, read late.
+"""The phases of an asynchronous device: events in its stream, read at the end of a window.
 
-Between two marks the device either worked on what was launched there or waited for the host. Copy, forward, backward and optimiser
-are launched: each lasts from its mark to the next one. What the host does between them (reading data, logging) counts only as far as
-the device stood still for it: the last so many seconds of it, since the device was at work before. So the phases tile the wall time.
+Between two events the device either ran the kernels launched between them or waited for the host.
+Copy, forward, backward and optimizer launch kernels: each lasts from its event to the next one.
+Host phases between them (reading data, logging) count only for the time that the device was idle:
+for their last part, since the device was still busy during the first. So the phases add up to the
+wall time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 
 from surefoot.components.profiler.phases.tally import Tally
 
-MOST_MARKS = 8192  # then they are read before the window ends
+MOST_MARKS = 8192  # above this the events are read before the window ends
 HOST, MARK, STEP = range(3)
 make_cuda_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 Segment = tuple[int, int]  # a phase of the host, nanoseconds
@@ -23,18 +25,22 @@ Segment = tuple[int, int]  # a phase of the host, nanoseconds
 
 @final
 class DeviceLine:
-    """Marks made by `make_event` (record, synchronize, elapsed_time in ms, as torch.cuda.Event) where one of `timed` begins or ends."""
+    """Events in a device's stream where one of the phases `timed` starts or ends.
+
+    `make_event` returns an event with record, synchronize and elapsed_time in ms, as
+    torch.cuda.Event.
+    """
 
     def __init__(self, make_event: Callable[[], Any], timed: Collection[int]) -> None:
         self._make_event, self._timed = make_event, timed
-        self._events: list[Any] = []  # used again in every window
+        self._events: list[Any] = []  # reused in every window
         self._line: list[
             tuple[Any, ...]
         ] = []  # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, its number, ns of collections)
-        self._inside: int | None = None  # which of `timed` went on when the window began
+        self._inside: int | None = None  # the phase of `timed` that was running when the window started
 
     def start(self, now_ns: int) -> None:
-        """Begin anew at `now_ns`, when the device has nothing to do."""
+        """Reset at `now_ns`, when the device is idle."""
         self._line.clear()
         self._used, self._began_ns = 0, now_ns
         self._record()
@@ -48,23 +54,26 @@ class DeviceLine:
         return event
 
     def switch(self, old: int, new: int, spent_ns: int) -> None:
-        """The host went from `old`, which took it `spent_ns`, to `new`."""
+        """Record that the host switched from the phase `old`, which took it `spent_ns`, to
+        `new`."""
         if old not in self._timed:
             self._line.append((HOST, old, spent_ns))
         if old != new and (old in self._timed or new in self._timed):
             self._line.append((MARK, self._record(), new))
 
     def end_step(self, number: int, collecting_ns: int) -> bool:
-        """A step ended here; gives whether it is time to read the marks."""
+        """Record the end of a step; return whether so many events were recorded that they must be
+        read."""
         self._line.append((STEP, number, collecting_ns))
         return self._used > MOST_MARKS
 
     def wait(self) -> None:
-        """Wait until the device has nothing to do."""
+        """Wait until the device is idle."""
         self._record().synchronize()
 
     def read(self, tally: Tally, now_ns: int) -> None:
-        """Add what lies between the marks to `tally`, and begin anew. `now_ns` came after `wait`."""
+        """Add the time between the events to `tally`, and reset. `now_ns` must be a time after
+        `wait`."""
         last, inside, done_ns = self._events[0], self._inside, self._began_ns
         waited: list[Segment] = []
         for kind, *row in self._line:
@@ -89,9 +98,11 @@ def _add(tally: Tally, segments: Sequence[Segment]) -> None:
 
 
 def _exposed(segments: Sequence[Segment], passed_ns: int) -> list[Segment]:
-    """What the device stood still for, of what the host did while `passed_ns` passed on the device.
+    """Return the host phases during which the device was idle, of those in `segments`, where
+    `passed_ns` passed on the device.
 
-    More time on the device than on the host is work that the host launched meanwhile: that of its longest segment.
+    Where more time passed on the device than on the host, the device ran work that the host
+    launched meanwhile; that time counts for the longest segment.
     """
     found = _last(segments, passed_ns)
     left_ns = passed_ns - sum(ns for _, ns in found)
@@ -101,7 +112,7 @@ def _exposed(segments: Sequence[Segment], passed_ns: int) -> list[Segment]:
 
 
 def _last(segments: Sequence[Segment], left_ns: int) -> list[Segment]:
-    """The last `left_ns` of the segments."""
+    """Return the last `left_ns` of the segments."""
     found = []
     for phase, ns in reversed(segments):
         taken_ns = max(0, min(ns, left_ns))

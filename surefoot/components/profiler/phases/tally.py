@@ -1,4 +1,5 @@
-"""What was counted: nanoseconds by phase and by step, and the steps that stood out, each with its cause."""
+"""Counts of the phase clock: nanoseconds by phase and by step, and the outlier steps, each with its
+cause."""
 
 from __future__ import annotations
 
@@ -12,27 +13,29 @@ from surefoot.contract.state import Timing
 MOST_STEPS = 1000  # of one window
 MOST_OUTLIERS = 10  # of one window
 MOST_SAMPLED = 20_000  # of a run
-OUTLIER_TIMES = 3  # a step that took so many times as long as usual stands out
-OUTLIER_NS = 1_000_000  # if it is also so much longer: below that it is the system's noise
-FEWEST = 8  # steps that tell what is usual
-OFTEN = 100  # steps after which that is found again; at once where most of a window stands out
+OUTLIER_TIMES = 3  # an outlier takes this many times the usual time
+OUTLIER_NS = 1_000_000  # and is longer by this much: below that it is system noise
+FEWEST = 8  # steps needed to know the usual time
+OFTEN = 100  # steps after which the usual time is updated; at once if most are outliers
 Noted = tuple[int, int, int, list[int]]  # a step's number, when it ended, nanoseconds of collections and of each phase until then
 
 
 @final
 class Tally:
-    """`spent_ns` is added to from outside, by the number of the phase; steps are noted as they end, and judged when a window does.
+    """Counts of time by phase and step; the clock adds to `spent_ns` by the index of the phase, and
+    steps are judged at the end of a window.
 
-    After a step no code of this is in the caches: what it costs is how much of it runs at all, not how often.
+    After a step, this code is not in the CPU caches: its cost is the amount of code that runs, not
+    how often it runs.
     """
 
     def __init__(self, num_phases: int, count_compiled: Callable[[], int]) -> None:
         self.spent_ns = [0] * num_phases
-        self._window = [0] * num_phases  # as `spent_ns` stood when the window began
-        self._last: Noted = (0, 0, 0, [0] * num_phases)  # where the first of the noted steps begins
+        self._window = [0] * num_phases  # `spent_ns` at the start of the window
+        self._last: Noted = (0, 0, 0, [0] * num_phases)  # the start of the first recorded step
         self._noted: list[Noted] = []
         self._steps: list[int] = []
-        self._recent: list[int] = []  # not learned from yet
+        self._recent: list[int] = []  # steps since the last _learn()
         self._outliers: list[dict[str, Any]] = []
         self._slowest: list[dict[str, Any]] = []
         self._first: tuple[int, dict[str, Any]] | None = None
@@ -42,17 +45,17 @@ class Tally:
         self._stride = 1
 
     def begin_steps(self, now_ns: int) -> None:
-        """The next step begins now."""
+        """Start the next step at `now_ns`."""
         self._last = (0, now_ns, self._last[2], self.spent_ns[:])
 
     def end_step(self, number: int, now_ns: int, collecting_ns: int) -> None:
-        """A step ended, when so many nanoseconds of garbage collection were counted in all."""
+        """End a step; `collecting_ns` is the total time of garbage collection so far."""
         self._noted.append((number, now_ns, collecting_ns, self.spent_ns[:]))
         if len(self._noted) > MOST_STEPS:
             self._judge_noted()
 
     def take(self) -> Timing:
-        """What came since the last call."""
+        """Return the timing since the last call."""
         self._judge_noted()
         has_changed = 2 * len(self._outliers) > len(self._steps) or not self._usual_ns
         if len(self._recent) >= (FEWEST if has_changed else OFTEN):
@@ -64,7 +67,7 @@ class Tally:
         return Timing(phases=phases, step_s=_rounded(steps), outliers=tuple(outliers))
 
     def _judge_noted(self) -> None:
-        """Add the noted steps to the window; where all are quick, none is looked at by itself."""
+        """Add the recorded steps to the window; look for outliers only if one of them is slow."""
         noted, self._noted = self._noted, []
         if not noted:
             return
@@ -72,7 +75,7 @@ class Tally:
         for _, now_ns, _, _ in noted:
             steps.append(now_ns - ended_ns)
             ended_ns = now_ns
-        if max(steps) > self._usual_ns + OUTLIER_NS:  # nothing is compiled in less
+        if max(steps) > self._usual_ns + OUTLIER_NS:  # no compilation is faster
             self._explain([self._last, *noted])
         self._num_steps += len(steps)
         del steps[MOST_STEPS - len(self._steps) :]
@@ -81,7 +84,8 @@ class Tally:
         self._last = noted[-1]
 
     def _explain(self, noted: Sequence[Noted]) -> None:
-        """Find the cause of each step that stands out, and of a run's first: whether it does is known once it is known what is usual."""
+        """Find the cause of each outlier step, and of a run's first step: whether that is an
+        outlier is known once the usual time is."""
         before, self._compiled = self._compiled, self._count_compiled()
         has_compiled = self._compiled > before
         for done, (begun, ended) in enumerate(pairwise(noted), self._num_steps):
@@ -93,11 +97,15 @@ class Tally:
                 self._add_outlier(_outlier(ended[0], elapsed_ns, self._cause(begun, ended, done, has_compiled)))
 
     def _cause(self, begun: Noted, ended: Noted, done: int, has_compiled: bool) -> str:
-        """What made the step after `done` others slow; where code was compiled, those that computed for longer than usual did it."""
+        """Return the cause of a slow step, after `done` others.
+
+        Compilation is the cause only of steps whose forward, backward or optimizer grew most over
+        the earlier steps.
+        """
         if done and 2 * (ended[2] - begun[2]) > ended[1] - begun[1] - self._usual_ns:
             return "garbage collection"
         grown = [now - then - then // max(1, done) for now, then in zip(ended[3], begun[3], strict=True)]
-        largest = PHASES[grown.index(max(grown))]  # that grew most above what it took in the steps before
+        largest = PHASES[grown.index(max(grown))]  # the phase that grew most over the earlier steps
         return "compile" if has_compiled and largest in COMPILED else largest
 
     def _add_outlier(self, row: dict[str, Any]) -> None:
@@ -107,7 +115,7 @@ class Tally:
             self._slowest = _slowest(self._slowest)
 
     def _learn(self) -> None:
-        """Find what is usual now, and keep a sample of the steps."""
+        """Update the usual step time and the outlier limit, and keep a sample of the steps."""
         recent, self._recent = self._recent, []
         newest = sorted(recent[-max(FEWEST, len(self._steps)) :])
         self._usual_ns = newest[len(newest) // 2]
@@ -124,18 +132,20 @@ class Tally:
             self._stride *= 2
 
     def _sampled(self, steps: Sequence[int]) -> Sequence[int]:
-        """Of the newest steps every so many-th one of the run, so that there are never too many."""
+        """Return every `_stride`-th of the newest steps, counted over the run, so that the sample
+        stays small."""
         return steps[-(self._num_steps - len(steps)) % self._stride :: self._stride]
 
     def total(self) -> Timing:
-        """Of the whole run: its phases, an even sample of its steps, the slowest of those that stood out."""
+        """Return the timing of the whole run: its phases, an even sample of its steps, and its
+        slowest outlier steps."""
         phases = _seconds(self.spent_ns, [0] * len(self.spent_ns))
         sample = [*self._sample, *self._sampled(self._recent)]
         return Timing(phases=phases, step_s=_rounded(sample), outliers=tuple(_slowest(self._slowest)))
 
 
 COMPILED = ("forward", "backward", "optimiser")  # the phases of compiled code
-CAUSES = ("compile", "checkpoint", "evaluation")  # what says more of a first step than that it was the first
+CAUSES = ("compile", "checkpoint", "evaluation")  # causes more specific than "first step"
 
 
 def _outlier(step: int, elapsed_ns: int, cause: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One block of code timed in one line, on a GPU by the GPU's own clock."""
+"""A timer for one block of code, which uses events on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from surefoot.components.profiler.phases.device_line import make_cuda_event
 
 @final
 class Timed:
-    """A context whose `elapsed_s` is None inside the block and its seconds after it."""
+    """A context that times its block; `elapsed_s` is None inside the block and the seconds after
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,8 +45,9 @@ class Timed:
 def timed(device: str | torch.device | None = None) -> Timed:
     """Time a block: `with surefoot.timed() as took: ...`, then `took.elapsed_s`, in seconds.
 
-    On a GPU the time from the device's first work of the block to its last, waited for once, at the end; elsewhere that of the monotonic
-    clock. `device` is by default the GPU once this process uses one, else the CPU.
+    On a GPU, the time from the device's first work of the block to its last, with one wait at the
+    end; elsewhere, that of the monotonic clock. `device` defaults to the GPU once this process uses
+    one, else the CPU.
     """
     if device is None:
         is_used: Any = torch.cuda.is_initialized

@@ -1,4 +1,5 @@
-"""Windows of torch.profiler around any loop, and what their traces show: operators, flame graphs, memory by category."""
+"""Windows of torch.profiler around any loop, and analysis of their traces: operators, flame graphs,
+memory by category."""
 
 from surefoot.components.profiler.tracing.analysis import Found, analyse, draw
 from surefoot.components.profiler.tracing.window import LEVELS, Profiler, Window

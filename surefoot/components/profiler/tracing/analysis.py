@@ -1,4 +1,4 @@
-"""What a recorded window shows, and the files that show it. Without torch."""
+"""Analysis of a recorded window, and the files that it writes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = "flame_stack.svg", "flame_mo
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A window: how long it was, what its operators cost, its frames by stack, module and device, its memory; None: not recorded."""
+    """The analysis of a window: its length, its operators, its frames by stack, module and device,
+    its memory. None means not recorded."""
 
     num_steps: int | None
     window_s: float
@@ -37,7 +38,8 @@ class Found:
 
     @property
     def slowdown(self) -> float | None:
-        """How many times as long a step took inside the window as before the profiler ran; None where no step came before."""
+        """Step time inside the window over that before the profiler ran; None where no step ran
+        before."""
         paces = self.facts.get("step_s") or {}
         before, inside = paces.get("before"), paces.get("inside")
         return inside / before if before and inside else None
@@ -53,7 +55,8 @@ class Found:
 
 
 def analyse(path: Path) -> Found:
-    """Read the trace `path`, with what a Profiler wrote beside it. Raises InputError for a file that is no whole trace."""
+    """Read the trace `path`, with the facts file of its Profiler. Raises InputError for a file that
+    is no complete trace."""
     facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
     found = trace.read(path, most_steps=facts.get("num_steps"))
     first_ns, last_ns = found.window
@@ -68,7 +71,8 @@ def analyse(path: Path) -> Found:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """What the trace itself does not say; a trace of elsewhere has none."""
+    """Return the facts that a Profiler wrote beside its trace; an empty dict for a trace from
+    another program."""
     try:
         facts = json.loads(files.read_bytes(path.parent, path.name))
     except FileNotFoundError:
@@ -81,7 +85,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _are_facts(facts: Mapping[str, Any]) -> bool:
-    """Whether what is calculated with has the types that a Profiler wrote."""
+    """Return whether the values used in calculations have the types that a Profiler writes."""
     paces = facts.get("step_s") or {}
     if not isinstance(paces, dict) or not isinstance(facts.get("memory"), dict | None):
         return False
@@ -92,7 +96,8 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
 
 
 def draw(found: Found, folder: Path) -> list[Path]:
-    """Write tables and drawings of what was found into `folder`; gives them. Raises InputError where the disk refuses."""
+    """Write tables and plots of `found` into `folder`; return their paths. Raises InputError where
+    the disk refuses."""
     texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}
     steps = f"{found.num_steps} steps" if found.num_steps else "the window"
     for name, root, title in (
@@ -107,7 +112,7 @@ def draw(found: Found, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE, MEMORY_PLOT} - texts.keys():
-            (folder / name).unlink(missing_ok=True)  # of an earlier profile
+            (folder / name).unlink(missing_ok=True)  # files of an earlier profile
         for name, text in texts.items():
             files.write_whole(folder, name, text.encode())
     except OSError as error:

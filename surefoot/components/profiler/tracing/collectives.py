@@ -1,8 +1,11 @@
-"""What ranks did together in a window: when each collective began and ended, and how much of it was waited for. Without torch.
+"""The collectives of a window: when each started and ended, and how much of it was exposed. Does
+not import torch.
 
-A collective *overlaps* with what its rank computes as long as the host does something else (gloo, on threads of its own; memory that ranks
-share, in which the others go on), or as long as a device runs another kernel beside it (NCCL); the rest of it is *exposed*. It lasts from
-its begin on this rank until it is over, of memory until it was waited for, so that waiting for a rank that comes later is a part of it.
+A collective *overlaps* with the computation of its rank while the host does something else (gloo,
+on threads; memory that ranks share, where the other ranks continue), or while a device runs another
+kernel beside it (NCCL); the rest of it is *exposed*. It lasts from its start on this rank until it
+is complete, or, through shared memory, until it was waited for, so that waiting for a slower rank
+is a part of it.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from surefoot.core import flight
 
 ON_HOST, ON_DEVICE, CALL = "gloo:", "nccl", "c10d::"
 WAITED = flight.Kind.WAIT.words
-BACKWARD = "autograd::engine::evaluate_function"  # torch's mark around each part of a backward pass
-Spans = list[tuple[int, int]]  # in order, none of which touches another; nanoseconds
+BACKWARD = "autograd::engine::evaluate_function"  # torch's range around each autograd node
+Spans = list[tuple[int, int]]  # sorted and disjoint, in nanoseconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The collectives of a window that stand at one place in its steps: means over `num_calls`.
+    """The collectives at one position in the steps of a window: means over `num_calls`.
 
-    `begins_s` and `ends_s` are seconds after the step began; `backward_ends_s` is when the step's last backward pass was over, None where
-    it had none. `num_early` of them began before that.
+    `begins_s` and `ends_s` are seconds after the start of the step; `backward_ends_s` is when the
+    step's last backward pass ended, None for a step without one. `num_early` of the calls started
+    before that.
     """
 
     name: str
@@ -46,7 +50,7 @@ class Collective:
 
     @property
     def share(self) -> float | None:
-        """How much of it is overlapped."""
+        """The share of the duration that is overlapped; None for a duration of 0."""
         return self.overlapped_s / self.lasts_s if self.lasts_s > 0 else None
 
     def as_row(self) -> dict[str, Any]:
@@ -55,7 +59,7 @@ class Collective:
 
 class _Call(NamedTuple):
     name: str
-    place: int  # among those of its name in its step
+    place: int  # index among the calls of this name in the step
     begins_ns: int
     ends_ns: int
     backward_ends_ns: int | None
@@ -64,8 +68,11 @@ class _Call(NamedTuple):
 
 
 def find_collectives(trace: Trace) -> list[Collective] | None:
-    """Of each place in a step its collectives, in the order in which they begin; None where the trace has none, or does not tell what was
-    waited for: of gloo only a trace of a run of ours does."""
+    """Return the collectives at each position in a step, in the order in which they start.
+
+    None where the trace has none, or does not show what was waited for: for gloo, only the trace of
+    a surefoot run does.
+    """
     work = [each for each in trace.slices if each.category in DEVICE_WORK and each.name.startswith(ON_DEVICE)]
     is_idle: Spans
     if work:
@@ -88,7 +95,8 @@ def _is_ours(each: Slice) -> bool:
 
 
 def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
-    """Each piece of work with its name: who does it takes it in the order in which it was asked for."""
+    """Return each collective with its name: calls are matched with the work in the order in which
+    they were issued."""
     asked = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(CALL)]
     ranges: dict[Any, list[Slice]] = {}
     for each in filter(_is_ours, trace.slices):
@@ -108,14 +116,17 @@ def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
 
 
 def _through_memory(trace: Trace) -> list[tuple[Slice, str]]:
-    """What our ranges hold without a call of torch's: it goes on until what waits for it, of as many bytes in the same step, is over."""
+    """Return the collectives through shared memory: surefoot's ranges without a c10d call inside.
+
+    Each lasts until the end of the wait range of as many bytes in the same step.
+    """
     calls: dict[Any, list[int]] = {}
     for each in trace.slices:
         if each.category == OPERATOR and each.name.startswith(CALL):
             calls.setdefault(each.thread, []).append(each.start_ns)
     steps = [each.start_ns for each in trace.steps]
     found: list[tuple[Slice, str]] = []
-    open_: dict[tuple[Any, int, str], list[int]] = {}  # places in `found` of what was begun
+    open_: dict[tuple[Any, int, str], list[int]] = {}  # indices in `found` of started collectives
     for each in filter(_is_ours, trace.slices):
         name = each.name.removeprefix(flight.RANGE)
         key = each.thread, bisect_right(steps, each.start_ns), name.rpartition(" of ")[2]
@@ -133,7 +144,7 @@ def _through_memory(trace: Trace) -> list[tuple[Slice, str]]:
 
 
 def _find_calls(trace: Trace, paired: Sequence[tuple[Slice, str]], is_idle: Spans) -> Iterable[_Call]:
-    """Those that begin in a step of the window."""
+    """Yield the collectives that start in a step of the window."""
     starts = [each.start_ns for each in trace.steps]
     passes = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(BACKWARD)]
     seen: Counter[tuple[int, str]] = Counter()
@@ -179,6 +190,6 @@ def _joined(slices: Iterable[Slice]) -> Spans:
 
 
 def _gaps(spans: Spans) -> Spans:
-    """What is between them, before the first and after the last."""
+    """Return the spans between `spans`, before the first and after the last."""
     edges = [-(1 << 62), *(edge for span in spans for edge in span), 1 << 62]
     return list(zip(edges[::2], edges[1::2], strict=True))

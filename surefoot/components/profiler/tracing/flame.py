@@ -1,6 +1,8 @@
-"""A tree of frames as a flame graph: one SVG file without remote parts, that zooms by a click or the Enter key.
+"""A tree of frames as a flame graph: one SVG file without external resources, which zooms by a
+click or the Enter key.
 
-The width of a frame is its share of the window, top-down: who calls stands above whom it calls, in the order of first calls.
+The width of a frame is its share of the window; callers are above the functions they call, in the
+order of first calls.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ document.addEventListener('keydown',function(e){{if(e.key==='Escape')zoom(all[0]
 
 
 class Box(NamedTuple):
-    """A frame with its place: nanoseconds from the left, rows from the top."""
+    """A frame with its position: nanoseconds from the left, rows from the top."""
 
     frame: Frame
     left_ns: int
@@ -63,7 +65,7 @@ class Box(NamedTuple):
 
 
 def boxes(root: Frame) -> Iterator[Box]:
-    """The frames that are wide enough to be seen, each after its caller."""
+    """Yield the frames that are wide enough to be seen, each after its caller."""
     totals: dict[int, int] = {}
     _add_up(root, totals)
     least_ns = LEAST_SHARE * totals[id(root)]
@@ -80,7 +82,8 @@ def boxes(root: Frame) -> Iterator[Box]:
 
 
 def _add_up(root: Frame, totals: dict[int, int]) -> None:
-    """The total of every frame, from the leaves up; a Python stack may be deeper than ours."""
+    """Add the total of every frame to `totals`, from the leaves up, without recursion: a Python
+    stack may be deeper than the limit."""
     order, waiting = [], [root]
     while waiting:
         frame = waiting.pop()
@@ -91,7 +94,7 @@ def _add_up(root: Frame, totals: dict[int, int]) -> None:
 
 
 def draw(root: Frame, title: str) -> str:
-    """The flame graph of a tree, as the text of an SVG file."""
+    """Return the flame graph of a tree, as the text of an SVG file."""
     drawn = list(boxes(root))
     whole_ns = drawn[0].total_ns
     height = TOP + ROW * (1 + max(box.row for box in drawn)) + 8
@@ -122,7 +125,8 @@ def _group(box: Box, whole_ns: int) -> str:
 
 
 def _colour(name: str) -> str:
-    """The same for the same name everywhere: warm for operators, blue for Python, green for modules and ranges."""
+    """Return a color that depends only on the name: warm for operators, blue for Python, green for
+    modules and ranges."""
     spread = zlib.crc32(name.encode("utf-8", "replace"))
     hue = (
         20
@@ -135,5 +139,6 @@ def _colour(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Names come from the user's code, and from files: nothing of them is markup, and what XML cannot hold is shown as a question mark."""
+    """Return a name from user code or a file as text for XML: markup is escaped, and characters
+    that XML cannot contain become "?"."""
     return escape(_NOT_XML.sub("?", text), {'"': "&quot;", "'": "&#39;"})

@@ -1,4 +1,5 @@
-"""Slices folded into a tree of frames: who called whom, and for how long. Its widths add up to the window exactly."""
+"""Slices of a trace, folded into a tree of frames: callers and callees, with their times, which add
+up exactly to the window."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _NO_PATH: tuple[str, ...] = ()
 
 @dataclass(slots=True)
 class Frame:
-    """A name under its callers, with the time that belongs to it alone."""
+    """A name below its callers, with its self time."""
 
     name: str
     self_ns: int = 0
@@ -23,7 +24,7 @@ class Frame:
 
     @property
     def total_ns(self) -> int:
-        """Its own time and that of all below it."""
+        """Self time of the frame plus that of all frames below it."""
         total_ns, waiting = 0, [self]
         while waiting:
             frame = waiting.pop()
@@ -32,7 +33,7 @@ class Frame:
         return total_ns
 
     def child(self, *names: str) -> Frame:
-        """The frame below this one along `names`, made where it is not there."""
+        """Return the frame below this one along `names`; missing frames are created."""
         frame = self
         for name in names:
             frame = frame.children.setdefault(name, Frame(name))
@@ -41,7 +42,8 @@ class Frame:
 
 @dataclass(slots=True)
 class _Open:
-    """A frame on the stack: it lasts until `end_ns`, and what is below it has been given out up to `given_ns`."""
+    """A frame on the stack: it lasts until `end_ns`, and its time up to `given_ns` has gone to
+    frames below it."""
 
     frame: Frame
     end_ns: int
@@ -49,7 +51,8 @@ class _Open:
 
 
 def by_stack(trace: Trace) -> Frame:
-    """Python functions and the operators that they call, on the thread of the steps; what calls all of them is left out."""
+    """Return the tree of Python functions and the operators they call, on the thread of the steps,
+    without common outer callers."""
     kept = (each for each in _of_main_thread(trace) if each.category in (PYTHON, OPERATOR))
     root = fold(kept, trace.window, "the window")
     while not root.self_ns and len(root.children) == 1:
@@ -59,7 +62,11 @@ def by_stack(trace: Trace) -> Frame:
 
 
 def by_module(trace: Trace) -> Frame:
-    """Ranges, modules and operators; the backward pass of an operator stands under the module that called it forward."""
+    """Return the tree of ranges, modules and operators.
+
+    The backward pass of an operator is below the module that called the operator in the forward
+    pass.
+    """
     modules = _module_of_node(trace)
     kept = (each for each in _of_main_thread(trace) if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name))
 
@@ -73,7 +80,7 @@ def by_module(trace: Trace) -> Frame:
 
 
 def by_device(trace: Trace) -> Frame | None:
-    """What a device that works beside the host did, under the operators that launched it; None where there was none."""
+    """Return the tree of device work, below the operators that launched it; None without any."""
     work = [each for each in trace.slices if each.category in DEVICE_WORK]
     if not work:
         return None
@@ -90,7 +97,11 @@ def fold(
     name: str,
     path: Callable[[Slice, Sequence[str]], Sequence[str]] | None = None,
 ) -> Frame:
-    """A tree of the slices of one thread, in order, cut to the window and each to its caller; `path` puts frames above a slice."""
+    """Return the tree of the slices of one thread, given in order.
+
+    Each slice is cut to the window and to its caller; `path` returns the names of frames to insert
+    above a slice.
+    """
     start_ns, end_ns = window
     root = Frame(name, end_ns - start_ns)
     stack = [_Open(root, end_ns, start_ns)]
@@ -116,13 +127,15 @@ def _of_main_thread(trace: Trace) -> list[Slice]:
 
 
 def _is_of_one_step(name: str) -> bool:
-    """Ranges that would keep the steps of a window apart."""
+    """Return whether a range belongs to one step or epoch only; such ranges would keep the steps of
+    a window apart."""
     kind, _, number = name.partition(" ")
     return name.startswith(STEP_PREFIX) or (kind in ("epoch", "step") and number.isdigit())
 
 
 def _with_names(slices: Iterable[Slice]) -> Iterable[tuple[Slice, tuple[str, ...]]]:
-    """Each slice of one thread with the names of ranges and operators from the outermost to itself."""
+    """Yield each slice of one thread with the names of ranges and operators, from the outermost to
+    the slice."""
     stack: list[tuple[int, str]] = []
     for each in slices:
         if each.category not in (RANGE, OPERATOR) or _is_of_one_step(each.name):
@@ -134,7 +147,8 @@ def _with_names(slices: Iterable[Slice]) -> Iterable[tuple[Slice, tuple[str, ...
 
 
 def _module_of_node(trace: Trace) -> dict[object, tuple[str, ...]]:
-    """Autograd's number of a node -> the modules around the operator that made it: the last one that began with this number."""
+    """Return the modules around the operator that created an autograd node, by the sequence number
+    of the node; the last operator counts."""
     found: dict[object, tuple[str, ...]] = {}
     for each, names in _with_names(_of_main_thread(trace)):
         number = each.mark("Sequence number")

@@ -1,14 +1,14 @@
-"""What the memory of a window held: the allocations of a trace, each under its category, over time. Without torch.
+"""Memory of a window over time: the allocations of a trace, by category. Does not import torch.
 
-| category | what is in it |
+| category | contents |
 | --- | --- |
 | parameters | the model's parameters and buffers |
-| gradients | what autograd left in `.grad` |
-| optimiser | the state of the optimisers |
-| activations | allocated outside a backward pass and still there when the next one began: what it needs, the batch included |
-| temporaries | all else |
+| gradients | the tensors in `.grad` |
+| optimiser | the state of the optimizers |
+| activations | allocated outside a backward pass and still allocated when the next one started; includes the batch |
+| temporaries | all other allocations |
 
-Only what torch's allocator gave is seen: arrays of numpy and the memory of libraries are not.
+Only the memory of torch's allocator is seen: NumPy arrays and the memory of libraries are not.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from typing import Any, Self
 from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
 
 PARAMETERS, GRADIENTS, OPTIMISER, ACTIVATIONS, TEMPORARIES = "parameters", "gradients", "optimiser", "activations", "temporaries"
-CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # what stays longest first
+CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
 MOST_POINTS = 2000
 _NODE = "autograd::engine::evaluate_function"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Blocks whose use is known, address -> bytes: before the window and at its end, by category; gradients as they were seen.
+    """Blocks whose category is known, address -> bytes, before the window and at its end, and the
+    gradients that hooks saw.
 
-    `gradients` are (clock nanoseconds, address); the device is that of the parameters, -1 the host.
+    `gradients` are (clock nanoseconds, address); `device` is that of the parameters, -1 for the
+    host.
     """
 
     before: Mapping[str, Mapping[int, int]]
@@ -54,7 +56,8 @@ class Known:
 
 @dataclass(slots=True)
 class Block:
-    """An allocation from its beginning (None: before the window) to its end (None: after it)."""
+    """An allocation from its start (None: before the window) to its end (None: after the
+    window)."""
 
     address: int
     num_bytes: int
@@ -65,7 +68,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes by category at moments in seconds from the window's beginning; each holds until the next one."""
+    """Bytes by category at times in seconds from the start of the window; each value holds until
+    the next time."""
 
     times_s: list[float]
     categories: dict[str, list[int]]
@@ -73,7 +77,7 @@ class Timeline:
 
     @property
     def peak(self) -> tuple[float, dict[str, int]]:
-        """When the sum was largest, and what it was made of."""
+        """The time of the largest sum, and the bytes of each category at that time."""
         sums = [sum(values) for values in zip(*self.categories.values(), strict=True)]
         place = sums.index(max(sums))
         return self.times_s[place], {name: values[place] for name, values in self.categories.items()}
@@ -83,10 +87,11 @@ class Timeline:
 
 
 def find_timeline(trace: Trace, known: Known) -> Timeline:
-    """The memory of a trace by category. Blocks from before it whose use is not known show once they are freed."""
+    """Return the memory of a trace by category. Earlier blocks of unknown category are seen only
+    once they are freed."""
     changes = [each for each in trace.changes if each.device == known.device]
     allocated = {each.address for each in changes if each.num_bytes > 0}
-    kept = known.after.get(GRADIENTS, {}).keys() - allocated  # of others from before, torch does not record the release
+    kept = known.after.get(GRADIENTS, {}).keys() - allocated  # for other earlier blocks, torch does not record the release
     before = {**known.before, GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept}}
     blocks = [Block(at, size, None, None, name) for name, found in before.items() for at, size in found.items()]
     blocks = _pair(((each.time_ns, each.address, each.num_bytes) for each in changes), blocks)
@@ -99,7 +104,8 @@ def find_timeline(trace: Trace, known: Known) -> Timeline:
 
 
 def _pair(changes: Iterable[tuple[int, int, int]], before: list[Block]) -> list[Block]:
-    """Blocks out of allocations (more than 0 bytes) and releases; a release of what nobody allocated is a block from before."""
+    """Return blocks from allocations (more than 0 bytes) and releases; a release without an
+    allocation is a block from before the window."""
     held = {block.address: block for block in before}
     done: list[Block] = []
     for time_ns, address, num_bytes in changes:
@@ -116,7 +122,8 @@ def _pair(changes: Iterable[tuple[int, int, int]], before: list[Block]) -> list[
 
 
 def backward_passes(trace: Trace) -> list[tuple[int, int]]:
-    """When each backward pass began and ended: autograd's nodes without an operator between them that no node called."""
+    """Return the start and end of each backward pass: consecutive autograd nodes, without an
+    operator between them that no node called."""
     found: list[tuple[int, int]] = []
     goes_on = False
     for each in trace.slices:
@@ -159,7 +166,8 @@ def _is_activation(block: Block, passes: Sequence[tuple[int, int]]) -> bool:
 
 
 def _sample(blocks: Sequence[Block], window: tuple[int, int]) -> Timeline:
-    """The sums at every change, thinned out: a stretch shows the most that it held, from its beginning on."""
+    """Return the sums at every change, thinned out: each interval shows its largest sum, from its
+    start on."""
     moments: list[tuple[int, str, int]] = []
     for block in blocks:
         began_ns = window[0] if block.began_ns is None else max(window[0], block.began_ns)

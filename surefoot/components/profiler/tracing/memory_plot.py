@@ -1,4 +1,4 @@
-"""A memory timeline as one SVG file: the categories stacked, without remote parts."""
+"""A memory timeline as one SVG file: the categories stacked, without external resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ line{stroke:currentColor;stroke-opacity:.2}
 
 
 def draw_memory(found: Timeline) -> str:
-    """The timeline, as the text of an SVG file."""
+    """Return the plot of the timeline, as the text of an SVG file."""
     peak_s, parts = found.peak
     peak = max(1, sum(parts.values()))
     last_s = max(found.times_s[-1], 1e-9)
@@ -51,6 +51,6 @@ def draw_memory(found: Timeline) -> str:
 
 
 def _steps(times_s: list[float], values: list[int], last_s: float, at: Callable[[float, float], str]) -> list[str]:
-    """Each value holds until the next moment."""
+    """Return the points of a step function: each value holds until the next time."""
     ends = [*times_s[1:], last_s]
     return [at(time_s, value) for first, last, value in zip(times_s, ends, values, strict=True) for time_s in (first, last)]

@@ -1,4 +1,5 @@
-"""The commands that record a run's window with NVIDIA's tools, as they stand now: reports end in .nsys-rep and .ncu-rep."""
+"""Commands that record the window of a run with NVIDIA Nsight Systems and Nsight Compute; reports
+end in .nsys-rep and .ncu-rep."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from pathlib import Path
 
 
 def render(words: Sequence[str], folder: Path, *, world_size: int = 1) -> dict[str, str]:
-    """Command lines of nsys and ncu around `words`, the command that opens NVTX ranges and marks its window for their capture.
+    """Return the command lines of nsys and ncu around `words`, the command that opens NVTX ranges
+    and marks its window for capture.
 
-    The reports go to `folder`, one for each rank where there are several: the tools put a rank's number for %q{RANK}.
+    The reports go to `folder`, one for each rank where there are several: the tools substitute the
+    rank for %q{RANK}.
 
     >>> print(render(["surefoot", "profile", "digits", "--nvtx"], Path("p"))["ncu"])
     ncu --profile-from-start=off --nvtx --set=full --export=p/ncu surefoot profile digits --nvtx

@@ -1,4 +1,4 @@
-"""Operators of a trace by their own time and memory: rows that a table shows."""
+"""Operators of a trace with their self time and memory, as the rows of a table."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ITEM_BYTES = {
     "short unsigned int": 2, "unsigned int": 4, "long unsigned int": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
     "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1, "c10::Float8_e8m0fnu": 1,
 }  # fmt: skip
-NO_TENSORS = ("", "Scalar", "ScalarList")  # what torch writes for None, for a number, for numbers
-INDEXED = {  # a list of tensors, some of them None, that torch writes as if it were None
+NO_TENSORS = ("", "Scalar", "ScalarList")  # torch's types for None, a scalar, a list of scalars
+INDEXED = {  # operators with a list of optional tensors, which torch records as None
     "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put",
 }  # fmt: skip
-CONVOLUTIONS = {  # where stride and padding stand among the arguments
+CONVOLUTIONS = {  # indices of stride and padding in the arguments
     "aten::conv1d": (3, 4), "aten::conv2d": (3, 4), "aten::conv3d": (3, 4), "aten::mkldnn_convolution": (4, 3),
     "aten::cudnn_convolution": (3, 2),
 }  # fmt: skip
-EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}  # whether it is transposed stands at 6
+EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}  # argument 6 says whether it is transposed
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 TRANSPOSED = {
     "aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::slow_conv_transpose2d",
@@ -36,10 +36,12 @@ TRANSPOSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """All calls of an operator in the window. `self_` is without the operators that it called; unknown is None.
+    """All calls of an operator in the window, summed; an unknown value is None.
 
-    `self_bytes` is what it allocated less what it freed itself; `flops` counts products and sums of the operators whose shapes tell
-    (matrix products and convolutions), `bytes` the tensors that it was given. Both are those of all calls, or unknown.
+    The `self_` fields exclude operators that it called. `self_bytes` is the memory that it
+    allocated itself less what it freed itself; `flops` counts multiplications and additions of the
+    operators whose shapes determine them (matmuls and convolutions); `bytes` is the size of the
+    input tensors. `flops` and `bytes` cover all calls, or are None.
     """
 
     name: str
@@ -63,7 +65,8 @@ class _Sum:
 
 
 def find_operators(trace: Trace) -> list[Operator]:
-    """The operators that began in the window, on every thread, the costliest by its own time first: on the device where there is one."""
+    """Return the operators that started in the window, on every thread, the largest self time
+    first: that on the device where there is one."""
     sums: defaultdict[str, _Sum] = defaultdict(_Sum)
     first_ns, last_ns = trace.window
     by_thread: defaultdict[Any, list[Slice]] = defaultdict(list)
@@ -81,7 +84,8 @@ def find_operators(trace: Trace) -> list[Operator]:
 
 
 def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iterable[Change]) -> None:
-    """Add the operators of a thread, in order, and give each change of memory to the innermost operator that went on."""
+    """Add the operators of a thread, in order, and attribute each memory change to the innermost
+    running operator."""
     stack: list[Slice] = []
     waiting = iter(changes)
     change = next(waiting, None)
@@ -107,7 +111,7 @@ def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iter
             not stack or stack[-1].name != each.name
         )  # an operator that hands on to itself is called once, as torch counts
         found.self_ns += length_ns
-        if all(one.name != each.name for one in stack):  # of calls within themselves only the outer one counts
+        if all(one.name != each.name for one in stack):  # of recursive calls only the outermost counts
             found.total_ns += length_ns
         _add_shapes(found, each)
         stack.append(each)
@@ -115,13 +119,14 @@ def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iter
 
 
 def _add_shapes(found: _Sum, each: Slice) -> None:
-    """Add what a call was given and computes; what is unknown of one call is unknown of all."""
+    """Add the bytes and FLOPs of a call; a value that is unknown for one call is unknown for
+    all."""
     shapes, types, values = (each.details.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs"))
     if not isinstance(shapes, list) or not isinstance(types, list):
         found.bytes = found.flops = None
         return
     found.bytes = _plus(found.bytes, None if each.name in INDEXED else _given_bytes(shapes, types))
-    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)  # has no convention, and counts nothing
+    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)  # has no convention: not counted
     values = values if isinstance(values, list) else []
     found.flops = _plus(found.flops, None if is_complex else count_flops(each.name, shapes, values))
 
@@ -131,7 +136,8 @@ def _plus(total: int | None, more: int | None) -> int | None:
 
 
 def _given_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
-    """Bytes of a call's tensors; None where it was given a list of them, whose types torch does not write, or something odd."""
+    """Return the bytes of a call's tensors; None for a list of tensors, whose types torch does not
+    record, or for odd entries."""
     if len(shapes) != len(types):
         return None
     given = [(sizes, kind) for sizes, kind in zip(shapes, types, strict=True) if kind not in NO_TENSORS]
@@ -142,7 +148,8 @@ def _given_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
 
 
 def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """Operations of one call by its shapes, a multiplication and an addition as two; None where this table does not know.
+    """Return the FLOPs of one call from its shapes, a multiplication and an addition as two; None
+    for an operator without a formula.
 
     >>> count_flops("aten::mm", [[32, 64], [64, 10]], [])
     40960
@@ -165,7 +172,10 @@ def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int 
 
 
 def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tuple[int, int]) -> int | None:
-    """2 x outputs x (input channels of a group x kernel); `places` are those of stride and padding in `values`, dilation follows them."""
+    """Return the FLOPs of a convolution: 2 x outputs x (input channels of a group x kernel).
+
+    `places` are the indices of stride and padding in `values`; dilation comes after them.
+    """
     sizes, weight = shapes[0][2:], shapes[1]
     if not sizes or len(shapes[0]) != len(weight):
         return None
@@ -180,7 +190,8 @@ def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tup
 
 
 def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """Once for each of the two gradients that are asked for, that of the input and that of the weights."""
+    """Return the FLOPs of a convolution's backward pass: once for each requested gradient of input
+    and weights."""
     if len(shapes) < 3 or not is_shape(shapes[2]) or len(values) < 11 or str(values[7]) not in ("True", "False"):
         return None
     num_wanted = sum("True" in each for each in str(values[10]).strip("[]").split(",")[:2])
@@ -188,7 +199,8 @@ def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
 
 
 def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
-    """A list of whole numbers as the trace writes it: "[1, 1]"."""
+    """Return a list of integers from the text in the trace, as "[1, 1]"; None for any other text or
+    length."""
     text = str(values[place]) if place < len(values) else ""
     parts = [part.strip() for part in text.strip("[]").split(",")]
     if not all(_WHOLE.fullmatch(part) for part in parts):
@@ -199,7 +211,8 @@ def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
 
 
 def _add_device(sums: Mapping[str, _Sum], trace: Trace) -> bool:
-    """Give what a device did to the operator that launched it; gives whether there was any."""
+    """Add the time of device work to the operator that launched it; return whether there was any
+    device work."""
     names = {each.mark("External id"): each.name for each in trace.slices if each.category == OPERATOR}
     has_any = False
     for each in trace.slices:

@@ -1,6 +1,7 @@
-"""Named ranges around epochs, steps, phases and modules, for torch.profiler, and through it for NVTX. Balanced whatever is raised.
+"""Named ranges around epochs, steps, phases and modules, for torch.profiler and for NVTX, closed
+also after an error.
 
-Nothing is entered unless a window is open: outside of one a loop does not know of ranges.
+Ranges are opened only while a window is open; outside of one a loop has no overhead from them.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ LEVELS = ("epoch", "step", "phase")
 
 @final
 class Ranges:
-    """One open range at most on each level, each inside the one before; opening one closes what stood on its level and below."""
+    """Nested ranges, at most one open on each level; opening one closes the range on its level and
+    those inside of it."""
 
     def __init__(self) -> None:
         self._open: dict[str, record_function] = {}
         self._names: dict[str, str] = {}
 
     def begin(self, level: str, name: str) -> None:
-        """Open `name` on `level`, unless just that is open there."""
+        """Open `name` on `level`, unless the epoch of that name is open already."""
         if self._names.get(level) == name and level == LEVELS[0]:
             return
         self.end(level)
         self._open[level], self._names[level] = _entered(name), name
 
     def end(self, level: str = LEVELS[0]) -> None:
-        """Close what is open on `level` and below, the innermost first."""
+        """Close the open ranges on `level` and below, the innermost first."""
         for each in reversed(LEVELS[LEVELS.index(level) :]):
             opened = self._open.pop(each, None)
             self._names.pop(each, None)
@@ -43,7 +45,8 @@ class Ranges:
 
 @final
 class ModuleRanges:
-    """A range around every forward pass of every part of `model`, by its name in the model, from `open` to `close`."""
+    """A range around every forward pass of each submodule of `model`, by its name, from `open` to
+    `close`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(part): f"{MODULE_PREFIX}{name or type(model).__name__}" for name, part in model.named_modules()}
@@ -53,12 +56,12 @@ class ModuleRanges:
     def open(self) -> None:
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),  # also of a part that raised
+            hooks.register_module_forward_hook(self._leave, always_call=True),  # also for a module that raised
         ):
             self._hooked.callback(handle.remove)
 
     def close(self) -> None:
-        """Take the hooks away, and end what an error left open."""
+        """Remove the hooks, and close ranges that an error left open."""
         self._hooked.close()
         while self._entered:
             self._entered.pop()[1].__exit__(None, None, None)
@@ -74,6 +77,6 @@ class ModuleRanges:
 
 
 def _entered(name: str) -> record_function:
-    opened: Any = record_function(name)  # torch leaves it without types
+    opened: Any = record_function(name)  # torch has no type annotations for it
     opened.__enter__()
     return cast(record_function, opened)

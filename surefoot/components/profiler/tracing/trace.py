@@ -1,6 +1,7 @@
-"""A trace of torch.profiler, read back: the slices of its threads and what its allocators did. Without torch.
+"""A trace of torch.profiler, read from a file: the slices of its threads and the changes of its
+memory. Does not import torch.
 
-Times are whole nanoseconds, so that what is cut into parts adds up to what it was cut from.
+Times are integer nanoseconds, so that the parts of an interval add up to it exactly.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from typing import Any, NamedTuple
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError
 
-MAX_TEXT_BYTES = 4 << 30  # unpacked: what claims to be longer is no trace of a window
+MAX_TEXT_BYTES = 4 << 30  # unpacked size; a longer file is no trace of a window
 LARGEST = 1e18  # as microseconds 30,000 years
 MOST_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
-OUR_STEP = "step "  # before its number; the step that leads in has none
+OUR_STEP = "step "  # prefix of the step number; the warm-up step has no range
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HINT = "give one that surefoot profile or torch.profiler wrote: trace.json.gz"
 
 
 class Slice(NamedTuple):
-    """Something that began and ended on a thread; `details` are the trace's own."""
+    """An event with a start and an end on a thread; `details` are its args in the trace."""
 
     start_ns: int
     end_ns: int
@@ -39,13 +40,14 @@ class Slice(NamedTuple):
     details: Mapping[str, Any]
 
     def mark(self, name: str) -> int | str | None:
-        """A detail that tells slices apart or ties them together; None for one that is no number or text."""
+        """Return a detail that identifies or links slices; None for a value that is no number and
+        no text."""
         value = self.details.get(name)
         return value if isinstance(value, int | str) else None
 
 
 class Change(NamedTuple):
-    """Bytes that an allocator gave (more than 0) or took back; `device` is -1 for the host."""
+    """Bytes that an allocator allocated (more than 0) or freed; `device` is -1 for the host."""
 
     time_ns: int
     address: int
@@ -56,29 +58,34 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace holds; slices in the order of their starts, the longer one first. `epoch_ns` is added to a time for that of a clock."""
+    """The contents of a trace: slices in the order of their starts, the longer one first, and
+    memory changes.
+
+    `epoch_ns` plus a time of the trace is the time of the system clock.
+    """
 
     slices: Sequence[Slice]
     changes: Sequence[Change]
     epoch_ns: int
-    most_steps: int | None = None  # so many were whole: a loop that was left has begun one more
+    most_steps: int | None = None  # number of complete steps: an interrupted loop has started one more
 
     @cached_property
     def steps(self) -> list[Slice]:
-        """One slice for each step of the window: as our ranges name them, else as torch does; none where nobody marked any."""
+        """A slice for each step of the window: surefoot's ranges, else torch.profiler's; empty
+        where the trace has neither."""
         ranges = [each for each in self.slices if each.category == RANGE]
         ours = [each for each in ranges if each.name.startswith(OUR_STEP) and each.name.removeprefix(OUR_STEP).isdigit()]
         return (ours or [each for each in ranges if each.name.startswith(STEP_PREFIX)])[: self.most_steps]
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """When the window began and ended: that of its steps, or of all that was recorded."""
+        """The start and end of the window: that of its steps, or of all operators."""
         inside = self.steps or [each for each in self.slices if each.category == OPERATOR]
         return min(each.start_ns for each in inside), max(each.end_ns for each in inside)
 
     @cached_property
     def main_thread(self) -> tuple[Any, Any]:
-        """The thread of the steps; without steps the one that was busiest with operators."""
+        """The thread of the steps; without steps, the one with the most operator time."""
         if self.steps:
             return self.steps[0].thread
         busy: Counter[tuple[Any, Any]] = Counter()
@@ -89,7 +96,8 @@ class Trace:
 
 
 def read(path: Path, *, most_steps: int | None = None) -> Trace:
-    """Read a trace, packed or not. Raises InputError for a file that is missing, truncated, or no trace of torch.profiler."""
+    """Read a trace, gzipped or not. Raises InputError for a file that is missing, truncated, or no
+    trace of torch.profiler."""
     return _of_document(_load(path), path, most_steps)
 
 
@@ -140,7 +148,7 @@ def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
 
 
 def _find_damage(slices: Sequence[Slice], changes: Sequence[Change]) -> str | None:
-    """What no tensor and no allocator can have, in words."""
+    """Return a text for values that no tensor and no allocator can have; None without any."""
     odd = next((each for each in slices if each.category == OPERATOR and has_odd_sizes(each.details.get("Input Dims"))), None)
     if odd is not None:
         return f"{odd.name[:60]!a} was given a tensor of a negative size or of 2^63 elements or more"
@@ -172,12 +180,12 @@ def _nanoseconds(microseconds: Any) -> int | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that times and paces can be calculated with."""
+    """Return whether `value` is a number that can be used for times and durations."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def is_shape(sizes: Any) -> bool:
-    """Whether it is the sizes of a tensor that torch can hold.
+    """Return whether `sizes` is the shape of a tensor that torch can represent.
 
     >>> is_shape([4, 0]), is_shape([4, -1]), is_shape([2**40, 2**40]), is_shape([[4]])
     (True, False, False, False)
@@ -193,7 +201,10 @@ def is_shape(sizes: Any) -> bool:
 
 
 def has_odd_sizes(shapes: Any) -> bool:
-    """Whether a list of whole numbers in it is no shape; lists of tensors stand one level down, and all else is no matter of sizes.
+    """Return whether a list of integers in `shapes` is no valid shape; the shapes of tensor lists
+    are one level down.
+
+    Entries that are no lists of integers do not count.
 
     >>> has_odd_sizes([[2, 3], [], [[4], [5]]]), has_odd_sizes([[2, -3]]), has_odd_sizes([[[2**63]]]), has_odd_sizes([[True], "x"])
     (False, True, True, False)
@@ -206,7 +217,8 @@ def has_odd_sizes(shapes: Any) -> bool:
 
 
 def shrink(path: Path, limit_bytes: int) -> int | None:
-    """Leave out the last steps of a packed trace until it has at most `limit_bytes`; gives how many steps stayed, None if all did."""
+    """Drop the last steps of a gzipped trace until it has at most `limit_bytes`; return how many
+    steps remain, None if the file was small enough."""
     if path.stat().st_size <= limit_bytes:
         return None
     document, steps = _load(path), read(path).steps

@@ -1,4 +1,5 @@
-"""One window of a loop's steps, recorded by torch.profiler; it opens and closes by itself, and costs nothing outside."""
+"""A window of a loop's steps, recorded by torch.profiler; it opens and closes automatically, and
+has no cost outside."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ from surefoot.core.process.memory import find_available_bytes
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
 MOST_TRACE_BYTES = 50_000_000
-LOOK_EVERY = 20  # recorded steps, after which the memory is looked at
-CLOSING = 60  # to end a window torch takes 20 to 56 times the memory that recording it took
+LOOK_EVERY = 20  # recorded steps between two readings of memory
+CLOSING = 60  # closing a window takes 20 to 56 times the memory of recording it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """So many steps are waited for, then so many warm the profiler up, then `active` are recorded, once."""
+    """The steps to wait for, the warm-up steps of the profiler, and the `active` steps that are
+    recorded, once."""
 
     wait: int = 10
     warmup: int = 10
@@ -54,7 +56,8 @@ class Window:
         return self.wait + self.warmup + self.active
 
     def fitted(self, num_left: int | None) -> Window:
-        """The same, or what fits into so many steps: at most half of them before it, and the rest recorded."""
+        """Return this window, or one that fits into `num_left` steps: at most half of them before
+        it, the others recorded."""
         if num_left is None or num_left >= self.num_steps:
             return self
         if num_left < 1:
@@ -69,17 +72,30 @@ class Window:
 
 @final
 class Profiler:
-    """Records one window of any loop into `folder`: `step_done()` after each step, or as a context around the loop.
+    """Recorder of one window of any loop into `folder`: call `step_done()` after each step, or use
+    it as a context around the loop.
 
-    `levels` are of shapes, stacks and memory; each costs more. `optimizers` and `more_state` tell their memory from the rest. With
-    `nvtx` nothing is written: ranges and the window are marked for nsys and ncu, which record. It is done once `is_done`; a loop that
-    ends first leaves what was recorded so far, and so does a window that more memory would be needed for than there is. Raises
-    InputError for an unknown level, for `nvtx` without a GPU, and at the end of a context whose loop ended before the window.
+    `is_done` is true once the window was recorded. A loop that ends first writes the steps recorded
+    so far; so does a window whose end would take more than half of the available memory.
 
         with Profiler(model, "profile") as profiler:
             for batch in loader:
                 train_on(batch)
                 profiler.step_done()
+
+    Args:
+        model: The model, for the names of modules and the memory of parameters.
+        folder: The folder of the trace.
+        window: The steps to record.
+        levels: Any of "shapes", "stacks" and "memory"; each adds overhead.
+        optimizers: Optimizers, whose memory is reported separately.
+        more_state: Further tensors to report as optimizer memory.
+        first_step: The number of the first step.
+        nvtx: Write nothing, and mark ranges and the window for nsys and ncu, which record.
+
+    Raises:
+        InputError: For an unknown level, for `nvtx` without a GPU, and at the end of a context
+            whose loop ended before the window.
     """
 
     def __init__(
@@ -91,7 +107,7 @@ class Profiler:
         self.folder, self.window, self.levels = Path(folder).absolute(), window, () if nvtx else check_levels(levels)
         self._nvtx = nvtx
         self._model, self._optimizers, self._more = model, list(optimizers), list(more_state)
-        self.ranges: Ranges | None = None  # while the window is open
+        self.ranges: Ranges | None = None  # None unless the window is open
         self._first_step, self._num_done = first_step, 0
         self._running: profile | None = None
         self._open = ExitStack()
@@ -99,12 +115,12 @@ class Profiler:
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
         self.is_done = self._is_short = False
-        self._resident: list[int] = []  # bytes of this process, after so many recorded steps each
+        self._resident: list[int] = []  # resident bytes of this process, every LOOK_EVERY recorded steps
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
 
     def step_done(self, epoch: int | None = None) -> None:
-        """A step ended; `epoch` names the range of the next one."""
+        """Record that a step ended; `epoch` names the range of the next one."""
         if self.is_done:
             return
         self._num_done += 1
@@ -119,7 +135,7 @@ class Profiler:
         self._advance(epoch)
 
     def _advance(self, epoch: int | None) -> None:
-        """Begin to warm up, or to record, where it is time to, and the ranges of the next step."""
+        """Start the warm-up, the recording, and the ranges of the next step, whichever is due."""
         if self._num_done == self.window.wait and self._running is None and not self._nvtx:
             self._running = self._make()
             self._running.start()
@@ -139,8 +155,9 @@ class Profiler:
             self.ranges.begin("step", f"{trace.OUR_STEP}{self._first_step + self._num_done}")
 
     def _would_take_too_much(self) -> bool:
-        """Whether ending the window, with what was recorded so far, takes half of the memory that is left. The first look is the base:
-        by then a loop has taken what it needs itself.
+        """Return whether ending the window now would take more than half of the available memory.
+
+        The first reading is the baseline: by then a loop has allocated what it needs itself.
         """
         if self._running is None or self._num_recorded == 0 or self._num_recorded % LOOK_EVERY:
             return False
@@ -153,8 +170,9 @@ class Profiler:
         return self._is_short
 
     def _begin_capture(self) -> None:
-        """Let nsys or ncu begin, and see every range and operator as an NVTX range, until the window closes."""
-        capture: Any = torch.cuda.profiler  # torch leaves both without types
+        """Start the capture of nsys or ncu, with every range and operator as an NVTX range, until
+        the window closes."""
+        capture: Any = torch.cuda.profiler  # torch has no type annotations for both
         mark: Any = torch.autograd.profiler.emit_nvtx
         torch.cuda.synchronize()
         capture.start()
@@ -164,7 +182,8 @@ class Profiler:
 
     @property
     def _first_recorded(self) -> int:
-        """The last step of the warm-up is recorded too, before the window: torch knows a block's release only if it saw it allocated."""
+        """The step from which memory is recorded, the last of the warm-up: torch records a block's
+        release only if it saw the allocation."""
         return self.window.wait + max(0, self.window.warmup - 1)
 
     def _make(self) -> profile:
@@ -174,7 +193,7 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         lead = min(1, self.window.warmup)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice to warm up: a window says how much it does
+            warnings.simplefilter("ignore")  # torch advises a warm-up, which the window defines
             plan = schedule(wait=0, warmup=self.window.warmup - lead, active=lead + self.window.active, repeat=1)
             return profile(
                 activities=activities, schedule=plan, record_shapes=SHAPES in self.levels, with_stack=STACKS in self.levels,
@@ -185,7 +204,7 @@ class Profiler:
         self._before = self._known()
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                hook: Any = parameter.register_post_accumulate_grad_hook  # torch leaves it without types
+                hook: Any = parameter.register_post_accumulate_grad_hook  # torch has no type annotations for it
                 self._open.callback(hook(self._saw_gradient).remove)
 
     def _saw_gradient(self, parameter: Tensor) -> None:
@@ -193,7 +212,7 @@ class Profiler:
             self._gradients.append((time.time_ns(), _address(parameter.grad)))
 
     def _known(self) -> dict[str, dict[int, int]]:
-        """The blocks whose use is known now, by category."""
+        """Return the blocks whose category is known now, by category."""
         held = [value for each in self._optimizers for state in each.state.values() for value in state.values()]
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         whole = [*self._model.parameters(), *self._model.buffers()]
@@ -203,7 +222,8 @@ class Profiler:
         }
 
     def close(self) -> bool:
-        """End the window and write what was recorded; gives whether there is anything. A second call does nothing."""
+        """End the window and write the recorded steps; return whether there are any. A second call
+        only returns that."""
         if self.is_done:
             return self._num_recorded > 0
         self.is_done = True
@@ -226,7 +246,8 @@ class Profiler:
         return max(0, self._num_done - self.window.wait - self.window.warmup)
 
     def _write(self, running: profile, after: Mapping[str, Mapping[int, int]]) -> None:
-        """The trace, and beside it what is not in it. Raises InputError where the disk refuses."""
+        """Write the trace, and the facts that it lacks. Raises InputError where the disk
+        refuses."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path, draft = self.folder / TRACE_FILE, self.folder / f".{TRACE_FILE}.draft.json.gz"
@@ -248,7 +269,8 @@ class Profiler:
             ) from error
 
     def _paces(self) -> dict[str, float | None]:
-        """Median seconds of a step before the profiler ran, and inside the window; None where there was none."""
+        """Return the median step time before the profiler ran and inside the window, in seconds;
+        None where no step ran."""
         lengths = [later - earlier for earlier, later in zip(self._marks_s, self._marks_s[1:], strict=False)]
         before, inside = lengths[: max(0, self.window.wait - 1)], lengths[-self._num_recorded :]
         return {"before": median(before) if before else None, "inside": median(inside) if inside else None}
@@ -274,7 +296,7 @@ def check_gpu() -> None:
 
 
 def check_levels(levels: Sequence[str]) -> tuple[str, ...]:
-    """The levels, in their order. Raises InputError for one that there is not."""
+    """Return the levels in their fixed order. Raises InputError for an unknown one."""
     for each in levels:
         if each not in LEVELS:
             raise InputError(f"{each!r} cannot be recorded", hint=f"give some of {', '.join(LEVELS)}")
