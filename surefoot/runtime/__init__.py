@@ -1,1 +1,1 @@
-"""What lies between a model and the machine: host copies of state today, process groups later."""
+"""Process groups, host copies of state and attributes of objects: what the components run on."""

@@ -82,7 +82,6 @@ WRONG = {
         "mine.toml:6: the schedule does not fit into train.length = '1 epoch'",
         "make the warm-up shorter",
     ),
-    "a key of a table that comes later": ("[ablate]\nshard = 2", "mine.toml:4: [ablate] has no keys", "leave [ablate] out"),
     "what is no TOML": ("[optim", "is not TOML", "hint:"),
     "a value outside a table": ("x = 1\n[optim]", "mine.toml:", "hint:"),
 }

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from surefoot.components.checkpoint import tensors as files
-from surefoot.components.checkpoint.tree import join
 from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.manifest import Entry, Manifest, Piece
@@ -176,9 +175,3 @@ def _check_newest(run: Path, step: int, troubles: list[str]) -> Manifest | None:
         elif not own.is_dir():  # else its new one has come meanwhile
             break
     return None
-
-
-@torch.no_grad()
-def load_tree(commit: Commit, name: str) -> Any:
-    """The tree of `<name>.json` with the tensors of `<name>.safetensors`."""
-    return join(commit.json(f"{name}.json"), commit.read(f"{name}.safetensors"))

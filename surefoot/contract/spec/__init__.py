@@ -4,7 +4,6 @@ from surefoot.contract.spec.run_spec import ALLOWED, RunSpec, explain, find_idle
 from surefoot.contract.spec.tables import (
     CheckpointTable,
     CompileTable,
-    LaterTable,
     NcclTable,
     OptimTable,
     PrecisionTable,
@@ -13,7 +12,7 @@ from surefoot.contract.spec.tables import (
 )
 
 __all__ = [
-    "ALLOWED", "CheckpointTable", "CompileTable", "LaterTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable",
+    "ALLOWED", "CheckpointTable", "CompileTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable",
     "Table",
     "explain", "find_idle_keys", "find_place", "key_names", "leave_out_idle",
 ]  # fmt: skip

@@ -32,7 +32,6 @@ from surefoot.contract.spec.tables import (
     DataTable,
     EvaluateTable,
     FaultTable,
-    LaterTable,
     LayoutTable,
     LoaderTable,
     MemoryTable,
@@ -98,7 +97,6 @@ class RunSpec(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     stability: StabilityTable = StabilityTable()
     observe: ObserveTable = ObserveTable()
-    ablate: LaterTable = LaterTable()
     fault: FaultTable = FaultTable()
 
     @model_validator(mode="wrap")
@@ -362,8 +360,6 @@ def _unknown_key(path: tuple[str, ...]) -> SpecError:
     table, key = (None, path[0]) if len(path) == 1 else (path[0], path[-1])
     names = key_names(table)
     kind = "table" if table is None else f"key in [{table}]"
-    if not names:
-        return SpecError(f"[{table}] has no keys in this version, {key!r} was given", hint=f"leave [{table}] out", key=path)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return SpecError(f"{key!r} is no {kind}", hint=f"{hint}allowed: {', '.join(names)}", key=path)

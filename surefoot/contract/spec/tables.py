@@ -433,7 +433,3 @@ class NcclTable(Table):
     peer_access: bool | None = Field(
         None, description="NCCL_P2P_DISABLE, the other way round: whether GPUs of a host copy to each other directly"
     )
-
-
-class LaterTable(Table):
-    """A table whose name is reserved for a later version: it has no keys."""

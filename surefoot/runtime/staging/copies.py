@@ -51,10 +51,6 @@ class Staging:
             return held
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
-    @property
-    def is_copied(self) -> bool:
-        return self._copied.is_set()
-
     def wait(self) -> None:
         """Wait until what was named may change again."""
         self._copied.wait()
