@@ -1,1 +1,1 @@
-"""What lies between a model and the machine: host copies of state today, process groups later."""
+"""Layer between model and machine: process groups, module attributes, host copies of state."""
