@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, each imported when first used, so that `import surefoot` stays light."""
+    """Import a public name when it is first used, so that `import surefoot` stays fast."""
     if name in _MODULES:
         return importlib.import_module(f"surefoot.{name}")
     if name not in _PLACES:

@@ -1,4 +1,4 @@
-"""`python -m surefoot`."""
+"""Entry point of `python -m surefoot`."""
 
 from surefoot.cli.entry import main
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own: saved whole or not at all, verified when they are loaded."""
+"""Checkpoints for a user-defined loop: saved whole or not at all, verified when loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of samples, their order, what augments them, and batches on a device."""
+"""Data sources, sample order, augmentation, and batches on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Less memory for a step: recomputation, activations in host memory, a loss without its logits."""
+"""Lower memory of a step: activation checkpointing, offloaded activations, chunked loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput of a loop, and what it logs."""
+"""Throughput and logging of a training loop."""
 
 from __future__ import annotations
 

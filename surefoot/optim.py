@@ -1,4 +1,4 @@
-"""Optimizers, parameter groups, the fused update, fp32 masters of narrow weights, and averages of weights."""
+"""Optimizers, parameter groups, fused optimizer steps, fp32 master weights, weight averages."""
 
 from __future__ import annotations
 

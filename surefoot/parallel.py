@@ -1,4 +1,4 @@
-"""Ranks: how they meet, gradients summed over them, optimizer state and weights split over them."""
+"""Process groups, gradient reduction, and sharding of optimizer state and weights."""
 
 from __future__ import annotations
 

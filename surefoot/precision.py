@@ -1,4 +1,4 @@
-"""Number formats of forward and backward passes, the loss scale of fp16, and what a pass really used."""
+"""Number formats of forward and backward passes, fp16 loss scaling, and dtypes really used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a clock that is always on, and windows of torch.profiler."""
+"""Time per phase of a step: a clock that always runs, and windows of torch.profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves of the learning rate, each a function of the step."""
+"""Learning rate schedules, each a function of the step."""
 
 from __future__ import annotations
 

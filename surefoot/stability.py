@@ -1,4 +1,4 @@
-"""Checks for non-finite gradients, their noise, and norms that do not join samples."""
+"""Checks for non-finite gradients, gradient noise, and norms that do not mix samples."""
 
 from __future__ import annotations
 

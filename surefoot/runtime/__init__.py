@@ -1,1 +1,1 @@
-"""Process groups, host copies of state and attributes of objects: what the components run on."""
+"""Layer between model and machine: process groups, module attributes, host copies of state."""

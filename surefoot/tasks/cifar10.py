@@ -1,8 +1,9 @@
-"""CIFAR-10: 60,000 photographs of 32 x 32 pixels in 10 classes, from WebDataset tars; a small convolutional net trained fast.
+"""CIFAR-10: 60,000 photos of 32 x 32 pixels in 10 classes, and a small, fast convolutional net.
 
-A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The net and its parts (frozen whitening filters,
-identity start, alternating flip, averaging over views at test time) follow K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a
-Single GPU", 2024, and its Muon variant (https://github.com/KellerJordan/cifar10-airbench).
+A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The net and its parts
+(frozen whitening filters, identity initialization, alternating flip, averaging over views in
+evaluation) follow K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024, and its Muon
+variant (https://github.com/KellerJordan/cifar10-airbench).
 """
 
 # B batch, H height, W width, C channels, P patches, N numbers of a patch
@@ -45,11 +46,13 @@ MAX_MEMBER_BYTES = 1 << 20  # a 32 x 32 JPEG has about 1 KB
 
 
 class Cifar10:
-    """Ten classes of photographs; `widths` channels in three blocks, `translate` pixels of random shift, `views` averaged in tests.
+    """CIFAR-10 classification from WebDataset tars.
 
-    `folder` holds train-*.tar and test-*.tar, or the folder cifar10-webdataset does; they are decoded once below `cache` (default
-    $XDG_CACHE_HOME/surefoot). Batches are (images uint8 (B, 32, 32, 3), labels (B,)). Evaluation averages 1 view, 2 (mirrored) or 6
-    (mirrored and shifted). Raises DataError for bad shards, MissingExtra without Pillow.
+    `widths` are the channels of the three blocks, `translate` the pixels of random shift, `views`
+    the number of views averaged in evaluation: 1, 2 (mirrored) or 6 (mirrored and shifted).
+    `folder` holds train-*.tar and test-*.tar, or a folder cifar10-webdataset that does; the images
+    are decoded once below `cache` (default $XDG_CACHE_HOME/surefoot). Batches are (images uint8 (B,
+    32, 32, 3), labels (B,)). Raises DataError for damaged shards, MissingExtra without Pillow.
     """
 
     def __init__(
@@ -96,7 +99,10 @@ class Cifar10:
         )
 
     def augment(self, batch: tuple[Tensor, Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
-        """Shift each image by its own number of pixels; mirror half of them, and the other half in the next epoch."""
+        """Shift each image by a random offset; mirror half of the images.
+
+        The other half is mirrored in the next epoch.
+        """
         images, labels = batch
         if self.translate:
             images = translate(images, keys.integers(0, 2 * self.translate + 1, 2).to(images.device), self.translate)
@@ -105,7 +111,10 @@ class Cifar10:
         return mirror(images, ((first + keys.epoch) % 2 == 1).to(images.device)), labels
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Class scores (B, 10); outside training the mean over the views, those that are shifted together weighing a half."""
+        """Return class scores (B, 10), in evaluation averaged over the views.
+
+        The shifted views together have half the weight.
+        """
         images = batch[0]
         if model.training or self.views == 1:
             return _mean_scores(model, images)
@@ -118,7 +127,7 @@ class Cifar10:
         return torch.lerp(here, shifted, 0.5)
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Loss:
-        """Cross-entropy with label smoothing, the same in tests: its least value is above 0."""
+        """Return the cross-entropy with label smoothing, in evaluation too; its minimum is > 0."""
         total = F.cross_entropy(output.float(), batch[1], label_smoothing=self.smoothing, reduction="sum")
         return Loss.sum(total, len(batch[1]))
 
@@ -139,7 +148,7 @@ def _mean_scores(model: nn.Module, *views: Tensor) -> Tensor:
 
 
 def find_whitening_filters(images_BCHW: Tensor) -> Tensor:
-    """Filters (12, 3, 2, 2) whose outputs over 2 x 2 patches are uncorrelated and of unit variance: the patches' principal axes."""
+    """Return filters (12, 3, 2, 2) that whiten 2 x 2 patches: their scaled principal axes."""
     patches_PN = images_BCHW.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
     variances_N, axes_NN = torch.linalg.eigh((patches_PN.T @ patches_PN / len(patches_PN)).double())
     filters: Tensor = axes_NN.T / (variances_N[:, None] + WHITENING_FLOOR).sqrt()
@@ -147,7 +156,10 @@ def find_whitening_filters(images_BCHW: Tensor) -> Tensor:
 
 
 class Normalise(nn.Module):
-    """uint8 (B, H, W, C) to float (B, C, H, W) with mean 0 and variance 1, channels last in memory, as convolutions like it on a CPU."""
+    """Conversion of uint8 (B, H, W, C) to float (B, C, H, W) with mean 0 and variance 1.
+
+    The result is channels last in memory, which is fastest for convolutions on a CPU.
+    """
 
     mean: Tensor
     deviation: Tensor
@@ -164,7 +176,7 @@ class Normalise(nn.Module):
 
 
 class Whiten(nn.Module):
-    """A convolution with fixed whitening filters and their negatives; only the bias learns."""
+    """Convolution with fixed whitening filters and their negatives; only the bias is trained."""
 
     filters: Tensor
 
@@ -179,7 +191,7 @@ class Whiten(nn.Module):
 
 
 class Block(nn.Module):
-    """A 3 x 3 convolution with pooling, then a residual pair; all start as near to the identity as their widths allow (dirac)."""
+    """Convolution of 3 x 3 with pooling, then a residual pair; starts near the identity (dirac)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

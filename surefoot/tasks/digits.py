@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's 1,797 images of 8 x 8 pixels, a small convolutional net, translation by parts of a pixel.
+"""Handwritten digits: scikit-learn's 1,797 images of 8 x 8 pixels and a small convolutional net.
 
 E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
@@ -32,10 +32,13 @@ TEST_EVERY = 5  # every fifth image of the set sorted by digit: 360 of 1,797, st
 
 
 class Digits:
-    """Ten digits; `width` channels in the first of three convolutions, translation by up to `shift` pixels while training.
+    """Classification of handwritten digits.
 
-    Evaluation averages the logits of five views: as it is, and moved by `reach` pixels up, down, left and right (0: one view).
-    Batches are (images (B, 1, 8, 8), 0 is blank and 1 is ink, labels (B,)). Raises MissingExtra without scikit-learn.
+    `width` is the number of channels of the first of three convolutions, `shift` the largest random
+    translation in pixels during training. Evaluation averages the logits of five views: the image,
+    and the image moved by `reach` pixels up, down, left and right (0: one view). Batches are
+    (images (B, 1, 8, 8), 0 is blank and 1 is ink, labels (B,)). Raises MissingExtra without
+    scikit-learn.
     """
 
     def __init__(self, width: int = 32, shift: float = 1.0, dropout: float = 0.25, reach: float = 0.5) -> None:
@@ -70,7 +73,10 @@ class Digits:
         return Arrays(images, labels[chosen].astype(np.int64))
 
     def augment(self, batch: tuple[Tensor, Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
-        """Move each image by its own way, up to `shift` pixels up, down, left and right, linear between pixels; what comes in is blank."""
+        """Translate each image by a random offset of up to `shift` pixels, interpolated linearly.
+
+        The border is filled with blank pixels.
+        """
         images, labels = batch
         moves = (keys.uniform(2) * 2.0 - 1.0).to(images.device) * self.shift
         return _move(images, moves), labels
@@ -95,9 +101,10 @@ def _convolution(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 
 
 def _read() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (N, 64), 0 to 16, and labels (N,), 0 to 9, as scikit-learn's `load_digits` gives them.
+    """Return pixels (N, 64), 0 to 16, and labels (N,), 0 to 9, of scikit-learn's `load_digits`.
 
-    They are read from its file where it lies as ever: importing scikit-learn takes a second of CPU time, the file a tenth.
+    They are read from scikit-learn's file if it is at its usual path: importing scikit-learn takes
+    a second of CPU time, the file a tenth.
     """
     found = importlib.util.find_spec("sklearn")
     if found is not None and found.origin is not None:
@@ -112,7 +119,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _move(images: Tensor, moves: Tensor) -> Tensor:
-    """Images (B, 1, 8, 8) moved by `moves` (B, 2) pixels up and left, linear between pixels; blank comes in."""
+    """Return images (B, 1, 8, 8) moved up and left by `moves` (B, 2) pixels, interpolated."""
     along = torch.arange(SIZE, device=images.device, dtype=images.dtype)
     apart = along[:, None] + moves[:, :, None, None] - along  # (B, 2, 8, 8): how far pixel j lies from where pixel i comes from
     weights = (1.0 - apart.abs()).clamp(min=0.0)

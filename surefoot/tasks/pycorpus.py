@@ -1,4 +1,4 @@
-"""Python's own standard library, byte by byte: the source files of the interpreter that runs, by a small decoder-only transformer."""
+"""Python's standard library as bytes, and a small decoder-only transformer that predicts them."""
 
 # B batch, T bytes, V 256 values
 
@@ -28,12 +28,13 @@ HELD_OUT_SHARE = 0.1  # of the files, by a hash of their name
 
 
 class PyCorpus:
-    """Windows of `length` bytes: batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is none.
+    """Next-byte prediction on windows of `length` bytes of Python source.
 
-    With `chunked_loss` training computes head and loss a few bytes at a time, and the logits of a batch never exist. When `packed`,
-    rows hold whole files, or pieces of `length` bytes of longer ones, and no byte sees another file.
-
-    `folder` holds .py files at any depth; by default it is the standard library of this Python. Raises DataError without any.
+    Batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is ignored. With
+    `chunked_loss` training computes head and loss for a few bytes at a time, without the logits of
+    a whole batch. When `packed`, rows hold whole files, or pieces of `length` bytes of longer ones,
+    and no byte attends to another file. `folder` holds .py files at any depth (default: the
+    standard library of this Python). Raises DataError without any.
     """
 
     unit = "bytes"
@@ -62,7 +63,7 @@ class PyCorpus:
         )  # fmt: skip
 
     def data(self, split: str) -> Files:
-        """`train`, or `heldout`: every tenth file or so, chosen by a hash of its name."""
+        """Return the files of `train` or `heldout`: about every tenth, by a hash of its name."""
         if split not in ("train", "heldout"):
             raise DataError(f"pycorpus has no split {split!r}", hint='use "train" or "heldout"')
         if split not in self._sources:
@@ -82,7 +83,10 @@ class PyCorpus:
 
 
 class Files:
-    """The bytes of `names` below `folder`, as windows of `length` over all, or `packed`. Its digest covers names, bytes and Python."""
+    """Bytes of the files `names` below `folder`, as windows of `length` bytes, or `packed`.
+
+    The digest covers names, bytes and the Python version.
+    """
 
     guarantee: Guarantee = "proven"
     thread_safe = True
@@ -112,7 +116,10 @@ class Files:
 
 
 def find_files(folder: Path) -> list[str]:
-    """The source files below `folder`, as sorted POSIX names, without tests, installed packages and the record of the build."""
+    """Return the source files below `folder`, as sorted POSIX names.
+
+    Tests, installed packages and the record of the build are left out.
+    """
     if not folder.is_dir():
         raise DataError(
             f"there is no folder {folder}", hint="name a folder of .py files with --data DIR, or none for Python's own"
@@ -124,7 +131,7 @@ def find_files(folder: Path) -> list[str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is kept for evaluation: a function of its name alone, so that it is so in every version of Python."""
+    """Whether a file is kept for evaluation; depends on its name alone, for any Python version."""
     return hashlib.sha256(name.encode()).digest()[0] < 256 * HELD_OUT_SHARE
 
 

@@ -1,7 +1,8 @@
-"""The decoder-only transformer of the two text tasks.
+"""Decoder-only transformer of the two text tasks.
 
-Rotary positions (Su et al., 2021), RMSNorm before each part and on queries and keys (Dehghani et al., 2023), squared ReLU
-(So et al., "Primer", 2021), parts that begin as the identity, one matrix for embedding and head (Press and Wolf, 2017).
+Rotary positions (Su et al., 2021), RMSNorm before each part and on queries and keys (Dehghani et
+al., 2023), squared ReLU (So et al., "Primer", 2021), blocks initialized as the identity, one matrix
+for embedding and head (Press and Wolf, 2017).
 """
 
 # B batch, T tokens, D model, N heads, H per head, V vocabulary, R rows (B * T)
@@ -24,17 +25,18 @@ CHUNK_ELEMENTS = 1 << 20  # of the logits at a time: 4 MiB in fp32 stay in a cor
 
 
 class Unprojected(NamedTuple):
-    """What stands before the head, and the head's weights: the logits that a chunked loss never builds."""
+    """Input of the head and the head's weights, for a chunked loss without whole logits."""
 
     hidden_BTD: Tensor
     weight_VD: Tensor
 
 
 class Transformer(nn.Module):
-    """Token ids (B, T), T up to `length`, to logits of the next token (B, T, V); with `chunked_loss` to Unprojected while it trains.
+    """Decoder-only transformer from token ids (B, T) to logits of the next token (B, T, V).
 
-    With the `positions` and `documents` (B, T) of packed rows a token sees those of its own document alone. Raises ValueError for
-    sizes that do not fit each other.
+    T is at most `length`. With `chunked_loss` it returns Unprojected in training. With the
+    `positions` and `documents` (B, T) of packed rows a token attends only to its own document.
+    Raises ValueError for sizes that do not fit each other.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part of four times the width, each added to what came in."""
+    """Attention, then a feed-forward part of four times the width, each added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -105,12 +107,12 @@ class Block(nn.Module):
 
 
 def _norm(size: int) -> nn.RMSNorm:
-    """A norm without weights: it has nothing to train, and takes any dtype as it comes."""
+    """Return a norm without weights, which has nothing to train and takes any dtype."""
     return nn.RMSNorm(size, elementwise_affine=False)
 
 
 def _rotary(length: int, per_head: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, H) of position times frequency; the second half of H repeats the first."""
+    """Return cosines and sines (T, H) of position * frequency; H holds the frequencies twice."""
     frequencies = ROTARY_BASE ** -(torch.arange(0, per_head, 2) / per_head)
     angles = torch.outer(torch.arange(length), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -122,10 +124,11 @@ def _turn(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
 
 
 def nats(output: Tensor | Unprojected, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """The negative log-likelihood in nats, summed in fp32 or better over the targets that are not -100, and how many these are.
+    """Return the sum of the negative log-likelihood in nats, and the number of targets not -100.
 
-    As `cross_entropy(logits.float(), targets, reduction="sum")`, a few rows at a time: with 33,278 words the fp32 copies of
-    all logits cost more than the rest of a step.
+    The sum is in fp32 or better. Same as `cross_entropy(logits.float(), targets, reduction="sum")`,
+    but for a few rows at a time: with 33,278 words the fp32 copies of all logits cost more than the
+    rest of a step.
     """
     if isinstance(output, Unprojected):
         return linear_cross_entropy(output.hidden_BTD, output.weight_VD, targets_BT, ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""WikiText-2: the next word of Wikipedia articles, by a small decoder-only transformer.
+"""WikiText-2: next-word prediction on Wikipedia articles with a small decoder-only transformer.
 
 S. Merity et al., "Pointer Sentinel Mixture Models", 2016. Word level, with the 33,278-word vocabulary of its training split;
 2,088,628 / 217,646 / 245,569 tokens, line ends counted.
@@ -28,11 +28,12 @@ LINE_END, UNKNOWN = "<eos>", "<unk>"
 
 
 class WikiText2:
-    """Windows of `length` words: batches are dict(inputs (B, T), targets (B, T)); target -100 is none.
+    """Next-word prediction on windows of `length` words.
 
-    With `chunked_loss` training computes head and loss a few words at a time, and the logits of a batch never exist.
-
-    `folder` holds the token files, or a folder `wikitext-2` that does. Raises DataError for files that are missing, empty or not UTF-8.
+    Batches are dict(inputs (B, T), targets (B, T)); target -100 is ignored. With `chunked_loss`
+    training computes head and loss for a few words at a time, without the logits of a whole batch.
+    `folder` holds the token files, or a folder `wikitext-2` that does. Raises DataError for files
+    that are missing, empty or not UTF-8.
     """
 
     unit = "tokens"
@@ -68,7 +69,7 @@ class WikiText2:
         return self._sources[split]
 
     def words(self) -> dict[str, int]:
-        """Word -> id, the most frequent of the training split first, equal ones in alphabetical order."""
+        """Return word -> id, by frequency in the training split, then alphabetically."""
         if not self._words:
             counts = Counter(_read(self.folder, "train"))
             ranked = sorted(counts, key=lambda word: (-counts[word], word))
@@ -87,7 +88,7 @@ class WikiText2:
 
 
 def _read(folder: str | None, split: str) -> list[str]:
-    """The words of a split in order, each line followed by `<eos>`."""
+    """Return the words of a split in order, each line followed by `<eos>`."""
     if split not in SPLITS:
         raise DataError(f"wikitext2 has no split {split!r}", hint=f"use one of {', '.join(SPLITS)}")
     path = _find(folder) / SPLITS[split]
@@ -120,7 +121,7 @@ def _find(folder: str | None) -> Path:
 
 
 def _ids(tokens: list[str], words: dict[str, int], name: str) -> np.ndarray:
-    """Each token's id, int32; a word that training does not know is `<unk>`."""
+    """Return each token's id as int32; a word not in the training split becomes `<unk>`."""
     unknown = words.get(UNKNOWN, -1)
     ids = np.fromiter((words.get(token, unknown) for token in tokens), dtype=np.int32, count=len(tokens))
     if ids.min() < 0:

@@ -1,4 +1,4 @@
-"""From a spec and a task to everything a step needs, in a fixed order with its reasons."""
+"""Build all parts of a training step from a spec and a task, in a fixed order with its reasons."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from surefoot.train.step.unfrozen import TrainedSet
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes: the device, in which precision, the average of the weights, and the step."""
+    """Compute parts of a run: device, precision, weight average, stepper and compiled model."""
 
     device: torch.device
     policy: precision.Policy
@@ -60,7 +60,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Assembly:
-    """All that a run trains with."""
+    """All parts that a run trains with: spec, task, model, data, optimizers, schedule, notes."""
 
     spec: RunSpec
     task: Resolved
@@ -81,7 +81,7 @@ class Assembly:
         return self.course.feed
 
     def read(self, epoch: int, ids: np.ndarray) -> Batch:
-        """Some samples as a step reads them: on the device, augmented. Raises what reading them raises."""
+        """Return the samples `ids` on the device, augmented. Raises what reading them raises."""
         source, augment, seed = self.feed.source, self.task.augment, self.spec.train.seed
         skips = self.spec.data.on_bad == "skip"
         found = read_sound(source, ids) if skips else Read(look(source, epoch, ids.copy(), seed))
@@ -89,32 +89,32 @@ class Assembly:
         return batch if augment is None else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
 
     def reading(self, tell: Callable[[Told], None]) -> Reading:
-        """How an evaluation reads: with the workers that the steps have now."""
+        """Return the function with which an evaluation reads batches, with the loader's workers."""
         settings = replace(self.engine.stepper.loader.settings, most=0)
         return lambda source, batch, device, share, key: read_once(self.spec, source, batch, device, settings, tell, share, key)
 
     @property
     def is_even(self) -> bool:
-        """Whether no rank may pass through the model more often than another."""
+        """Whether all ranks must run the same number of forward passes."""
         ranks = self.engine.stepper.ranks
         return ranks is not None and ranks.is_even
 
     @property
     def noise(self) -> Noise | None:
-        """The noise of the gradient in the last steps; None where it was not asked for, or they are too few."""
+        """Gradient noise of the last steps; None if `observe.noise` is off or they are too few."""
         watched = self.engine.stepper.noise
         return None if watched is None else watched.estimate()
 
     @property
     def said(self) -> tuple[str, ...]:
-        """What a person should hear at the start: a precision that was chosen, or that this device has no units for, and what was told."""
+        """Messages for the start: the compute precision unless it is the default, and `told`."""
         policy = self.engine.policy
         return (*([] if policy.why == precision.PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]), *self.told)
 
     def started(
         self, generation: int, spec: RunSpec, program: Program, notes: tuple[str, ...], *, first_step: int, parent: Mapping[str, Any]
     ) -> events.Started:  # fmt: skip
-        """The record that opens an attempt; `spec` is this one's with what the environment decided."""
+        """Return an attempt's Started record; the environment's decisions are in `spec`."""
         source = self.feed.source
         return events.Started(
             generation=generation, spec_id=self.spec.id, spec=spec.as_tables(), task=self.task.name,
@@ -126,7 +126,7 @@ class Assembly:
         )  # fmt: skip
 
     def stepped(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
-        """The record of the steps that `summary` and `timing` sum up."""
+        """Return the Step record of the steps that `summary` and `timing` summarize."""
         ranks = self.engine.stepper.ranks
         rates = {f"{u.name}.{i}" if i else u.name: g["lr"] for u in self.updates for i, g in enumerate(u.guarded.groups)}
         return events.Step(
@@ -143,10 +143,12 @@ class Assembly:
 
 
 def assemble(spec: RunSpec, task: Any = None, *, better: Better | None = None, mesh: Mesh = SOLO) -> Assembly:
-    """Build in this order: seeds first, so that weights repeat; data before the optimiser, since schedules need its length.
+    """Build all parts that a run of `spec` trains with.
 
-    `better` says whether a higher or a lower score is; without it a few samples are evaluated to know. `mesh` are the ranks that share it.
-    Raises InputError of some kind for whatever cannot be run.
+    Seeds come first, so that initial weights are reproducible; data comes before the optimizer,
+    because schedules need its length. `better` says whether a higher or a lower score is better;
+    without it a few samples are evaluated to find out. `mesh` holds the ranks of the run. Raises an
+    InputError for a spec or a task that cannot be run.
     """
     if not mesh.is_sharded or spec.layout.stage < 3:
         return _assemble(spec, task, better, mesh)
@@ -232,7 +234,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
-    """The task that `spec` names, or the object `task`; then the spec says how to build it again, where that can be known."""
+    """Return the resolved `task`, or the spec's task, and the spec that can build it again."""
     if task is None:
         return load_task(spec), spec
     if isinstance(task, Resolved):
@@ -253,7 +255,7 @@ def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
 
 
 def load_task(spec: RunSpec) -> Resolved:
-    """Import and build the task of a spec; `[data] folder` goes to its parameter `folder`. Raises SpecError where none is named."""
+    """Build the spec's task with its `[data] folder`. Raises SpecError if none is named."""
     if spec.task.use is None:
         raise SpecError("the spec names no task", hint='name one as [task] use = "digits", or give the object: Run(spec, task)')
     parameters = spec.task.parameters
@@ -265,7 +267,7 @@ def load_task(spec: RunSpec) -> Resolved:
 
 
 def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
-    """What watches the noise of the gradient. Raises SpecError where there are not two batch sizes of one gradient to compare."""
+    """Return the gradient noise estimator. Raises SpecError without two batch sizes to compare."""
     if feed.microbatch >= feed.batch or len(updates) > 1:
         raise SpecError(
             "observe.noise compares the gradient of a microbatch with that of its batch, and there "
@@ -276,7 +278,10 @@ def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
 
 
 def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
-    """The task's model with what the spec puts in the place of its parts. Raises SpecError where it has none of them."""
+    """Return the task's model, with BatchNorm replaced as `train.batchnorm` says.
+
+    Raises SpecError if BatchNorm is to be replaced and the model has none.
+    """
     model = task.task.model()
     how = spec.train.batchnorm
     if (
@@ -300,12 +305,12 @@ def _model(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
 
 
 def find_wanted_blocks(spec: RunSpec, task: Resolved, model: nn.Module) -> Sequence[str | nn.Module]:
-    """What may be computed again: as the spec names it, else the task, else what repeats."""
+    """Return the blocks to recompute: `memory.blocks`, else the task's; empty for repeated ones."""
     return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
 
 
 def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -> list[str]:
-    """Store weights, and keep modules in fp32, as [precision] says; gives notes. Raises SpecError for a pattern that matches nothing."""
+    """Store weights as [precision] says; return notes. Raises SpecError for unknown patterns."""
     notes = lay_channels_last(model) if spec.train.memory_format == "channels_last" else []
     kept = precision.keep_in_fp32(model, spec.precision.keep)
     if spec.precision.weights == "bf16" and not (
@@ -319,7 +324,7 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
 
 
 def _curve(spec: RunSpec, task: Resolved, schedule: Curve, feed: Feed, total_steps: int | None) -> Callable[[int], float]:
-    """What multiplies the rate at each step: the schedule, and the batch where the spec says so."""
+    """Return the learning rate multiplier per step: the schedule, scaled by batch size if asked."""
     own = _own_schedule(spec, task)
     return optim.scaled(schedule if own is None else _own_curve(own, spec, total_steps), spec.optim, feed.batch_at)
 
@@ -366,7 +371,7 @@ def _momentum_of(schedule: Curve, every: int) -> Callable[[int], float] | None:
 
 
 def _own_schedule(spec: RunSpec, task: Resolved) -> Callable[[int, int], float] | None:
-    """The task's own schedule, unless the spec states one."""
+    """Return the task's `schedule`, or None if the spec has a [schedule] table."""
     return None if "schedule" in spec.model_fields_set else task.schedule
 
 
@@ -393,12 +398,12 @@ def _is_finite(value: Any) -> bool:
 
 
 def _at_run_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
-    """An update of every n-th step stands where the run does on its schedule, not where its own count does."""
+    """Return `curve`, made a function of the step count of an `Update` of every n-th run step."""
     return curve if every == 1 else lambda applied: curve((applied + 1) * every - 1)
 
 
 def _check_cover(task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate]) -> None:
-    """Every trained parameter in one group; with the task's own updates in at least one of them, since two may share some."""
+    """Check that each trained parameter is in one group, or in at least one of `updates`."""
     groups = [{"params": update.guarded.parameters} for update in updates]
     if task.updates is not None:
         groups = [{"params": list({id(each): each for group in groups for each in group["params"]}.values())}]
@@ -465,7 +470,7 @@ def _optimizers(
 
 
 def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Refuse one that computes the loss again by itself: the order of a step, and its count of samples, would not be the run's."""
+    """Return `optimizer`; refuse LBFGS, whose repeated loss calls break sample counts."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "LBFGS calls the loss several times in a step, which a run cannot do",
@@ -475,7 +480,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
-    """A rate that the spec states overrules that of the task's own optimiser; what only surefoot's optimisers have is refused."""
+    """Return `groups` with the spec's learning rate; refuse keys for surefoot's optimizers."""
     idle = sorted(table.model_fields_set & {*optim.OWN_KEYS})
     if idle:
         raise SpecError(

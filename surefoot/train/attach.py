@@ -1,7 +1,7 @@
-"""surefoot around a loop that you have: it counts, times, records and saves, and leaves the loop alone.
+"""Record, time and save an existing training loop without changing it.
 
-What is recorded is what a Run records (`events.jsonl`: Started, Step, Committed, Ended), so that `surefoot show` and `runs` read it
-alike. A loop that was stopped and is started again in the same folder goes on after its newest whole commit.
+The records are those of a Run (`events.jsonl`: Started, Step, Committed, Ended), so that `surefoot
+show` and `runs` read both alike. A restarted loop resumes from its newest whole checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def attach(
     *, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], data: Iterable[Any], folder: str | Path | None = None, every: int = 10,
     save: str | None = "10 min", state: Mapping[str, Any] | None = None,
 ) -> Attached:  # fmt: skip
-    """Record and save a loop in `folder` (default: a new one below runs/), one Step record for `every` steps.
+    """Record a loop in `folder` (default: a new one in runs/), one Step record per `every` steps.
 
         run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
         for epoch in range(run.first_pass, 10):
@@ -69,17 +69,15 @@ def attach(
                 ...                      # your step, as it is
                 run.step_done(loss)
 
-    Every `save` (a time or steps; None: never) and by `close`, model, optimisers, random states, the place in the data and the
-    objects of `state` (schedulers, scalers: whatever has a state_dict) are committed, between two steps. The same lines go on from
-    there: `first_pass` is how many passes lie behind, and the first `batches()` begins in the middle of its pass.
+    Every `save` (duration or steps; None: never) and in `close`, model, optimizers, random states,
+    data position and `state` (objects with a state_dict) are saved. The same script then resumes in
+    the middle of epoch `first_pass`. With torch.distributed all ranks call `attach`, with one
+    folder that rank 0 writes, and `batches`, `step_done`, `save` and `close`.
 
-    In a loop whose ranks torch.distributed has joined, each rank calls this with the same folder: rank 0 writes it, and a commit holds
-    the state of all ranks. They call `batches`, `step_done`, `save` and `close` alike.
-
-    `batches()` is one pass over `data`, any iterable of batches. The end is recorded by `run.close()`, by a `with` block around
-    the loop, which also names the exception that left it, or else when the process ends: then it was left, not finished. Raises
-    DataError for data that cannot be iterated, TaskError for an optimiser without `param_groups`, RunFolderError for a folder that
-    is something else, LostRank where another rank does not call it.
+    `batches()` is one epoch of `data`, any iterable of batches. `close()` or the end of a `with`
+    block, whose exception is recorded, ends the run; else the exit of the process does. Raises
+    DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
+    RunFolderError for a folder of another kind, LostRank if a rank does not call `attach`.
     """
     if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
         place.check_launcher()
@@ -98,7 +96,7 @@ def attach(
 
 @final
 class Attached:
-    """A loop that is recorded. `folder` is where, `step` how many steps were done, in all attempts."""
+    """A recorded loop: `folder` is the run folder, `step` the number of steps in all attempts."""
 
     def __init__(self, record: _Record) -> None:
         self._record = record
@@ -116,15 +114,15 @@ class Attached:
 
     @property
     def first_pass(self) -> int:
-        """How many passes over the data lie behind this attempt, whole or left by `break`; the next one may be begun already."""
+        """Number of finished or broken-off epochs before this attempt; the next may be partial."""
         return self._record.first_pass
 
     def save(self) -> None:
-        """Commit now, after a step that was done: for a loop that knows a good moment."""
+        """Save a checkpoint now, after a finished step; for a loop that chooses the moment."""
         self._record.save()
 
     def batches(self) -> Iterator[Any]:
-        """One pass over the data, as they are; the first of an attempt that goes on begins where the one before was left."""
+        """Yield the batches of one epoch, unchanged; resumes in mid-epoch after a restart."""
         record = self._record
         batches = record.begin_pass()
         while True:
@@ -141,23 +139,24 @@ class Attached:
         record.end_pass()
 
     def step_done(self, loss: Tensor | float, *, num_samples: int | None = None) -> None:
-        """Say that the optimiser has stepped. `loss` is the mean over the step's samples, a scalar; it is read every few steps only.
+        """Record an optimizer step; `loss` is a scalar, the mean over the step's samples.
 
-        `num_samples` is counted from the batches read since the step before, unless given. Raises TaskError for a loss that is no scalar.
+        `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
+        is no scalar.
         """
         self._record.step_done(loss, num_samples)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the block as a phase of the step, as in `with run.phase("forward"): ...`; what is in none of them is "other".
+        """Time the `with` block as phase `name` of the step; time outside all phases is "other".
 
-        Raises InputError for a name that is no phase.
+        Raises InputError for an unknown phase.
         """
         if name not in events.PHASES:
             raise InputError(f"{name!r} is no phase", hint=f"use one of {', '.join(events.PHASES)}")
         return self._record.clock.within(events.PHASES.index(name))
 
     def close(self) -> None:
-        """Commit, and record that the loop is done; a second time does nothing."""
+        """Save a checkpoint and record that the loop has finished; a second call does nothing."""
         self._record.save()
         self._record.end("finished", f"the loop was done after step {self.step}")
 
@@ -176,7 +175,7 @@ class Attached:
 
 @final
 class _Record:
-    """What is counted and written. It does not know the `Attached` that it serves, so that losing that one can end it."""
+    """Counters and files of an attached loop; ended when its `Attached` object is deleted."""
 
     def __init__(
         self, objects: Mapping[str, Any], optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int,
@@ -231,7 +230,7 @@ class _Record:
         return self._at()
 
     def _resume(self, notes: tuple[str, ...]) -> tuple[str, ...]:
-        """Go on from the newest commit; gives what to tell the user."""
+        """Resume from the newest checkpoint; return the messages for the user."""
         loop, troubles = self._keeper.resume()
         if loop is None:
             return ("no commit was there to go on from: from the start",)
@@ -280,7 +279,7 @@ class _Record:
         return batches
 
     def between_steps(self) -> None:
-        """The loop asks for its next batch: all that belongs to the step before is done, schedulers too."""
+        """Save if due, and warn of batches changed in place, before the next batch is read."""
         if self._lent.was_data_changed():
             what = in_place.describe("the loop")
             self._console.warn(f"{what}; {in_place.HINT}")
@@ -289,7 +288,7 @@ class _Record:
             self.save()
 
     def save(self) -> None:
-        """Commit the loop as it stands; what the disk refuses ends this commit, never the loop."""
+        """Save a checkpoint; a storage error cancels this save and never stops the loop."""
         if self._is_unrecorded() or self.step == self._saved_step:
             return
         self._close_window()
@@ -326,7 +325,7 @@ class _Record:
             self._report(Guard.slow_save(slow.step, slow.words, "save="))
 
     def _report(self, fault: GuardFault) -> None:
-        """Record what went wrong, and print it."""
+        """Print `fault` and write its record."""
         self._console.warn(f"{fault.detail}; {fault.action}")
         self._write(environment.fault(self.generation, fault))
 
@@ -349,7 +348,7 @@ class _Record:
         return self._num_batches / self._length if self._length else float(self._num_passes)
 
     def _is_unrecorded(self) -> bool:
-        """Whether nothing is recorded: the loop is over, or goes on in a process that was forked from the one that records it."""
+        """Whether recording has ended or this process is a fork of the one that records."""
         if not self._is_over and not self.owner.is_here:
             self._is_over = True
             self._console.warn(f"{self.owner.describe('this loop')}: here it is neither recorded nor saved")
@@ -402,7 +401,7 @@ class _Record:
         self._write(event)
 
     def _write(self, event: events.Event) -> None:
-        """What the disk refuses ends the recording, never the loop."""
+        """Write `event`; a storage error ends the recording and never stops the loop."""
         if self._is_unrecorded():
             return
         try:
@@ -424,7 +423,7 @@ class _Record:
     # ---- the end
 
     def end_by(self, error: BaseException) -> None:
-        """The loop was left by `error`."""
+        """End the recording with the outcome of `error`, which left the loop."""
         if isinstance(error, KeyboardInterrupt):
             self.end("interrupted", f"interrupted by Ctrl-C after step {self.step}", EXIT_INTERRUPTED)
             return
@@ -436,7 +435,7 @@ class _Record:
         self.end("failed", made.message, made.exit_code)
 
     def end_with_process(self) -> None:
-        """The process ends: by an exception that nobody caught, if there is a new one, else by itself or `sys.exit`, who can tell."""
+        """End the recording at process exit: by a new uncaught exception, else as stopped."""
         error = getattr(sys, "last_value", None)
         if error is None or error is self._old_error:
             self.end("stopped")
@@ -444,7 +443,7 @@ class _Record:
             self.end_by(error)
 
     def end(self, outcome: str = "", cause: str = "", exit_code: int = EXIT_OK) -> None:
-        """Write Ended, once; without an outcome it is what the last pass over the data says. Only "finished" closes the folder."""
+        """Write Ended once; only "finished", the default after a whole epoch, closes the folder."""
         if self._is_over or not self.owner.is_here:
             return
         self._close_window()
@@ -492,6 +491,6 @@ class _Record:
 
 
 def _script() -> str | None:
-    """The script that runs, as `file.py:`; None in a notebook."""
+    """Return the running script as `file.py:`; None in a notebook."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return f"{file}:" if file is not None and file.endswith(".py") else None

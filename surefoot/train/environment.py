@@ -1,4 +1,4 @@
-"""What a run sets in the process and puts back, and what it records of where it ran."""
+"""Process-wide settings that a run changes and restores, and its record of machine and versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 
 
 def apply(spec: RunSpec) -> Callable[[], None]:
-    """Set threads, deterministic kernels, tf32, attention and cuDNN's search as the spec says; gives what puts them back."""
+    """Set threads, determinism, TF32, attention kernels and cuDNN benchmarking from the spec.
+
+    Returns a function that restores the previous settings.
+    """
     threads = torch.get_num_threads()
     fill = _DETERMINISM.fill_uninitialized_memory
     cudnn: Any = torch.backends.cudnn
@@ -65,7 +68,10 @@ def apply(spec: RunSpec) -> Callable[[], None]:
 
 
 def _without_fused_attention() -> Callable[[], None]:
-    """Let scaled_dot_product_attention take its steps one by one; gives what puts back what was. The switches hold on a CPU, too."""
+    """Disable the fused kernels of scaled_dot_product_attention, on the CPU too.
+
+    Returns a function that restores the previous switches.
+    """
     switches: Any = torch.backends.cuda
     were = {name: getattr(switches, f"{name}_sdp_enabled")() for name in FUSED_ATTENTION}
 
@@ -79,7 +85,7 @@ def _without_fused_attention() -> Callable[[], None]:
 
 
 def why_not_timed(spec: RunSpec, device: str) -> str | None:
-    """Why cuDNN times no algorithm although train.cudnn_benchmark asks for it; None where it does."""
+    """Return why cuDNN benchmarks no algorithm despite train.cudnn_benchmark; None if it does."""
     reasons = {
         "cuDNN computes on a GPU alone": device != "cuda",
         "train.deterministic lets nothing be chosen by its time": spec.train.deterministic,
@@ -89,17 +95,18 @@ def why_not_timed(spec: RunSpec, device: str) -> str | None:
 
 
 def describe_cudnn(spec: RunSpec, device: str) -> list[str]:
-    """What a person should hear of train.cudnn_benchmark at the start: that it does nothing here, and why."""
+    """Return a message, with the reason, if train.cudnn_benchmark is set and has no effect."""
     why = why_not_timed(spec, device) if spec.train.cudnn_benchmark else None
     return [] if why is None else [f"train.cudnn_benchmark does nothing here: {why}"]
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc use freed blocks again instead of giving them back to the system after every step; gives whether it will.
+    """Let glibc reuse freed blocks instead of returning them to the system after every step.
 
-    Activations of some MiB are otherwise mapped anew at each step, or cut off the heap and grown again: up to a quarter of a small
-    convnet's step went into page faults, in one process and not in the next. An environment that chooses (MALLOC_*, LD_PRELOAD,
-    GLIBC_TUNABLES) is left alone. See mallopt(3).
+    Returns whether the setting took effect. Without it activations of some MiB are mapped again at
+    each step, or cut off the heap and grown again: up to a quarter of a small convnet's step was
+    spent in page faults, in one process and not in the next. If the environment configures an
+    allocator (MALLOC_*, LD_PRELOAD, GLIBC_TUNABLES), nothing is changed. See mallopt(3).
     """
     if not sys.platform.startswith("linux") or place.has_chosen_allocator():
         return False
@@ -107,10 +114,12 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_large_blocks() -> bool:
-    """Let glibc give blocks of some MiB back to the system when they are freed; gives whether it will.
+    """Let glibc return blocks of 4 MiB or more to the system when they are freed.
 
-    Weights that are gathered for one block of a model at a time want it: glibc before 2.38 finds no room for an aligned block in a hole of
-    just its size, so that the whole model comes to lie in memory, block behind block. The page faults cost a few percent of such a step.
+    Returns whether the setting took effect. Weights that are gathered for one block of the model at
+    a time need this: glibc before 2.38 cannot reuse a free chunk of exactly the size of an aligned
+    block, so that in the end the whole model is in memory. The page faults cost a few percent of
+    such a step.
     """
     if not sys.platform.startswith("linux") or place.has_chosen_allocator():
         return False
@@ -123,9 +132,10 @@ def _limit(limits: Mapping[int, int]) -> bool:
 
 
 def find_device(name: str) -> torch.device:
-    """The device that `train.device` names; "auto" is the GPU where there is one; of several ranks each has its own.
+    """Return the device that `train.device` names; each rank gets the GPU of its local rank.
 
-    Raises SpecError for one that is not here.
+    "auto" is the GPU if there is one, else the CPU. Raises SpecError for a device that is not
+    available.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise SpecError("train.device is 'cuda', and torch sees no GPU", hint='use "auto" or "cpu"')
@@ -144,38 +154,42 @@ def find_device(name: str) -> torch.device:
 
 
 def is_launched() -> bool:
-    """Whether there are several ranks, or one that a supervisor of ours passes signals on to."""
+    """Whether the run has several ranks, or a surefoot supervisor that forwards signals."""
     return place.here().world_size > 1 or place.flight_file() is not None
 
 
 def has_process_group() -> bool:
-    """Whether this process has joined others by torch.distributed already."""
+    """Whether torch.distributed is initialized in this process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def set_seeds(seed: int) -> None:
-    """Seed torch, numpy and Python, so that a model's weights are a function of the seed."""
+    """Seed torch, NumPy and Python, so that initial weights are a function of the seed."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a task may draw from the global stream
     random.seed(seed)
 
 
 def rank_seed(seed: int | None = None) -> int:
-    """Return a seed (0 to 2^32 - 1) that is another one on each rank, from `seed` or the seed of the run (`train.seed`).
+    """Return a seed (0 to 2^32 - 1) that differs on each rank, derived from `seed` or `train.seed`.
 
-    For the parts of a task of which each rank has its own, as an environment: `numpy.random.default_rng(surefoot.rank_seed())`.
+    For the parts of a task that each rank has its own copy of, such as an environment:
+    `numpy.random.default_rng(surefoot.rank_seed())`.
     """
     base = np.random.SeedSequence((torch.initial_seed() if seed is None else seed) % 2**64).generate_state(1)[0]
     return (int(base) + place.here().rank) % 2**32
 
 
 def as_run(spec: RunSpec) -> RunSpec:
-    """The spec with what was decided here filled in, so that it repeats the run from any folder: threads, and whole paths."""
+    """Return the spec with the number of threads and absolute paths filled in.
+
+    The result repeats the run from any working folder.
+    """
     return with_whole_paths(spec.replace(train={"threads": torch.get_num_threads()}))
 
 
 def with_whole_paths(spec: RunSpec) -> RunSpec:
-    """The spec with its relative paths resolved against the working folder of now."""
+    """Return the spec with its relative paths resolved against the current working folder."""
     tables: dict[str, dict[str, Any]] = {}
     file, colon, name = (spec.task.use or "").partition(":")
     if colon and file.endswith(".py"):
@@ -187,7 +201,7 @@ def with_whole_paths(spec: RunSpec) -> RunSpec:
 
 @functools.cache  # asked for at every commit, and 15 ms of reading
 def versions() -> Mapping[str, str]:
-    """Versions of Python and of the packages that can change numbers."""
+    """Return the versions of Python and of the packages that can change results."""
     found = {"python": sys.version.split()[0]}
     for package in RECORDED_PACKAGES:
         try:
@@ -198,7 +212,7 @@ def versions() -> Mapping[str, str]:
 
 
 def circumstances(device: str, program: Program) -> dict[str, Any]:
-    """What a Started record says of where and how the process runs, and with which code, whatever it trains."""
+    """Return the fields of a Started record that describe the machine, the process and the code."""
     here = place.here()
     commit, is_dirty = find_commit(program.project, asks_git=here.rank == 0)
     return {
@@ -213,7 +227,7 @@ def circumstances(device: str, program: Program) -> dict[str, Any]:
 
 
 def fault(generation: int, found: GuardFault) -> events.Fault:
-    """The record of a fault."""
+    """Return the Fault record of `found`, with this process's rank and host."""
     here = place.here()
     return events.Fault(
         generation=generation, time_s=time.time(), step=found.step, fault=found.fault, rank=here.rank, host=here.host,

@@ -1,4 +1,4 @@
-"""Evaluation: every sample of a split once, in order, with sums and counts; the training state is left as it was found."""
+"""Evaluation of every sample of a split once, in order; the training state is left unchanged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ Tell = Callable[[int, int | None], None]  # samples done, samples in all where t
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one evaluation. `score` names the metric that counts, `value` is its value, `precision` what it was computed in."""
+    """Result of one evaluation of a split.
+
+    `score` names the metric that selects the best checkpoint, `value` is the value of that metric,
+    `precision` the precision of the forward passes.
+    """
 
     split: str
     num_samples: int
@@ -65,7 +69,7 @@ class Evaluation:
         return self.loss if self.score == "loss" else self.metrics[self.score]
 
     def as_event(self, generation: int, step: int, *, best: bool) -> Evaluated:
-        """The record of this evaluation of the weights after `step`."""
+        """Return the Evaluated record of this result for the weights after `step`."""
         return Evaluated(
             generation=generation, time_s=time.time(), step=step, split=self.split, num_samples=self.num_samples, loss=self.loss,
             metrics=self.metrics, score=self.score, better=self.better, best=best, elapsed_s=self.elapsed_s, units=self.units,
@@ -78,19 +82,24 @@ def evaluate(
     precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None, group: Group = ALONE, is_even: bool = False,
     seed: int = 0,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate `model` on every sample of `source`, `batch` at a time; `tell` hears how many are done, and of how many.
+    """Evaluate `model` on every sample of `source`, in batches of `batch` samples.
 
-    `read` gives the batches with their samples, another way than one after another here. The ranks of `group` share the batches, whose
-    results are merged in the order of the batches: the same bits for any number of ranks. A metric that holds more than tensors, numbers
-    and text, a model that keeps state from one batch to the next, and data that are read forwards are evaluated by every rank in whole.
-    With `is_even` no rank passes more often than another: weights are gathered in each pass.
+    `tell` is called with the number of samples done and the total. `read` replaces the default
+    reader, which reads one batch after another in this process. The ranks of `group` share the
+    batches; results are merged in the order of the batches and so are bitwise identical for any
+    number of ranks. Every rank evaluates the whole split if a metric holds more than tensors,
+    numbers and text, if the model keeps state from one batch to the next, or if the data can only
+    be read in sequence. With `is_even` all ranks run the same number of forward passes, because
+    weights are gathered in each of them.
 
-    What a pass draws from the global random streams depends on `seed`, the split and the batch alone: the same weights have the same
-    score at any step of the training, on any number of ranks and read by any workers. Another `batch` draws other numbers.
+    Draws from the global random streams depend only on `seed`, the split and the batch: the same
+    weights have the same score at any step of the training, on any number of ranks and with any
+    workers. Another `batch` leads to different draws.
 
-    Sums and counts are merged, so neither metrics nor an additive loss depend on `batch`; a loss that says it is not additive does,
-    since its terms are those of one batch. Raises SpecError when `score` is no metric of the task, TaskError when the task's parts
-    give something else than they should.
+    Sums and counts are merged, so that neither metrics nor an additive loss depend on `batch`; a
+    loss that is not additive does, since its terms are those of one batch. Raises SpecError if
+    `score` is not a metric of the task, TaskError if a part of the task returns a value of the
+    wrong kind.
     """
     started_s = time.perf_counter()
     total_samples = None if isinstance(source, Iterated) else len(source)  # an iterable's length is in batches
@@ -142,20 +151,20 @@ def evaluate(
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:
-    """What the loss counts, where a batch does not say how many samples it holds."""
+    """Return the number of items that the loss counted; for batches of unknown sample count."""
     count = float(terms[0][2]) if terms else 0.0
     return round(count) if math.isfinite(count) else 0
 
 
 def _generators_kept(source: Source) -> AbstractContextManager[None]:
-    """A loader's own generator may be that of the training, which goes on as if nothing was evaluated."""
+    """Return a context that restores the loader's generators, which training may share."""
     keep = getattr(source, "keep_generators", None)
     kept: AbstractContextManager[None] = nullcontext() if keep is None else keep()
     return kept
 
 
 def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]:
-    """Every sample of `source` once, in order; the last batch may be short."""
+    """Yield every sample of `source` once, in order, in batches; the last batch may be smaller."""
     size = _batch_size(source, batch)
     for start in range(0, len(source), size):
         ids = np.arange(start, min(start + size, len(source)), dtype=np.int64)
@@ -163,20 +172,21 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
 
 
 def counted_batches(source: Source, batch: int, device: torch.device, key: int) -> Iterator[tuple[Batch, int | None]]:
-    """Every sample of `source` once, in order, with the number of samples in each batch; None where it is not known.
+    """Yield every sample of `source` once, in order, in batches with their sample counts.
 
-    The global random streams are those of an evaluation with this key.
+    A count is None if it is not known. The global random streams are seeded before each batch as in
+    an evaluation with `key`.
     """
     return seeded(_counted(source, _batch_size(source, batch), device, WHOLE, key), key)
 
 
 def evaluation_key(seed: int, split: str) -> int:
-    """Return what the random streams of an evaluation are derived from."""
+    """Return the key from which the random streams of an evaluation of `split` are derived."""
     return derive(seed, *split.encode(), DRAWS)
 
 
 def seeded(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterator[_Found]:
-    """Pass on what a rank reads; before each batch the global random streams are set to those of its number."""
+    """Yield the items of `found`; seed the global random streams before each by batch index."""
     for number, each in enumerate(found):
         set_seeds(derive(key, number * share.size + share.rank) >> 1)
         yield each
@@ -198,10 +208,10 @@ def try_out(
     model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device,
     batch: int = NUM_TRIED, precision: Compute = "fp32",
 ) -> Evaluation:  # fmt: skip
-    """An evaluation of a few samples: which metrics there are, and whether the score is better when "higher" or "lower".
+    """Evaluate a few samples, to find the metrics and whether a higher or a lower score is better.
 
-    Where the model does not take so few, it is tried on a `batch` of the run's own.
-    Raises SpecError when `score` names no metric, TaskError when a metric fails.
+    If the model fails on so small a batch, a batch of `batch` samples is used. Raises SpecError if
+    `score` names no metric, TaskError if a metric fails.
     """
 
     def tried(size: int) -> Evaluation:
@@ -229,7 +239,7 @@ def try_out(
 
 
 class _Few:
-    """The first samples of a source."""
+    """First `length` samples of a source."""
 
     def __init__(self, source: Source, length: int) -> None:
         self.guarantee, self.digest, self._source, self._length = source.guarantee, source.digest, source, length
@@ -244,12 +254,16 @@ class _Few:
         return self._source.describe()
 
     def __getattr__(self, name: str) -> Any:
-        """The optional parts of the source."""
+        """Return an optional attribute of the wrapped source."""
         return getattr(self._source, name)
 
 
 def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, Loss | None]:
-    """The forward pass once, and its loss; a task that only has updates is evaluated by its metrics alone."""
+    """Return the output of one forward pass and its loss.
+
+    The loss is None if the task has no `loss`, both are None if it has no `forward`: the metrics
+    alone then evaluate the task.
+    """
     one = task.task
     if callable(getattr(one, "forward", None)):
         output = one.forward(model, inputs)
@@ -277,7 +291,7 @@ def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]
 
 
 def _number(name: str, value: object, task: Resolved) -> float | None:
-    """What a metric gives as the number that is recorded, compared and shown. Raises TaskError for anything else."""
+    """Return the value of a metric as a float, or None. Raises TaskError for other values."""
     if value is None:
         return None
     if isinstance(value, Tensor | np.ndarray):

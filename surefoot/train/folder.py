@@ -1,4 +1,4 @@
-"""Which folder a run writes into: a new one, or one that is there, of the same spec and code."""
+"""Choice of the run folder: a new one, or an existing one of the same spec and code."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ MAX_TRIES = 100  # launchers that take the same new name at the same moment
 
 @dataclass(frozen=True)
 class Chosen:
-    """The folder of a run, whether an attempt at it exists, and what to tell the user about the choice.
+    """Folder of a run, whether it holds an attempt at the run, and notes for the user.
 
-    `is_numbered` marks a name that was free and is taken by creating it: another launcher's is never shared. `generation` is that
-    of the newest attempt, `stated` the tables of its spec, `done` the outcome and the cause of a run
-    with nothing left to train, `data_digest` says what it trained on, `parent` which commit of another run
-    the first one began with, `damaged` which lines of the log cannot be read.
+    `is_numbered` marks an unused name that is claimed by creating the folder, so that two launchers
+    never share it. `generation` is the number of the newest attempt, `stated` the tables of its
+    spec, `done` the outcome and the cause of a run with nothing left to train, `data_digest` the
+    digest of its training data, `parent` the checkpoint of another run that the first attempt
+    started from, `damaged` the lines of the log that cannot be read.
     """
 
     folder: Path
@@ -51,20 +52,23 @@ class Chosen:
     damaged: tuple[str, ...] = ()
 
     def describe_start(self, step: int | None) -> tuple[str, ...]:
-        """The note of where this attempt starts: after `step` of a checkpoint, or from step 0 where that is None."""
+        """Return a note on the start of this attempt: after `step`, or at step 0 if it is None."""
         if step is not None:
             return (f"going on after step {step:,}",)
         return ("no commit was there to go on from: from the start",) if self.is_again else ()
 
 
 def anchor(path: Path) -> Callable[[], Path]:
-    """What gives `path` as it was given while the working folder is that of now, and the whole path of the same place after a change."""
+    """Return a function that gives `path` as long as the working folder does not change.
+
+    After a change the function gives the absolute path of the same folder.
+    """
     base = Path.cwd()
     return lambda: path if path.is_absolute() or Path.cwd() == base else base / path
 
 
 class Wanted:
-    """The run folder that was asked for, None for a new one below runs/: the same place whatever the working folder is later."""
+    """Requested run folder, None for a new one below runs/; fixed when the object is made."""
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else anchor(Path(path))
@@ -75,7 +79,7 @@ class Wanted:
 
     @property
     def runs(self) -> Path:
-        """Where runs without a folder of their own go."""
+        """Folder in which new run folders are created."""
         return self._runs()
 
 
@@ -83,11 +87,15 @@ def choose(
     asked: Wanted, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool,
     closed_by: Collection[str] = events.CLOSED, is_fork: bool = False, checks_log: bool = True, spec: RunSpec | None = None,
 ) -> Chosen:  # fmt: skip
-    """Choose the folder; nothing is written. A run whose outcome is one of `closed_by` has nothing left to train, and what a fork left that
-    was killed before its first commit is for a fork alone. Without `checks_log` most of the log, which grows with the run, is not
-    looked at. `spec` is the one of `spec_id`, to name the keys that differ.
+    """Choose the run folder without writing anything.
 
-    Raises RunFolderError for a folder that is something else, holds another spec, a run of changed code, or cannot be written.
+    A run whose outcome is in `closed_by` has nothing left to train. A folder that holds only the
+    start of a fork, killed before its first checkpoint, can be used by a fork alone. Without
+    `checks_log` most of the log, which grows with the run, is not read. `spec` is the spec of
+    `spec_id`, to name the keys that differ.
+
+    Raises RunFolderError if the folder holds something else, another spec or a run of changed code,
+    or if it cannot be written.
     """
     wanted = asked()
     try:
@@ -167,7 +175,10 @@ def _chosen(
 
 
 def _check_no_links(folder: Path) -> None:
-    """Raise RunFolderError where what a run writes is a link in its folder: a stranger's would have us write elsewhere."""
+    """Raise RunFolderError if a file that a run writes is a symbolic link in `folder`.
+
+    A link made by another user could redirect writes to a path outside the folder.
+    """
     try:
         for name in (events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, removals.FILE, manifest.FOLDER):
             files.check_no_link(folder, name)
@@ -185,7 +196,7 @@ def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
 
 
 def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
-    """Why a folder that holds something else, or has lost its log, takes no run; and what still can be done with it."""
+    """Return the error, with a remedy, for a folder that holds something else or lost its log."""
     if SPEC_FILE in names and manifest.steps(folder):
         return RunFolderError(
             f"{folder} has commits and no {events.FILE}: the run's record is gone, so nothing can go on in this folder",
@@ -195,9 +206,10 @@ def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
 
 
 def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
-    """Whether nothing is there but what an attempt makes before its log: a power cut or a kill may leave any of that.
+    """Whether the folder holds only files that an attempt writes before its log.
 
-    A fork has a ledger with its history, and the folder of its commits, before its spec.
+    A power failure or a kill may leave any of them. A fork writes the ledger with its history and
+    the checkpoints folder before its spec.
     """
     if not {SPEC_FILE, DRAFT_FILE, LOCK_FILE, ledger.FILE, manifest.FOLDER}.issuperset(names):
         return False
@@ -208,7 +220,7 @@ def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
 
 
 def _is_new_fork(folder: Path, names: Collection[str], spec_id: str) -> bool:
-    """Whether the first commit of a fork is there and its log is not."""
+    """Whether the folder holds the first checkpoint of a fork of `spec_id` and no log."""
     if SPEC_FILE not in names or manifest.FOLDER not in names or len(steps := manifest.steps(folder)) != 1:
         return False
     with contextlib.suppress(RunFolderError):
@@ -225,7 +237,10 @@ def _next_free(wanted: Path) -> Path:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise RunFolderError when `folder` could not be created or written, or its disk is full; nothing is tried."""
+    """Raise RunFolderError if `folder` cannot be created or written, or if its disk is full.
+
+    Only permissions and free space are read; nothing is written.
+    """
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
     if not there.is_dir():
         raise RunFolderError(f"{there} is a file, not a folder", hint="give another --run folder")
@@ -241,7 +256,7 @@ def _check_writable(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A locked folder, with what was in it before and which folders had to be created, innermost first."""
+    """Locked run folder, the names it held before, and folders created for it, innermost first."""
 
     chosen: Chosen
     lock: RunLock
@@ -249,7 +264,10 @@ class _Taken:
     created: tuple[Path, ...]
 
     def give_back(self, old_spec: bytes | None = None) -> None:
-        """Remove what opening the folder made; `old_spec` stood in its spec.toml before."""
+        """Remove the files and folders that opening the run folder made; restore `old_spec`.
+
+        Releases the lock.
+        """
         with contextlib.suppress(OSError):
             if old_spec is not None and files.read_bytes(self.chosen.folder, SPEC_FILE) != old_spec:
                 _write_spec(self.chosen.folder, old_spec)
@@ -262,9 +280,10 @@ class _Taken:
 
 @contextlib.contextmanager
 def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
-    """Create and lock the folder that `choice` names and write `spec.toml` if there is a spec; a failure inside leaves all as it was.
+    """Create and lock the folder that `choice` returns and write `spec.toml` if `spec` is given.
 
-    Raises RunFolderError when it cannot be written or another process writes it.
+    A failure inside the context restores the previous state of the folder. Raises RunFolderError if
+    the folder cannot be written or another process writes it.
     """
     mine = _take(choice)
     before: bytes | None = None
@@ -326,12 +345,15 @@ def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
 
 
 def announce_fork(folder: Path, spec: RunSpec) -> None:
-    """Write the spec of a fork, after the empty folder of its commits: that tells it from a run, which may begin without one."""
+    """Write the spec of a fork after its empty checkpoints folder.
+
+    That order distinguishes a fork from a new run, whose spec comes before its checkpoints folder.
+    """
     files.make_folder(folder, manifest.FOLDER)
     checkpoint.sync_folder(folder)
     _write_spec(folder, spec_file.write(spec).encode())
 
 
 def _write_spec(folder: Path, text: bytes) -> None:
-    """Aside and renamed, so that a full disk cannot empty the spec of an earlier attempt."""
+    """Write the spec to a temporary file and rename it: a full disk cannot empty an older spec."""
     files.write_whole(folder, SPEC_FILE, text, sync=True)

@@ -1,4 +1,4 @@
-"""What can be done with a run's saved weights: take the model back, evaluate it, write its outputs."""
+"""Use the saved weights of a run: load the model, evaluate it, write its outputs, export it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ EXPORT_BATCHES = (4, 3)  # two sizes show that the batch of a graph is free; 1 w
 
 
 def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
-    """The model of a run with the weights of `step` ("best", "last" or a number), in evaluation mode, on the CPU.
+    """Return the model of a run with the weights of `step`, in evaluation mode, on the CPU.
 
-    `task` is the object for a run whose spec cannot build it, as of a notebook, or names (`file.py:Task`) where the task is now.
-    Every digest is checked first. Raises
-    RunFolderError for a folder that is no run, or holds no such step, or is damaged, SpecError where the task is not known.
+    `step` is "best", "last" or a number. `task` is the task object if the spec cannot build the
+    task, as for a run of a notebook, or the name (`file.py:Task`) under which the task can be
+    imported now. All digests are verified first. Raises RunFolderError if the folder is not a run,
+    has no such step or is damaged, SpecError if the task is unknown.
     """
     if task is None or isinstance(task, str):
         return load_with_task(Path(run), step, use=task)[0]
@@ -62,7 +63,10 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
 def load_with_task(
     run: Path, step: int | str = "best", *, data: str | None = None, use: str | None = None
 ) -> tuple[nn.Module, Resolved, RunSpec, int]:
-    """The model, the task, the spec and the step that was chosen; `use` names the task where it is no longer where the spec says."""
+    """Return the model, the task, the spec and the number of the chosen step.
+
+    `use` names the task if it can no longer be imported under the name in the spec.
+    """
     found = _find_step(run, step)
     origin = spec_file.read_of_run(run, [] if data is None else [("data.folder", data, "--data")], task=use)
     if origin.spec.task.use is None:
@@ -77,7 +81,11 @@ def load_with_task(
 
 
 def _build(task: Resolved, spec: RunSpec) -> nn.Module:
-    """The model as its weights are saved: in fp32 where they have masters; what is frozen is saved as it is stored, and widened."""
+    """Return the model in the dtypes in which its weights were saved.
+
+    Weights with fp32 masters are saved in fp32; frozen weights are saved as stored, and widened on
+    loading.
+    """
     model = build_model(spec, task)
     if spec.precision.master == "none":
         set_storage(model, spec)
@@ -93,9 +101,9 @@ def _find_step(run: Path, step: int | str) -> int:
 def evaluate_run(
     run: Path, step: str, split: str | None, data: str | None, *, fp32: bool = False, quiet: bool = True, use: str | None = None
 ) -> tuple[list[Evaluation], int]:
-    """Evaluate the weights of `step` on `split` in the run's own precision, with `fp32` then in that too, unless it is its own.
+    """Evaluate the weights of `step` on `split` in the run's precision, and in fp32 if `fp32`.
 
-    Gives the results, and the step that was chosen.
+    Returns the results and the number of the chosen step.
     """
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
@@ -117,7 +125,10 @@ def evaluate_run(
 
 
 def _own_precision(run: Path, spec: RunSpec) -> Compute:
-    """What the run computed in, as far as a CPU has it: "auto" as its newest attempt chose, tf32 as the fp32 that it stands for."""
+    """Return the precision that the run computed in, as far as a CPU supports it.
+
+    "auto" is resolved to the choice of the newest attempt; tf32 becomes fp32.
+    """
     compute: Any = spec.precision.compute
     if compute == "auto":
         chosen = [each.precision.get("compute", "fp32") for each in events.read(run, Started) if isinstance(each, Started)]
@@ -128,7 +139,10 @@ def _own_precision(run: Path, spec: RunSpec) -> Compute:
 def predict_run(
     run: Path, step: str, split: str | None, data: str | None, output: Path | None, *, quiet: bool = True, use: str | None = None
 ) -> tuple[Path, dict[str, tuple[int, ...]], int]:
-    """Write the outputs of a split; gives the file, the shape of each array, and the step. Raises InputError for the file's name."""
+    """Write the model outputs for a split; return the file, the shape of each array, and the step.
+
+    Raises InputError for an output file or a split name that is not allowed or cannot be written.
+    """
     if output is not None and output.suffix not in ENDINGS:
         raise InputError(f"--output {output} ends in {output.suffix or 'nothing'}", hint=f"use one of {', '.join(ENDINGS)}")
     if output is not None and STEP_FOLDER.match(output.absolute().parent.name):
@@ -169,7 +183,10 @@ def predict_run(
 
 
 def _check_first(source: Source, count: int | None, forward: Callable[[Any], Any], outputs: Outputs) -> None:
-    """Try the first batch with a sample less, where another dimension is as long as the batch: which one follows is the batch's."""
+    """Run the first batch with one sample less to find which dimension is the batch dimension.
+
+    Does so only if another dimension of an output is as long as the batch.
+    """
     if source.guarantee != "proven" or not count or count < 2 or not outputs.is_ambiguous(count):
         return
     try:
@@ -182,9 +199,10 @@ def _check_first(source: Source, count: int | None, forward: Callable[[Any], Any
 def export_run(
     run: Path, step: str, to: Path, kind: str | None, data: str | None, *, use: str | None = None
 ) -> tuple[export.Exported, int]:
-    """Write the model of a run for other programs; gives what came of it, and the step.
+    """Export the model of a run to another format; return the result and the step.
 
-    Raises InputError for another format, a file that is there or one among the run's commits, StorageError where the disk refuses.
+    Raises InputError for an unknown format, or a target that exists or is in the run's checkpoints
+    folder; StorageError if the file cannot be written.
     """
     chosen = kind or export.ENDINGS.get(to.suffix)
     if chosen not in export.ENDINGS.values():
@@ -231,7 +249,10 @@ def _told_if_unwritten(path: Path) -> Iterator[None]:
 
 
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
-    """Raise RunFolderError, listing both sides, unless `weights` are those of the spec's model by name and shape."""
+    """Raise RunFolderError unless names and shapes of `weights` are those of the model.
+
+    The error lists both.
+    """
     model = build_model(spec, load_task(spec))
     own = checkpoint.held_by(model, weights).tensors
     stored = {

@@ -1,4 +1,4 @@
-"""Looking at a model without a trace: mode, buffers, attributes, a task's own state and all random streams are put back in any case."""
+"""Run a model without side effects: mode, buffers, attributes, task state and random streams."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from surefoot.runtime.attributes import AttributeSnapshot
 def untouched(
     model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None, *, evaluates: bool = True
 ) -> Iterator[None]:
-    """No gradients inside, and evaluation mode, or with `evaluates` false the modes that the modules have.
+    """Disable gradients and set evaluation mode inside the context; restore all state at its end.
 
-    Afterwards the modes, buffers, attributes of modules, weights that a forward pass changes (`max_norm`), the task's `state()` and
-    random streams are as before. Raises TaskError for a `state()` that holds what cannot be put back in place.
+    With `evaluates` false the modules keep their modes. The modes, buffers and attributes of
+    modules, weights that a forward pass changes (`max_norm`), the task's `state()` and the random
+    streams are restored. Raises TaskError if `state()` holds an object that cannot be restored in
+    place.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -65,7 +67,11 @@ def untouched(
 
 
 def set_modes(model: nn.Module) -> list[str]:
-    """Train a model that came in evaluation mode as a whole, as `from_pretrained` gives it; parts that `model()` set so stay so."""
+    """Set training mode on a model that is in evaluation mode as a whole; return notes.
+
+    `from_pretrained` returns such a model. Single modules that `model()` set to evaluation mode
+    stay so.
+    """
     if not model.training:
         model.train()
         return ["model() gave the model in evaluation mode: it is trained in training mode"]
@@ -76,7 +82,7 @@ def set_modes(model: nn.Module) -> list[str]:
 
 
 def read_streams() -> tuple[Any, ...]:
-    """Return where the global random streams of torch, NumPy and Python are, to be compared with another time."""
+    """Return the states of the global random streams (torch, NumPy, Python) for a comparison."""
     name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     of_torch = [each.numpy().tobytes() for each in (torch.get_rng_state(), *on_devices)]
@@ -89,9 +95,10 @@ def _copy_of(name: str, value: Any) -> Any:
 
 
 def read_entry(name: str, value: Any) -> Any:
-    """Return what a checkpoint holds of an entry of a task's `state()`; tensors and arrays are not copied.
+    """Return the value that a checkpoint stores for an entry of the task's `state()`.
 
-    Raises TaskError for an entry that cannot be put back in place.
+    Tensors and arrays are not copied. Raises TaskError for an entry that cannot be restored in
+    place.
     """
     if isinstance(value, Tensor | np.ndarray):
         return value
@@ -108,7 +115,7 @@ def read_entry(name: str, value: Any) -> Any:
 
 @torch.no_grad()
 def restore_entry(name: str, value: Any, saved: Any) -> None:
-    """Put what `read_entry` returned back into the entry."""
+    """Restore an entry of the task's `state()` in place from the return value of `read_entry`."""
     if isinstance(value, Tensor):
         checkpoint.fill(name, value, saved)
     elif isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Run: the whole training loop as a generator driven by the reader's own `for`."""
+"""Run: the training loop as a generator that the user's `for` drives."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, ch
 
 
 class Run:
-    """One attempt at a run, as a context.
+    """Attempt at a run, as a context manager.
 
-    `spec` says everything; `task` may be an object built in a script instead of what `[task] use` names. `folder` is a new one by
-    default. `start` is a commit of another run to begin with. Raises InputError before anything is written, RunError once it goes on.
+    `task` replaces the task that `[task] use` names. `folder` is a new one by default. `start` is a
+    checkpoint of another run. Raises InputError before anything is written, RunError later.
 
         with Run(spec) as run:
             for report in run.steps():
@@ -115,7 +115,7 @@ class Run:
         self._clock.switch(OTHER)
 
     def _prepare(self) -> tuple[Program, Callable[[], folder.Chosen], list[str]]:
-        """All that can go wrong before anything is written: the program, what chooses the folder, and notes."""
+        """Return the program, the function that chooses the folder, and notes; write nothing."""
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
         program = Program.of(task.importable, task.task)
@@ -131,7 +131,7 @@ class Run:
         return program, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
 
     def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
-        """Open what is written to and write the first record."""
+        """Open the files of the run, restore a checkpoint if any, and write the Started record."""
         self._folder, root = anchor(chosen.folder), chosen.folder.absolute()
         self.generation, self._stop = self._lock.generation, chosen.done
         course = self.assembly.course
@@ -175,7 +175,7 @@ class Run:
             self._saved(saved)
 
     def _resume(self, chosen: folder.Chosen) -> list[str]:
-        """Go on from the newest whole commit of the folder, if there is one; gives what was damaged."""
+        """Resume from the newest whole checkpoint, if any; return messages on damaged ones."""
         if not chosen.is_again and self.spec.checkpoint.store is None:
             return []
         if chosen.is_again:
@@ -188,7 +188,7 @@ class Run:
         return troubles
 
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Stand after `step` of what was saved."""
+        """Restore counters, scores, guard and loader from `saved`, the state after `step`."""
         with checkpoint.taken_from(f"the state after step {step:,}"):
             self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
             self._scores.restore(saved["scores"], saved["clock"])
@@ -199,7 +199,7 @@ class Run:
         self._is_taken = True
 
     def _begin_with(self, start: Start, chosen: folder.Chosen) -> Begun:
-        """Stand where the commit of another run did. Raises RunFolderError for a folder that holds a run, and for a commit that misfits."""
+        """Load another run's checkpoint. Raises RunFolderError on a misfit or a used folder."""
         if chosen.is_again:
             raise RunFolderError(
                 f"{self.folder} holds a run already, and is left as it is",
@@ -214,7 +214,7 @@ class Run:
         return begun
 
     def _commit_first(self, begun: Begun) -> list[checkpoint.Saved]:
-        """Commit what the run begins with before anything tells of it: a kill leaves a fork, or a folder that is no run."""
+        """Save the initial state before any record: a kill leaves a fork or no run at all."""
         clock, done = self._scores.clock(self.training_s), list[checkpoint.Saved]()
         self._keeper.saved_step = -1
         if self.group.is_first:
@@ -230,7 +230,7 @@ class Run:
         self._owner.check("this run")
 
     def _listen(self) -> None:
-        """`ENDINGS` (Ctrl-C, SIGTERM ...) end the run after the step, a second one at once; SIGUSR1 saves after the step and goes on."""
+        """Handle signals: `ENDINGS` end after this step, or if repeated at once; SIGUSR1 saves."""
         for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
                 heard = functools.partial(self._interrupt, *ending)
@@ -239,7 +239,7 @@ class Run:
             self._opened.callback(signals.listen(signal.SIGUSR1, self._keeper.ask))
 
     def _interrupt(self, cause: str, name: str, exit_code: int) -> None:
-        """What a signal does, in the middle of whatever goes on."""
+        """Handle a signal at any line: end after this step, or at once if it came before."""
         if self._is_leaving:
             return  # how it ended is being written, which one signal more must not cut off
         is_first = exit_code not in self._asked
@@ -254,7 +254,7 @@ class Run:
     # ---- the loop
 
     def steps(self) -> Iterator[StepReport]:
-        """Yield a StepReport after each optimiser step until the spec's length, a stop, or the reader's own end."""
+        """Yield a StepReport per optimizer step until the spec's length or a stop."""
         self._check_begun()
         stepper, total, ends_window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._ends_window
         if (owed := self._scores.take_owed()) is not None:
@@ -293,7 +293,7 @@ class Run:
         self._stop = self._stop or WHOLE
 
     def _is_to_end(self, total: int | None) -> bool:
-        """Whether no step follows, as all ranks agree."""
+        """Return whether the run ends now; the result is the same on all ranks."""
         is_late = total is None and self._before_s + time.perf_counter() - self.started_s >= self.assembly.course.length.value
         with contextlib.nullcontext() if self.group.is_alone else self._clock.within(COMMUNICATION):
             stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late, self._keeper)
@@ -315,37 +315,37 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run folder, as it was given; its whole path once the working folder has changed."""
+        """Run folder as given; its absolute path once the working folder has changed."""
         return self._folder()
 
     @property
     def is_stopping(self) -> str | None:
-        """ "stopped" or "interrupted" once the run is to end, else None."""
+        """Outcome "stopped" or "interrupted" if the run ends after this step, else None."""
         return self._stop[0] if self._stop is not None else None
 
     @property
     def last_evaluated(self) -> int:
-        """The step whose weights were evaluated last, 0 if none were."""
+        """Step whose weights were evaluated last; 0 if there was no evaluation."""
         return self._scores.last_step
 
     @property
     def num_skipped(self) -> int:
-        """Steps that were skipped: their numbers were not finite, or their loss counted no item."""
+        """Number of skipped steps: gradients were non-finite, or the loss counted no item."""
         return self._guard.num_skipped
 
     def stop(self, reason: str) -> None:
-        """End the run after this step; `reason`, the first one given, stands in its Ended event."""
+        """End the run after this step; the Ended record holds `reason` of the first call."""
         self._stop = self._stop or ("stopped", reason)
 
     # ---- evaluation and weights
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the spec wants an evaluation after this step: every so often, and at the end."""
+        """Whether the spec asks for an evaluation after this step: periodic or at the end."""
         return self._scores.is_due(self.step) or self.step == self.assembly.course.total_steps
 
     def evaluate(self, split: str | None = None) -> Evaluation:
-        """Evaluate the weights of this step on `split` (the spec's by default), commit them if they are the best so far."""
+        """Evaluate this step's weights on `split` (default: the spec's); save them if best."""
         self._check_begun()
         with self._clock.within(EVALUATION):
             return self._evaluate(split or self.spec.evaluate.split)
@@ -387,7 +387,7 @@ class Run:
         return self.group.is_alone and self.is_stopping == "interrupted" and self._stop_code != EXIT_INTERRUPTED
 
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
-        """A scheduler that sends SIGTERM kills soon after: a whole evaluation may take longer than that."""
+        """Report progress; exit after SIGTERM, since the scheduler kills the process soon."""
         if self._is_preempted:
             raise SystemExit(self._stop_code)
         self._telling.console.evaluating(split, done, total)
@@ -398,18 +398,18 @@ class Run:
         return self.assembly.engine.average.swapped_in() if self.assembly.engine.average is not None else torch.no_grad()
 
     def save(self) -> None:
-        """Save the state of this step now, whatever the spec says of when; returns once it is on disk, or was given up."""
+        """Save a checkpoint of this step now; return once it is on disk or has failed."""
         self._check_begun()
         self._commit(asked=True)
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until the save in flight is on disk, or was given up."""
+        """Wait until the save in flight is on disk or has failed."""
         with self._clock.within(CHECKPOINT):
             self._keeper.settle(self._saved, wait=True)
 
     def _commit(self, **how: bool) -> None:
-        """Save the state; what the disk refuses ends this save, not the run."""
+        """Save a checkpoint; a storage error cancels this save and does not end the run."""
         if self._lock.is_lost():
             raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
         self._close_window()
@@ -424,18 +424,18 @@ class Run:
             self._keeper.refused(self._telling, error, self.step)
 
     def state_digests(self) -> dict[str, str]:
-        """A digest (SHA-256, hex) of each component of the state after this step: two runs that agree in all are at the same place."""
+        """Return a SHA-256 (hex) per component of the state; equal for identical states."""
         self._check_begun()
         self._close_window()
         return self._keeper.digests(self._more())
 
     def _more(self) -> dict[str, Any]:
-        """What is saved beside the state of the objects."""
+        """Return the counters and loader state that a checkpoint stores beside the objects."""
         more = {"num_samples": self.num_samples, "scores": self._scores.state(), "guard": self._guard.state()}
         return more | together.state_of(self.assembly.engine.stepper.loader)
 
     def _saved(self, saved: checkpoint.Saved) -> None:
-        """Record what became of a save."""
+        """Record the result of a save; raise its error if that is no storage error."""
         self._keeper.report(self._telling, saved.step)
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():
             self._keeper.refused(self._telling, saved.error, saved.step)
@@ -469,7 +469,7 @@ class Run:
                 self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Write how the run ended; what cannot be written then is the error, unless there is one already."""
+        """Write the Ended record; raise a failure to write it only if `error` is None."""
         self.outcome, self.cause, self.exit_code = tell_outcome(
             error, step=self.step, stop=self._stop, stop_code=self._stop_code, total_steps=self.assembly.course.total_steps
         )
@@ -492,7 +492,7 @@ class Run:
 
 
 def drive(run: Run) -> None:
-    """Take every step of an entered run and evaluate when the spec says so, and once more at the end."""
+    """Take all steps of an entered run; evaluate when the spec asks for it, and at the end."""
     for _ in run.steps():
         if run.evaluation_due:
             run.evaluate()

@@ -1,13 +1,14 @@
-"""The measuring harness: arms in fresh processes, interleaved, compared pairwise with intervals. Imports no torch.
+"""Benchmark harness: arms (variants) in fresh processes, interleaved, compared in pairs. No torch.
 
-Two arms, and what the second changes:
+Compare two arms, the second with one setting changed:
 
     arms = [spec_arm("plain", spec, steps=200), spec_arm("unclipped", spec.replace(optim={"clip": 0.0}), steps=200)]
     outcomes = tuple(run_rounds(arms, rounds=15))
     trial = Trial(title="clipping", arms=("plain", "unclipped"), rounds=15, seed=0, outcomes=outcomes)
     find_effect(trial, "unclipped", "plain", "cpu_s_per_step").words
 
-A change that may cost time must compute the same: `compare_arms` holds loss, gradients and weights against two equal runs.
+A change for speed must not change results: `compare_arms` compares loss, gradients and weights, and
+takes the difference of two equal runs as the noise.
 """
 
 from surefoot.trial.arm import Arm, spec_arm

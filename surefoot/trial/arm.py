@@ -1,4 +1,4 @@
-"""An arm: what one side of a comparison runs, always in fresh processes. A spec with a change, or any command."""
+"""An arm, one variant of a comparison: a changed spec, or any command, run in fresh processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
 @contextmanager
 def told_apart() -> Iterator[None]:
-    """What a process of an arm runs inside, so that a spec that cannot run here is told apart from a task that fails: REFUSED."""
+    """Return a context that marks errors of a spec that cannot run on this machine: REFUSED.
+
+    A TaskError, the failure of a task, is not marked.
+    """
     try:
         yield
     except TaskError:
@@ -31,15 +34,16 @@ def told_apart() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A command with all that it runs under. Raises InputError for a command, name or count that cannot be.
+    """Command of one variant, with its environment.
 
-    In `command`, `{report}` is the file that the process reports to (`write_report`), `{work}` a folder of its own, `{shared}` one of all
-    ranks, and
-    `{started_s}` the harness's `time.perf_counter()` at its start, one clock for all processes of a Linux host, `{turns}` the channel of
-    `surefoot.trial.turns`, or "alone". A command without
-    `{report}` is measured from outside only. `files` are written into the folder first. `folder` is the working folder,
-    `variables` are added to the environment, `threads` those of one operator. With `ranks` above 1 one process is
-    started for each, with torchrun's variables.
+    In `command`, `{report}` is replaced by the file that the process reports to (`write_report`),
+    `{work}` by a folder of this process, `{shared}` by a folder of all ranks, `{started_s}` by the
+    harness's `time.perf_counter()` at the start (one clock for all processes of a Linux host), and
+    `{turns}` by the channel of `surefoot.trial.turns`, or "alone". A command without `{report}` is
+    measured from outside only. `files` are written into the process's folder first. `folder` is the
+    working folder, `variables` are added to the environment, `threads` is the number of threads of
+    one operator. With `ranks` above 1 one process is started per rank, with torchrun's variables.
+    Raises InputError for an invalid command, name or count.
     """
 
     name: str
@@ -62,7 +66,7 @@ class Arm:
 
     @property
     def reports(self) -> bool:
-        """Whether its process writes a report of its own."""
+        """Whether the arm's process writes a report."""
         return any(REPORT in word for word in self.command)
 
 
@@ -70,18 +74,21 @@ def spec_arm(
     name: str, spec: RunSpec, *, steps: int, warmup: int = 10, capture: Sequence[int] = (), folder: Path = Path(),
     ranks: int | None = None, timeout_s: float = 600.0, whole_length: bool = False,
 ) -> Arm:  # fmt: skip
-    """An arm that trains `spec` for `warmup` steps and then for `steps` measured ones.
+    """Return an arm that trains `spec` for `warmup` steps and then for `steps` measured ones.
 
-    That is then the run's length, and its schedule follows it; with `whole_length` it is the beginning of a run as long as `spec` says.
+    The sum is the length of the run, for its schedule too; with `whole_length` the run is the
+    beginning of one as long as `spec` says.
 
-    It reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, the same `_per_sample`, `num_steps`, `num_samples`,
-    `items_per_sample` and `applied_share` (what was done for them), `startup_s` (from the start of the process to the end of its first
-    step, or of the first that is compiled), `samples_per_epoch`, `loss` (of the last step), `peak_bytes`, `imported_bytes`, `compile_s`
-    where code was compiled, and `device_peak_bytes` on a GPU; with `capture`, also loss, gradients and weights after those steps, for
-    `compare_arms`. The ranks are those of `spec.layout`; then CPU seconds are of all of them, memory and `startup_s` of rank 0.
+    The arm reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, the same values
+    `_per_sample`, `num_steps`, `num_samples`, `items_per_sample` and `applied_share` of these
+    steps, `startup_s` (from the start of the process to the end of its first step, or of the first
+    compiled one), `samples_per_epoch`, `loss` (of the last step), `peak_bytes`, `imported_bytes`,
+    `compile_s` if code was compiled, and `device_peak_bytes` on a GPU; with `capture`, also loss,
+    gradients and weights after those steps, for `compare_arms`. The number of ranks is that of
+    `spec.layout`; CPU seconds are then those of all ranks, memory and `startup_s` those of rank 0.
     A change is `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`.
 
-    Raises SpecError for a spec without an importable task, InputError for no steps.
+    Raises SpecError for a spec without an importable task, InputError for invalid step counts.
     """
     if spec.task.use is None:
         raise SpecError("an arm runs in a fresh process and needs a task that can be imported", hint="name one as [task] use")
@@ -104,12 +111,15 @@ def spec_arm(
 
 
 def num_ranks(spec: RunSpec) -> int:
-    """The ranks that `spec.layout` asks for: one for an open `replicate`."""
+    """Return the number of ranks of `spec.layout`; an open `replicate` counts as one."""
     return (spec.layout.replicate or 1) * spec.layout.shard
 
 
 def absolute(spec: RunSpec, folder: Path) -> dict[str, dict[str, str]]:
-    """The tables whose paths would mean something else to a spec file in the arm's own folder."""
+    """Return the tables of `spec` with relative paths made absolute, from `folder`.
+
+    The spec file is written to the arm's folder, where relative paths would have another meaning.
+    """
     tables: dict[str, dict[str, str]] = {}
     file, colon, kind = (spec.task.use or "").partition(":")
     if colon and file.endswith(".py"):

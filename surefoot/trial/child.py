@@ -1,4 +1,4 @@
-"""What a spec arm's process runs: warm-up steps, then measured ones, then its report. `python -m surefoot.trial.child`."""
+"""Process of a spec arm: warm-up, measured steps, report. `python -m surefoot.trial.child`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from surefoot.trial.turns import Turns
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Train the spec that `words` (the command line's) name; report what its steps cost, or the tensors that were asked for."""
+    """Train the spec named in `words` (default: the command line) and report its measurements."""
     asked = _parser().parse_args(words)
     measures = {"imported_bytes": float(resident_bytes())}
     spec = spec_file.read_written(asked.spec)
@@ -75,14 +75,17 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def device_peak_bytes(run: Path, now_bytes: int) -> float:
-    """The most of all records of a run, each of which begins the peak anew, and `now_bytes`: of what came behind the last of them."""
+    """Return the GPU peak of a run in bytes: the largest of its records and `now_bytes`.
+
+    Each record resets the peak; `now_bytes` is the peak since the last one.
+    """
     told = [event.device_memory for event in events.read(run) if isinstance(event, events.Step) and event.device_memory]
     return float(max([now_bytes, *(each["peak_bytes"] for each in told)]))
 
 
 @contextmanager
 def short_of_memory() -> Iterator[None]:
-    """A process that finds no memory ends with the exit code of a run that does, wherever that was."""
+    """Return a context that exits with OutOfMemory's code on any out-of-memory error."""
     try:
         yield
     except Exception as error:
@@ -93,18 +96,18 @@ def short_of_memory() -> Iterator[None]:
 
 
 def first_alike(spec: RunSpec) -> int:
-    """The first step that runs as all later ones do: with what is compiled, which the steps before it are not."""
+    """Return the first step that runs like all later ones; compilation starts after eager steps."""
     return {"none": 1, "step": EAGER_STEPS + 1}.get(spec.compile.what, 2)
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until all that was launched on `device` is done."""
+    """Wait until all kernels launched on `device` are done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _of_samples(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]:
-    """The measures of a window by its samples, and how much was done for each: items that the losses count, updates applied."""
+    """Return the measurements of a window per sample, and the work done per sample and step."""
     samples = sum(report.num_samples for report in reports)
     items = sum(float(count) for report in reports for _, count, _ in report.totals.values())
     if not samples:

@@ -1,4 +1,7 @@
-"""What a trial shows: each arm against a baseline, round by round, with an interval; an interval that holds no effect is none."""
+"""Results of a trial: each arm compared with a baseline per round, with confidence intervals.
+
+An interval that includes no effect is reported as no effect.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Standing = Literal["holds", "fails", "undecided", "not measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """All outcomes of one interleaved run of arms, with the conditions they were measured under."""
+    """Outcomes of interleaved runs of several arms, and the conditions of the measurement."""
 
     title: str
     arms: tuple[str, ...]
@@ -27,7 +30,7 @@ class Trial:
     outcomes: tuple[Outcome, ...] = ()
 
     def by_round(self, arm: str, measure: str) -> dict[int, float]:
-        """`measure` of the arm in each round that it ended well and reported it, warm-up excluded."""
+        """Return `measure` of the arm per round, for rounds that ended well; without warm-up."""
         return {
             outcome.round: outcome.measures[measure]
             for outcome in self.outcomes
@@ -35,21 +38,22 @@ class Trial:
         }
 
     def pairs(self, arm: str, baseline: str, measure: str) -> tuple[list[float], list[float]]:
-        """Values of the arm and of the baseline from the rounds in which both have one."""
+        """Return the values of the arm and of the baseline for the rounds that have both."""
         mine, theirs = self.by_round(arm, measure), self.by_round(baseline, measure)
         shared = sorted(mine.keys() & theirs.keys())
         return [mine[number] for number in shared], [theirs[number] for number in shared]
 
     def failure(self, arm: str) -> str | None:
-        """How the arm failed first, with the tail of its error; None if it never did."""
+        """Return the arm's first failure with the tail of its error; None without failures."""
         return next((f"{o.ended}: {o.error}" for o in self.outcomes if o.arm == arm and o.ended != "done"), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """One measure of an arm against the baseline's: `value` and `reference` are medians, `interval` of the paired comparison.
+    """Comparison of one measure of an arm with the baseline's.
 
-    `interval` is None where no round has both; `failure` says how the arm failed, if it did.
+    `value` and `reference` are medians, `interval` is that of the paired comparison, None if no
+    round has both values; `failure` says how the arm failed, if it did.
     """
 
     arm: str
@@ -63,7 +67,7 @@ class Effect:
 
     @property
     def words(self) -> str:
-        """The claim in words; an interval that includes no effect is reported as no effect."""
+        """The result in words; an interval that includes no effect is reported as no effect."""
         if self.interval is None:
             return f"{self.arm} was not measured: {self.failure or 'no round has both arms'}"
         what, bounds = _spoken(self.measure), _bounds(self)
@@ -78,7 +82,7 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """What an effect must not exceed: `most` in times the baseline, or in the measure's own unit for a difference."""
+    """Upper limit of an effect: `most` times the baseline, or for a difference in its unit."""
 
     arm: str
     baseline: str
@@ -87,7 +91,7 @@ class Bar:
     kind: Kind = "ratio"
 
     def standing(self, effect: Effect) -> Standing:
-        """Holds when the whole interval lies at or below `most`, fails when it lies above; else the noise decides nothing."""
+        """Return "holds" if the interval is at most `most`, "fails" if above, else "undecided"."""
         interval = effect.interval
         if interval is None:
             return "not measured"
@@ -98,7 +102,10 @@ class Bar:
 
 
 def find_effect(trial: Trial, arm: str, baseline: str, measure: str, kind: Kind = "ratio") -> Effect:
-    """Compare one measure of `arm` with the baseline's over the rounds that have both. Raises InputError for an unknown arm."""
+    """Compare one measure of `arm` with the baseline's over the rounds that have both.
+
+    Raises InputError for an unknown arm.
+    """
     for name in (arm, baseline):
         if name not in trial.arms:
             raise InputError(f"the trial {trial.title!r} has no arm {name!r}", hint=f"it has: {', '.join(trial.arms)}")
@@ -114,13 +121,13 @@ def find_effect(trial: Trial, arm: str, baseline: str, measure: str, kind: Kind 
 
 
 def find_effects(trial: Trial, baseline: str, measures: Iterable[str], kind: Kind = "ratio") -> list[Effect]:
-    """Every other arm against the baseline, in the trial's order; an arm that failed has its row too."""
+    """Return the effect of every other arm, in the trial's order; failed arms are included."""
     others = [arm for arm in trial.arms if arm != baseline]
     return [find_effect(trial, arm, baseline, measure, kind) for measure in measures for arm in others]
 
 
 def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing]]:
-    """Each bar with its effect and whether it holds."""
+    """Return each bar with its effect and its standing."""
     judged = []
     for bar in bars:
         effect = find_effect(trial, bar.arm, bar.baseline, bar.measure, bar.kind)
@@ -129,7 +136,7 @@ def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing
 
 
 def format_measure(measure: str, value: float | None) -> str:
-    """A value in the unit that its measure's name says.
+    """Return a value in the unit that the name of its measure contains.
 
     >>> format_measure("cpu_s_per_step", 0.0004), format_measure("peak_bytes", 2**30), format_measure("samples_per_cpu_s", 250.0)
     ('400 us', '1 GiB', '250')
@@ -152,6 +159,6 @@ def _bounds(effect: Effect) -> str:
 
 
 def _spoken(measure: str) -> str:
-    """`mlp/cpu_s_per_step` -> `mlp cpu per step`."""
+    """Return a measure's name as words: `mlp/cpu_s_per_step` -> `mlp cpu per step`."""
     words = measure.replace("/", " ").replace("_", " ").split()
     return " ".join(word for word in words if word not in ("s", "bytes"))

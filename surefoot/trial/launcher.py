@@ -1,8 +1,10 @@
-"""Stands between the harness and one process of an arm. Run by its path in an isolated interpreter; standard library only.
+"""Parent of one process of an arm; started by its path in an isolated interpreter.
 
-Why a process between: what the kernel reports as a child's peak memory begins with the size of the process that forked it, and
-this one is small; and whoever kills the harness must not leave an arm running. It leads a process group, ends that whole group
-when the harness dies (Linux: PR_SET_PDEATHSIG) or sends SIGTERM, and writes one JSON line about the process to a descriptor.
+Uses the standard library only. The launcher is needed because the kernel's peak memory of a child
+starts at the size of the process that forked it, and this process is small; and because an arm must
+not continue when the harness is killed. The launcher leads a process group, kills the whole group
+when the harness dies (Linux: PR_SET_PDEATHSIG) or sends SIGTERM, and writes one JSON line about the
+process to a descriptor.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ NOT_FOUND = 127  # as a shell says that a command could not be started
 
 
 def die_with(parent: int, number: int) -> None:
-    """Have the kernel send `number` to this process when `parent` ends. Other systems than Linux cannot."""
+    """Have the kernel send `number` to this process when `parent` ends (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -28,12 +30,12 @@ def die_with(parent: int, number: int) -> None:
 
 
 def end_group(number: int, frame: FrameType | None) -> None:
-    """End every process of this group, this one too."""
+    """Kill every process of this group, including this one."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main() -> None:
-    """`launcher.py DESCRIPTOR PARENT COMMAND...`: run the command, wait for it, write what it used."""
+    """Run `launcher.py DESCRIPTOR PARENT COMMAND...`: run the command, write its resource usage."""
     descriptor, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     signal.signal(signal.SIGTERM, end_group)
     die_with(parent, signal.SIGTERM)

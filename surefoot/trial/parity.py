@@ -1,8 +1,9 @@
-"""Do two arms compute the same? Loss, every gradient and every weight, held against two equal runs of the reference.
+"""Numerical comparison of two arms: loss, gradients and weights, with the noise of equal runs.
 
-The distance of two tensors is max |a - b| / scale. The scale is the reference tensor's largest magnitude, or a thousandth of the
-largest of its group (all gradients of a step, all weights of a step) where that is more: what cancels to nothing, such as the
-gradient of a bias before a normalisation, is rounding of numbers as large as its group's.
+The distance of two tensors is max |a - b| / scale. The scale is the reference tensor's largest
+magnitude, or a thousandth of the largest magnitude of its group (all gradients of a step, all
+weights of a step) if that is more: a tensor whose values cancel to nothing, such as the gradient of
+a bias before a normalization, holds rounding errors of values as large as its group's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ Verdict = Literal["equal", "within noise", "differs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """One tensor of two arms: their `distance`, the distance of two equal runs (`floor`), and what is wrong if it has no distance."""
+    """Comparison of one tensor of two arms.
+
+    `distance` is that of the arms, `floor` that of two equal runs; `problem` says why there is no
+    distance.
+    """
 
     name: str
     distance: float | None
@@ -40,7 +45,10 @@ class Gap:
 
     @property
     def verdict(self) -> Verdict:
-        """Equal within the tolerance; within noise where two equal runs differ about as much, which proves nothing; or differs."""
+        """Verdict: "equal" (within the tolerance), "within noise" (of two equal runs) or "differs".
+
+        "within noise" proves nothing.
+        """
         if self.distance is None:
             return "differs"
         if self.distance <= self.tolerance:
@@ -50,7 +58,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """Every tensor of two arms side by side, the worst first."""
+    """Comparison of all tensors of two arms, the worst first."""
 
     arm: str
     reference: str
@@ -59,14 +67,14 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict | Literal["not measured"]:
-        """That of the worst tensor; an arm that failed, or that reported nothing, was not measured."""
+        """Verdict on the worst tensor; "not measured" if an arm failed or reported no tensors."""
         if self.failure is not None or not self.gaps:
             return "not measured"
         return self.gaps[0].verdict
 
     @property
     def words(self) -> str:
-        """The verdict in a sentence, with the worst tensor named."""
+        """The verdict in a sentence that names the worst tensor."""
         if self.failure is not None or not self.gaps:
             return f"{self.arm} was not compared with {self.reference}: {self.failure or 'no tensors were reported'}"
         worst, count = self.gaps[0], len(self.gaps)
@@ -83,9 +91,9 @@ class Parity:
 def compare_arrays(
     reference: Arrays, again: Arrays, other: Arrays, *, tolerance: float = TOLERANCE, tolerances: Mapping[str, float] | None = None
 ) -> list[Gap]:  # fmt: skip
-    """Hold `other` against `reference` with the floor of `reference` against `again`; the worst first.
+    """Compare `other` with `reference`, and `again`, an equal run, for the noise; the worst first.
 
-    `tolerances` gives the prefixes of names (`loss/2000`) tolerances of their own.
+    `tolerances` maps prefixes of names (`loss/2000`) to separate tolerances.
     """
     largest = _largest_by_group(reference)
     gaps = []
@@ -105,7 +113,7 @@ def compare_arrays(
 
 
 def check_finite(arrays: Arrays, what: str) -> None:
-    """Raise TaskError where no loss among `arrays` (`loss/...`) has a finite value: NaN equals NaN, and proves nothing."""
+    """Raise TaskError if no loss in `arrays` (`loss/...`) is finite: equal NaNs prove nothing."""
     losses = [array for name, array in arrays.items() if name.startswith("loss/")]
     if not any(np.isfinite(each.astype(np.float64)).any() for each in losses):
         reported = "reports no loss" if not losses else f"has no finite loss in {len(losses)} that it reports"
@@ -118,9 +126,9 @@ def check_finite(arrays: Arrays, what: str) -> None:
 def compare_arms(
     arm: Arm, reference: Arm, *, tolerance: float = TOLERANCE, tolerances: Mapping[str, float] | None = None
 ) -> Parity:  # fmt: skip
-    """Run `reference` twice, then `arm`, each in fresh processes, and compare the tensors that they report.
+    """Run `reference` twice and `arm` once in fresh processes, and compare the reported tensors.
 
-    Raises InputError for an arm that reports nothing.
+    Raises InputError for an arm that writes no report.
     """
     for each in (arm, reference):
         if not each.reports:
@@ -145,7 +153,10 @@ def _unmeasured(arm: Arm, reference: Arm, failure: str) -> Parity:
 
 
 def _group(name: str) -> str:
-    """`gradient/1/layer.weight` -> `gradient/1`: the tensors whose sizes are comparable."""
+    """Return the group of a tensor: `gradient/1/layer.weight` -> `gradient/1`.
+
+    Magnitudes are comparable within a group.
+    """
     return name.rpartition("/")[0]
 
 
@@ -169,7 +180,7 @@ def _mismatch(one: np.ndarray | None, other: np.ndarray | None) -> str | None:
 
 
 def _distance(one: np.ndarray, other: np.ndarray, scale: float) -> float | None:
-    """max |one - other| / scale; None where one is finite and the other is not."""
+    """Return max |one - other| / scale; None if non-finite values differ."""
     first, second = one.astype(np.float64), other.astype(np.float64)
     finite = np.isfinite(first)
     if not np.array_equal(finite, np.isfinite(second)) or not np.array_equal(first[~finite], second[~finite], equal_nan=True):

@@ -1,4 +1,4 @@
-"""One run of an arm: start its processes, wait within its time, end whatever is left, and say what happened."""
+"""A run of an arm: start its processes, wait, kill those that remain, return the outcome."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ Ending = Literal["done", "crashed", "timed out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run of an arm came to: `measures` by name (the unit is in the name), or the tail of its error.
+    """Result of one run of an arm: `measures` by name (with the unit), or the tail of its error.
 
-    Besides what the arm reports: `process_cpu_s` (all processes), `process_wall_s` and `process_peak_bytes` (the largest one).
-    `round` counts from 0; warm-up rounds are marked and never enter a comparison. `exit_code` is that of the process that failed first.
+    Measured in addition to the arm's report: `process_cpu_s` (all processes), `process_wall_s` and
+    `process_peak_bytes` (the largest process). `round` counts from 0; warm-up rounds are marked and
+    never compared. `exit_code` is that of the process that failed first.
     """
 
     arm: str
@@ -47,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rank:
-    """One started process of an arm."""
+    """A started process of an arm."""
 
     process: subprocess.Popen[bytes]
     result: int  # read end of the pipe that its launcher writes to
@@ -55,10 +56,11 @@ class Rank:
 
 
 def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -> Outcome:
-    """Run `arm` once in fresh processes below the folder `work`; whatever ends this call ends them too. `number` is the round's.
+    """Run `arm` once in fresh processes below the folder `work`; `number` is that of the round.
 
-    What goes wrong inside an arm is an Outcome, not an exception. Call it from the main thread: on Linux the processes die with
-    the thread that started them.
+    The processes end with this call, however it ends. A failure inside an arm is an Outcome, not an
+    exception. Must be called from the main thread: on Linux the processes die with the thread that
+    started them. Raises InputError if the working folder does not exist.
     """
     if not arm.folder.is_dir():
         raise InputError(f"the working folder {arm.folder} of the arm {arm.name!r} does not exist")
@@ -78,7 +80,11 @@ def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -
 
 @contextlib.contextmanager
 def _rank_variables(arm: Arm) -> Iterator[list[dict[str, str]]]:
-    """torchrun's variables of each rank. The port of their meeting is held as long: rank 0 alone may listen at it, nobody else gets it."""
+    """Return a context with torchrun's variables of each rank.
+
+    The rendezvous port stays bound inside the context, so that no other program gets it and only
+    rank 0 can listen on it.
+    """
     if arm.ranks == 1:
         yield [{}]
         return
@@ -90,7 +96,10 @@ def _rank_variables(arm: Arm) -> Iterator[list[dict[str, str]]]:
 
 
 def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float, *, turns: int | None = None) -> Rank:
-    """Start one process of `arm` in the new folder `folder`; `turns` is its end of the channel by which it takes turns."""
+    """Start one process of `arm` in the new folder `folder`.
+
+    `turns` is the process's end of the channel by which arms take turns.
+    """
     folder.mkdir(parents=True)
     for name, text in arm.files.items():
         (folder / name).write_text(text)
@@ -125,7 +134,7 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
 
 
 def _wait(ranks: Sequence[Rank], until_s: float) -> list[dict[str, float] | None]:
-    """What each rank's launcher wrote, None for one that was still running; the first failure ends the wait."""
+    """Return the result line of each rank's launcher, None if still running; stop at a failure."""
     results: list[dict[str, float] | None] = [None] * len(ranks)
     for index in _as_they_end(ranks, until_s):
         result = results[index] = read_result(ranks[index])
@@ -135,7 +144,7 @@ def _wait(ranks: Sequence[Rank], until_s: float) -> list[dict[str, float] | None
 
 
 def read_result(rank: Rank) -> dict[str, float]:
-    """What the launcher of a process that has ended wrote: one line, written at once, or nothing where it was ended itself."""
+    """Return the launcher's result line; exit code -SIGKILL if it was killed and wrote none."""
     text = os.read(rank.result, 4096)
     result: dict[str, float] = json.loads(text) if text else {"exit_code": -signal.SIGKILL}
     return result
@@ -152,7 +161,7 @@ def _as_they_end(ranks: Sequence[Rank], until_s: float) -> Iterator[int]:
 
 
 def end_rank(rank: Rank) -> None:
-    """End the rank's whole group while its leader still holds the group's number, then reap the leader."""
+    """Kill the rank's process group, whose id its leader still holds, then reap the leader."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)
     rank.process.wait()
@@ -162,7 +171,10 @@ def end_rank(rank: Rank) -> None:
 def judge_outcome(
     arm: Arm, ranks: Sequence[Rank], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
 ) -> Outcome:
-    """What a run came to, from what its launchers wrote (None: nothing yet) and the report of its first rank."""
+    """Return the outcome of a run from its launchers' results and the report of rank 0.
+
+    A result is None if the process was still running.
+    """
     done = [result for result in results if result is not None]
     problem = _problem(arm, ranks, results)
     report = Report()
@@ -187,7 +199,7 @@ def judge_outcome(
 
 
 def _problem(arm: Arm, ranks: Sequence[Rank], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
-    """How the first rank that failed ended, else the first that did not end in time."""
+    """Return how the first failed rank ended, else the first rank that timed out."""
     for index, result in enumerate(results):
         if result is not None and result["exit_code"] != 0:
             return "crashed", f"{_place(arm, index)}exit code {result['exit_code']}\n{_tail(ranks[index].folder)}"
@@ -202,7 +214,7 @@ def _place(arm: Arm, rank: int) -> str:
 
 
 def _tail(folder: Path) -> str:
-    """The last lines that the process wrote to stderr, else to stdout."""
+    """Return the last lines of the process's stderr, or of its stdout if stderr is empty."""
     for name in ("stderr", "stdout"):
         path = folder / name
         with path.open("rb") as file:

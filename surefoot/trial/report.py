@@ -1,8 +1,9 @@
-"""What a process of an arm tells the harness, through a file it is given: numbers as JSON, tensors as safetensors beside it.
+"""Report of an arm's process to the harness: a JSON file, and tensors in a safetensors file.
 
     {"version": 1, "measures": {"cpu_s_per_step": 0.00031}, "facts": {"torch": "2.13.0"}}
 
-A measure's unit stands in its name (`_s`, `_bytes`). Nothing is ever unpickled. An arm in another language can write the same.
+The name of a measure contains its unit (`_s`, `_bytes`). Pickle is not used. An arm in another
+language can write the same files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_BYTES = 1 << 20  # of the JSON: an arm reports numbers, not logs
 
 @dataclass(frozen=True)
 class Report:
-    """One process's own account: measures by name, and facts in words."""
+    """Report of one process: measures by name, and facts as text."""
 
     measures: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -39,9 +40,10 @@ class Report:
 def write_report(
     path: str | Path, measures: Mapping[str, float], *, facts: Mapping[str, str] | None = None, arrays: Mapping[str, Any] | None = None
 ) -> None:  # fmt: skip
-    """Write a report to `path`, and `arrays` (name -> numpy array) to the file of `arrays_of(path)`; whole or not at all.
+    """Write a report to `path`, and `arrays` (name -> NumPy array) to `arrays_of(path)`.
 
-    Raises BadRecordError for a measure that is not a finite number: JSON has no NaN, and no claim stands on one.
+    The report is written whole or not at all. Raises BadRecordError for a measure that is not
+    finite: JSON has no NaN.
     """
     bad = [name for name, value in measures.items() if not math.isfinite(value)]
     if bad:
@@ -56,7 +58,7 @@ def write_report(
 
 
 def read_report(path: Path) -> Report:
-    """The report at `path`. Raises BadRecordError when there is none, or it is no report."""
+    """Return the report at `path`. Raises BadRecordError if it is missing or invalid."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise BadRecordError(f"the report {path.name} is larger than 1 MiB")
@@ -78,12 +80,12 @@ def read_report(path: Path) -> Report:
 
 
 def arrays_of(path: Path) -> Path:
-    """Where the tensors of the report at `path` lie."""
+    """Return the path of the tensors of the report at `path`."""
     return path.with_suffix(".safetensors")
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of the report at `path`. Raises BadRecordError when there are none, or the file is damaged."""
+    """Return the tensors of the report at `path`. Raises BadRecordError if missing or damaged."""
     try:
         return load_file(arrays_of(path))
     except FileNotFoundError:
@@ -95,9 +97,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def capture(model: Any, loss: float, step: int) -> dict[str, np.ndarray]:
-    """Loss, every gradient and every weight and buffer of a torch module as they are now, for `parity`.
+    """Return loss, gradients, weights and buffers of a torch module as they are now, for `parity`.
 
-    Names are `loss/<step>`, `gradient/<step>/<parameter>` and `weight/<step>/<name>`. Half precision goes as float32, which holds it.
+    Names are `loss/<step>`, `gradient/<step>/<parameter>` and `weight/<step>/<name>`. Half
+    precision is converted to float32, which is exact.
     """
     found = {f"loss/{step}": np.array(loss, dtype=np.float64)}
     for name, parameter in model.named_parameters():
@@ -132,16 +135,16 @@ class Clock:
         self.cpu_s, self.wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._wall_s
 
     def leave_out(self, wall_s: float) -> None:
-        """Take off what is no part of the block, while it lasts: a wait for another process."""
+        """Subtract `wall_s` seconds inside the block, such as the wait for another process."""
         self._wall_s += wall_s
 
     def per(self, steps: int) -> dict[str, float]:
-        """The measures of a block that took `steps` steps."""
+        """Return the seconds per step of a block of `steps` steps."""
         return {"cpu_s_per_step": self.cpu_s / steps, "wall_s_per_step": self.wall_s / steps}
 
 
 def resident_bytes() -> int:
-    """The memory of this process that is in RAM now; its peak so far where the system does not say."""
+    """Return the resident memory of this process; its peak if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -150,7 +153,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had in RAM."""
+    """Return the peak resident memory of this process."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""In which order arms run, and running them so: interleaved, each round every arm once, so that what drifts hits all alike."""
+"""Interleaved execution of arms: every arm once per round, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ MAX_FAILURES = 2  # after so many an arm is not started again: it would only hol
 
 
 def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tuple[str, ...]]:
-    """The order within each round: a seeded permutation, then its reverse, so of any two arms each is first equally often.
+    """Return the order within each round: a seeded permutation, then its reverse.
+
+    Of any two arms each is first equally often.
 
     >>> plan_rounds(["a", "b"], 4)
     [('a', 'b'), ('b', 'a'), ('a', 'b'), ('b', 'a')]
@@ -35,13 +37,15 @@ def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tup
 def run_rounds(
     arms: Sequence[Arm], *, rounds: int, warmup_rounds: int = 1, seed: int = 0, in_turns: bool = False
 ) -> Iterator[Outcome]:
-    """Run every arm `warmup_rounds + rounds` times, interleaved, one process after the other; yield each Outcome as it comes.
+    """Run every arm `warmup_rounds + rounds` times, interleaved; yield each Outcome.
 
-    With `in_turns` the arms of a round are there at once and take turns while they are measured (`surefoot.trial.turns`): where a
-    machine drifts, their ratios scatter far less, but it must hold them all in memory.
+    One process runs at a time. With `in_turns` the arms of a round run at the same time and take
+    turns while they are measured (`surefoot.trial.turns`): on a machine whose speed drifts, their
+    ratios scatter far less, but all arms must fit in memory together.
 
-    Warm-up rounds fill the caches of disk and interpreter; their outcomes are marked. An arm that crashes or hangs twice is left
-    out from then on, and the others go on. Raises InputError for no arms, two of one name, or no rounds.
+    Warm-up rounds fill the caches of disk and interpreter; their outcomes are marked. An arm that
+    crashes or hangs twice is left out afterwards. Raises InputError without arms or rounds, or for
+    equal names.
     """
     named = {arm.name: arm for arm in arms}
     if not arms or len(named) < len(arms) or rounds < 1 or warmup_rounds < 0:

@@ -1,4 +1,4 @@
-"""A trial as data: JSON that reads back as the same value, one line an outcome while it runs, and Markdown for people."""
+"""A trial as data: JSON that restores it, one line per outcome while it runs, and Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 
 def as_json(trial: Trial) -> str:
-    """The whole trial, raw outcomes included, as one JSON object; `from_json` gives it back."""
+    """Return the whole trial, with raw outcomes, as one JSON object; the inverse is `from_json`."""
     row = {"version": VERSION, **{each.name: getattr(trial, each.name) for each in fields(trial) if each.name != "outcomes"}}
     head = json.dumps(row, allow_nan=False, indent=1)
     lines = ",\n".join(f"  {as_line(outcome)}" for outcome in trial.outcomes)
@@ -28,7 +28,7 @@ def as_json(trial: Trial) -> str:
 
 
 def from_json(text: str) -> Trial:
-    """The trial that `as_json` wrote. Raises BadRecordError for anything else."""
+    """Return the trial that `as_json` wrote. Raises BadRecordError for other text."""
     try:
         row = json.loads(text)
         version = row.pop("version")
@@ -42,19 +42,19 @@ def from_json(text: str) -> Trial:
 
 
 def as_line(outcome: Outcome) -> str:
-    """One outcome as one line of JSON, to be appended while a trial runs: what a killed trial measured is not lost."""
+    """Return an outcome as one line of JSON, appended during a trial in case it is killed."""
     return json.dumps(asdict(outcome), allow_nan=False)
 
 
 def write_trial(trial: Trial, path: Path) -> None:
-    """Write the trial's JSON aside, then rename it."""
+    """Write the trial as JSON to a temporary file and rename it to `path`."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(as_json(trial))
     draft.replace(path)
 
 
 def read_trial(path: Path) -> Trial:
-    """The trial at `path`. Raises BadRecordError when there is none."""
+    """Return the trial at `path`. Raises BadRecordError if it cannot be read."""
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -62,7 +62,7 @@ def read_trial(path: Path) -> Trial:
 
 
 def effect_rows(effects: Iterable[Effect]) -> list[dict[str, Any]]:
-    """Effects as plain rows, for JSON and for Markdown."""
+    """Return effects as plain rows, for JSON and for Markdown."""
     return [
         {
             "measure": effect.measure, "arm": effect.arm, "baseline": effect.baseline, "kind": effect.kind,
@@ -78,7 +78,7 @@ def effect_rows(effects: Iterable[Effect]) -> list[dict[str, Any]]:
 
 
 def effects_markdown(effects: Sequence[Effect]) -> str:
-    """Effects as a Markdown table; below it the error of each arm that failed."""
+    """Return effects as a Markdown table, followed by the error of each failed arm."""
     table = [
         (
             effect.measure,
@@ -96,7 +96,7 @@ def effects_markdown(effects: Sequence[Effect]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; a bar inside a cell is escaped.
+    """Return a Markdown table; a bar inside a cell is escaped.
 
     >>> print(markdown(["a", "b"], [["1", "2|3"]]), end="")
     | a | b |
@@ -108,7 +108,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def find_conditions(packages: Iterable[str] = ("torch", "numpy"), *, threads: int = 1) -> dict[str, str]:
-    """What a measurement stands on: processor, cores, memory, system, Python, threads, versions of `packages`."""
+    """Return the conditions of a measurement: hardware, system, Python, threads, `packages`."""
     machine = find_machine()
     found = {
         "processor": machine.processor, "cores": str(machine.cores), "memory": format_bytes(machine.memory_bytes),

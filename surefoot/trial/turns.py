@@ -1,8 +1,9 @@
-"""Arms of a round that take turns: all are started, one computes for a tenth of a second, the others are stopped meanwhile.
+"""Arms that take turns: all are started; one runs for 0.1 s while the others are stopped.
 
-The speed of a machine drifts within seconds (other tenants, clock rates, caches), so two runs one after the other differ by several
-per cent for no reason of their own. Turns shorter than the drift give it to all arms alike. A process hands its turn over between
-two steps, and is stopped whole, its threads too; how long that was is left out of its wall time.
+The speed of a machine drifts within seconds (other tenants, clock rates, caches), so that two
+consecutive runs differ by several percent. Turns shorter than the drift affect all arms alike. A
+process ends its turn between two steps, and is then stopped with all its threads; the time of the
+stop is left out of its wall time.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ POLL_S = 0.0002
 
 
 class Turns:
-    """The side of the process that is measured. Without a `descriptor` it is alone, and its turn never ends.
+    """Turns of the measured process; without a `descriptor` it runs alone, in one endless turn.
 
-    The first turn ends with the first step: what warms up afterwards does so in turns, too, or one that waited for the others to
-    start would begin its measured steps with cold caches (2 % of a second).
+    The first turn ends with the first step, so that the warm-up afterwards is done in turns too: a
+    process that waited for the others to start would begin its measured steps with cold caches (2 %
+    of a second).
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -40,9 +42,9 @@ class Turns:
         self._until_s = 0.0
 
     def after_step(self, settle: Callable[[], object]) -> float:
-        """Where this turn has had its time, let the others go on until it is this process's again; gives the seconds that it waited.
+        """End this turn if its time is over, and wait for the next; return the seconds waited.
 
-        `settle` waits for what this process has launched on a device.
+        `settle` waits for the kernels that this process has launched on a device.
         """
         if self._channel is None or time.perf_counter() < self._until_s:
             return 0.0
@@ -57,7 +59,7 @@ class Turns:
 
 @dataclass
 class _Player:
-    """The harness's side of one arm: `pid` is the process to stop, known once it has handed its first turn over."""
+    """Harness's side of one arm; `pid` is the process to stop, known after its first turn."""
 
     arm: Arm
     rank: Rank
@@ -68,7 +70,7 @@ class _Player:
     results: list[dict[str, float] | None] = field(default_factory=lambda: [None])
 
     def play(self) -> None:
-        """One turn, until it hands over, ends, or has had the arm's time."""
+        """Run one turn, until the process hands it over or ends, or the arm's time is over."""
         begun_s = time.perf_counter()
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it was ended while it stood still
@@ -89,7 +91,7 @@ class _Player:
 
 
 def _stop(pid: int) -> None:
-    """Stop a process, and wait until all its threads stand still; one that has just ended does."""
+    """Stop a process and wait until all its threads are stopped or it has ended."""
     with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         os.kill(pid, signal.SIGSTOP)
         while psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -97,10 +99,11 @@ def _stop(pid: int) -> None:
 
 
 def run_in_turns(arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup: bool = False) -> list[Outcome]:
-    """Run each of `arms` once, below the folder `work`: one after the other up to its first measured step, from there on in turns.
+    """Run each of `arms` once below the folder `work`, in turns during the measured steps.
 
-    An arm that hands no turn over, because it ends before, or knows of none, has then simply run alone. Raises InputError for an arm
-    with more than one rank: ranks wait for each other within a step.
+    Up to their first measured step the arms run one after the other. An arm that never ends its
+    turn runs alone. Raises InputError for an arm with more than one rank, since ranks wait for each
+    other in a step.
     """
     crowd = [arm.name for arm in arms if arm.ranks > 1]
     if crowd:

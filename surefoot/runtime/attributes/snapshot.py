@@ -1,4 +1,4 @@
-"""The attributes of a model's modules at one moment, to be put back: the same objects, with the values that they had."""
+"""Snapshot of the attributes of a model's modules, which restores objects and their values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from surefoot.runtime.attributes.values import (
 
 
 class Absent:
-    """Stands for an attribute that the module does not have."""
+    """Marker of an attribute that the module does not have."""
 
 
 ABSENT = Absent()
 
 
 class AttributeSnapshot:
-    """What every attribute, or only those of `slots`, refers to, and copies of the tensors, arrays and containers in it."""
+    """References of all attributes, or of `slots`, and copies of mutable values in them.
+
+    Tensors, arrays and containers are copied.
+    """
 
     def __init__(self, model: nn.Module, slots: Iterable[Slot] | None = None, aliases: Aliases | None = None) -> None:
         self._model = model
@@ -43,7 +46,7 @@ class AttributeSnapshot:
         self._held = [(slot, value, self._copy(value)) for slot in found for value in [vars(slot[0]).get(slot[1], ABSENT)]]
 
     def _copy(self, value: Any) -> Any:
-        """Copies of what can change in place; None for what cannot, and for what is no state."""
+        """Return copies of the mutable state in a value; None for any other value."""
         if isinstance(value, Tensor):
             return None if self.aliases.is_alias(value) else value.detach().clone()
         if isinstance(value, np.ndarray):
@@ -53,12 +56,12 @@ class AttributeSnapshot:
         return [(key, part, self._copy(part)) for key, part in parts_of(value) or ()]
 
     def find_changed(self) -> list[Slot]:
-        """The attributes that are state and differ now."""
+        """Return the attributes that are state and differ from the snapshot."""
         changed = [slot for slot, value, copy in self._held if self._differs(*slot, value, copy)]
         return [*changed, *self.new_state()]
 
     def restrict(self, slots: Iterable[Slot]) -> AttributeSnapshot:
-        """The same snapshot of these attributes alone; those that were not there are absent in it."""
+        """Return the snapshot of `slots` alone; attributes that it does not hold are absent."""
         held = {slot: (value, copy) for slot, value, copy in self._held}
         made = AttributeSnapshot(self._model, (), self.aliases)
         made._held = [(slot, *held.get(slot, (ABSENT, None))) for slot in slots]
@@ -71,18 +74,21 @@ class AttributeSnapshot:
         return _is_changed(value, copy)
 
     def _is_ours(self, now: Any, value: Any) -> bool:
-        """Whether what an attribute refers to is to be put back: not where code has made an object for itself, as a compiled function."""
+        """Whether an attribute is to be restored.
+
+        False if code has created an object that is not state, such as a compiled function.
+        """
         return holds_tensors(value) or now is ABSENT or is_state(now)
 
     def owned(self) -> Iterator[tuple[Slot, Any, Any]]:
-        """Every attribute that is to be put back, what it referred to, and the copies of that."""
+        """Yield every attribute that is to be restored, with its old object and the copies."""
         for slot, value, copy in self._held:
             now = vars(slot[0]).get(slot[1], ABSENT)
             if now is value or self._is_ours(now, value):
                 yield slot, value, copy
 
     def new_state(self) -> list[Slot]:
-        """The attributes that have come since, if they are state."""
+        """Return the attributes that were added since the snapshot and are state."""
         if not self._is_whole:
             return []
         known = {slot for slot, _, _ in self._held}
@@ -91,7 +97,7 @@ class AttributeSnapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Let every attribute refer to what it did, with the values of then. What came to be since is deleted, if it is state."""
+        """Restore every attribute's object and values; delete added attributes that are state."""
         for slot in self.new_state():
             _assign(slot, ABSENT)
         for slot, value, copy in list(self.owned()):
@@ -99,14 +105,15 @@ class AttributeSnapshot:
             _restore(value, copy)
 
     def lend(self) -> AbstractContextManager[None]:
-        """A context in which copies with the values of then stand in the attributes; it may be entered again."""
+        """Return a reusable context in which the attributes hold copies with the old values."""
         return _Lent(self)
 
     @torch.no_grad()
     def put_back_unless(self, applied: Tensor) -> None:
-        """Put back where `applied` is false, decided on its device; where shapes have changed the host has to wait for it.
+        """Restore the attributes if `applied` is false, decided on its device.
 
-        Plain values stay as they are where only the device knows.
+        If shapes have changed, the host waits for the device. Plain values keep their current
+        values, since only the device knows `applied`.
         """
         now = {slot: vars(slot[0]).get(slot[1], ABSENT) for slot, _, _ in self._held}
         if not all(_fits(now[slot], value, copy) for slot, value, copy in self._held):
@@ -143,7 +150,7 @@ def _assign(slot: Slot, value: Any) -> None:
 
 
 def _as_then(value: Any, copy: Any) -> Any:
-    """What an attribute was, in objects that may change; a tensor in a graph is itself, so that it stays in there."""
+    """Return an attribute's old value in mutable copies; a tensor in a graph stays as it is."""
     if copy is None:
         return value
     if isinstance(value, Tensor):
@@ -154,7 +161,7 @@ def _as_then(value: Any, copy: Any) -> Any:
 
 
 def _fits(now: Any, before: Any, copy: Any) -> bool:
-    """Whether a value has the structure, and its tensors the shapes and dtypes, of what was copied."""
+    """Whether a value has the structure, tensor shapes and dtypes of the copied value."""
     if isinstance(now, Tensor) != isinstance(before, Tensor):
         return False
     if isinstance(now, Tensor):
@@ -171,7 +178,7 @@ def _fits(now: Any, before: Any, copy: Any) -> bool:
 
 
 def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
-    """A value with `now` where `applied`, else what was copied."""
+    """Return a value that is `now` if `applied`, else the copy."""
     if isinstance(now, Tensor):
         return now if copy is None else torch.where(applied.to(now.device), now, copy)
     parts = parts_of(now)

@@ -1,6 +1,6 @@
-"""Attributes as a checkpoint holds them, and back into the modules.
+"""Attributes in the form that a checkpoint stores, and their restoration into the modules.
 
-An alias of a parameter, of a buffer or of another attribute stays one.
+An alias of a parameter, of a buffer or of another attribute is restored as an alias.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Stored = dict[str, Any]  # "values" by name; "aliases": paths and what stands th
 
 
 def encode_attributes(model: nn.Module, changed: Changed) -> Stored:
-    """The changed attributes for a checkpoint, tensors detached; empty where none has changed."""
+    """Return the changed attributes for a checkpoint, tensors detached; empty without changes."""
     if not changed.values and not changed.deleted:
         return {}
     first = dict(changed.aliases.names)
@@ -45,7 +45,7 @@ def encode_attributes(model: nn.Module, changed: Changed) -> Stored:
 
 
 def check_attributes(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Raise RunFolderError where `put_back_attributes` would find no module for one of these."""
+    """Raise RunFolderError if the model has no module for one of the stored attributes."""
     for name in stored.get("values", {}):
         if find_owner(model, name)[0] is None:
             raise RunFolderError(
@@ -58,9 +58,10 @@ def check_attributes(model: nn.Module, stored: Mapping[str, Any]) -> None:
 def put_back_attributes(
     model: nn.Module, stored: Mapping[str, Any], state: Mapping[str, Any] = NOTHING, *, keep_others: bool = False
 ) -> None:  # fmt: skip
-    """Give the modules the attributes that were saved; `state` is what is saved beside the model, to which they may refer.
+    """Restore the stored attributes of the modules.
 
-    With `keep_others` those of modules that the model does not have are left out.
+    `state` is the state saved beside the model, to which attributes may refer. With `keep_others`
+    attributes of modules that the model does not have are left out.
     """
     if not stored:
         return
@@ -89,7 +90,11 @@ def put_back_attributes(
 
 
 def _fill_trained(model: nn.Module, path: str, saved: Tensor) -> Tensor:
-    """A tensor with a gradient of its own: the one that stands there, which an optimizer may refer to, or a new one."""
+    """Return a tensor that requires gradients, with the saved values.
+
+    It is the present tensor, which an optimizer may refer to, or a new one if there is none that
+    fits.
+    """
     name, *keys = path.split("/")
     owner, leaf = find_owner(model, name)
     held = None if owner is None else vars(owner).get(leaf)

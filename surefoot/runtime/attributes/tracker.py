@@ -1,4 +1,4 @@
-"""Which attributes have changed since a model was built: those are state, and no others are worth saving."""
+"""Detection of attributes that have changed since the model was built: only these are state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surefoot.runtime.attributes.values import NOTHING, Aliases, find_leaves, is
 
 @dataclass(frozen=True)
 class Changed:
-    """The attributes with other values than at the start, by dotted name; those that were deleted; those that cannot be saved."""
+    """Changed attributes by dotted name, deleted ones, and those that cannot be saved."""
 
     aliases: Aliases
     values: dict[str, Any]
@@ -22,20 +22,21 @@ class Changed:
 
 
 class AttributeTracker:
-    """Remembers what the attributes of a model's modules were when it was made, as digests.
+    """Digests of the attributes of a model's modules at the time when it was built.
 
-    An attribute that never changes (a table of sines, a setting) is built again by whoever builds the model, and is not state. One that
-    has changed is: a hidden state, a counter, values that the first batch gave.
+    An attribute that never changes (a table of sines, a setting) is made again when the model is
+    built, and is not state. A changed attribute is: a hidden state, a counter, values computed from
+    the first batch.
     """
 
     def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """`state` gives what is saved beside the model: an attribute that is one of these tensors is not saved twice."""
+        """Read the attributes; tensors that `state` returns are saved anyway and are aliases."""
         self._model = model
         aliases = Aliases.of(model, {} if state is None else state())
         self._before = {name: sign(value, aliases) for name, value in named_attributes(model).items()}
 
     def find_changed(self, state: Mapping[str, Any] = NOTHING) -> Changed:
-        """The attributes that differ from the start now; `state` is what is saved beside the model now."""
+        """Return the attributes that have changed; tensors in `state` are saved anyway."""
         aliases = Aliases.of(self._model, state)
         now = named_attributes(self._model)
         values, unsaved = dict[str, Any](), list[str]()
@@ -55,6 +56,6 @@ MISSING = object()
 
 
 def _is_view(value: Any, aliases: Aliases) -> bool:
-    """Whether a tensor in it is a view of a parameter or a buffer: saved alone, it would be one no more."""
+    """Whether a tensor in `value` is a view of a parameter or buffer, which saving would break."""
     tensors = (each for each in find_leaves(value) or () if isinstance(each, Tensor))
     return any(id(each) not in aliases.names and aliases.is_alias(each) for each in tensors)

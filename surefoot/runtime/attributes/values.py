@@ -1,6 +1,7 @@
-"""Which attributes of a module can hold state: tensors, arrays, plain values, and lists, tuples, deques and dicts of them.
+"""Attributes of a module that can hold state: tensors, arrays, plain values and containers.
 
-A tensor that is a parameter or a buffer, or a view of one, is an alias: its values are saved and put back with that one.
+Containers are lists, tuples, deques and dicts. A tensor that is a parameter, a buffer or a view of
+one is an alias: its values are saved and restored with the parameter or buffer.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a module has beside those of `nn.Module`, its parameters, buffers and submodules.
+    """Return a module's attributes except those of `nn.Module`, parameters, buffers and submodules.
 
-    What a forward pre-hook of torch computes anew in each pass (`weight_norm`, `spectral_norm`, `prune`) and the list of weights that
-    an RNN keeps are left out.
+    Values that a forward pre-hook of torch computes in each pass (`weight_norm`, `spectral_norm`,
+    `prune`) and an RNN's list of weights are left out.
     """
     hooks = module._forward_pre_hooks.values()
     derived = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
@@ -39,14 +40,14 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """The parts of a container with their index or key; None for a value that is no container."""
+    """Return the parts of a container with their index or key; None for other values."""
     if type(value) in SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return iter(enumerate(value))
     return iter(value.items()) if type(value) in MAPPINGS else None
 
 
 def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
-    """A container of the type of `value` that holds other parts, given with their keys."""
+    """Return a container of the type of `value` with the given parts."""
     if isinstance(value, dict):
         made = value.copy()  # keeps what a defaultdict makes
         made.clear()
@@ -60,7 +61,7 @@ def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def find_leaves(value: Any) -> list[Any] | None:
-    """Every value in it that is no container; None where one of them is no state, or they are too many."""
+    """Return every value inside that is no container; None if one is no state, or for too many."""
     left, found, count = [value], list[Any](), 0
     while left:
         each = left.pop()
@@ -81,13 +82,13 @@ def is_state(value: Any) -> bool:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is state and has a tensor or an array in it."""
+    """Whether a value is state and contains a tensor or an array."""
     return any(isinstance(each, Tensor | np.ndarray) for each in find_leaves(value) or ())
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """The tensors of a model that are saved anyway, its parameters and buffers: by identity, and by the memory that they use."""
+    """Tensors that are saved with the model, its parameters and buffers, by identity and memory."""
 
     names: dict[int, str]
     memory: dict[Any, str]
@@ -95,19 +96,22 @@ class Aliases:
 
     @classmethod
     def of(cls, model: nn.Module, more: Mapping[str, Any] = NOTHING) -> Aliases:
-        """Of every parameter and buffer, under its first name, and of the tensors of `more`, which are saved by another name."""
+        """Return the aliases of a model's parameters and buffers and of the tensors in `more`.
+
+        A shared tensor has its first name; tensors in `more` are saved under another name.
+        """
         tensors: dict[str, Tensor] = {f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)}
         tensors |= chain(model.named_parameters(), model.named_buffers())
         memory = {key: name for name, each in tensors.items() if (key := memory_of(each)) is not None}
         return cls({id(each): name for name, each in tensors.items()}, memory, tensors)
 
     def is_alias(self, tensor: Tensor) -> bool:
-        """Whether the values of `tensor` are those of a parameter or a buffer."""
+        """Whether `tensor` shares its values with a parameter or a buffer."""
         return id(tensor) in self.names or memory_of(tensor) in self.memory
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """The memory that a tensor uses, views of it included; None where that is not known."""
+    """Return the device and address of a tensor's storage, shared by its views; None if unknown."""
     try:
         place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     except (RuntimeError, NotImplementedError):
@@ -116,7 +120,10 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 def sign(value: Any, aliases: Aliases) -> Any:
-    """What tells whether a value has changed: of a tensor its dtype, shape and a digest of its bytes; None for what is no state."""
+    """Return a value that differs if `value` has changed; None for an object that is no state.
+
+    For a tensor this is its dtype, its shape and a digest of its bytes.
+    """
     return _sign(value, aliases) if is_state(value) else _sign_opaque(value, aliases)
 
 
@@ -144,7 +151,10 @@ def _sign_tensor(tensor: Tensor, aliases: Aliases) -> Any:
 
 
 def _sign_opaque(value: Any, aliases: Aliases) -> Any:
-    """Of a random generator where it stands, of another object the tensors that it holds directly; None of one that holds none."""
+    """Return the state of a random generator, or the tensors that an object holds directly.
+
+    None for an object without tensors.
+    """
     if isinstance(value, torch.Generator):
         return _sign_tensor(value.get_state(), aliases)
     if isinstance(value, np.random.Generator | np.random.RandomState):
@@ -159,7 +169,7 @@ def _sign_opaque(value: Any, aliases: Aliases) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
-    """The value with every leaf that is no container replaced by `change(path, leaf)`."""
+    """Return `value` with every leaf that is no container replaced by `change(path, leaf)`."""
     parts = parts_of(value)
     if parts is None:
         return change(path, value)
@@ -167,7 +177,7 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
 
 
 def find_owner(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
-    """The module of an attribute by its dotted name (None where the model has none), and the attribute's own name."""
+    """Return the module of an attribute (None if there is none) and the attribute's last name."""
     above, _, leaf = name.rpartition(".")
     try:
         return model.get_submodule(above), leaf
@@ -181,7 +191,7 @@ def is_same(now: Any, before: Any) -> bool:
 
 
 def named_attributes(model: nn.Module) -> Mapping[str, Any]:
-    """Every attribute of every module that could hold state, by its dotted name."""
+    """Return every attribute of every module that could hold state, by dotted name."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they come together, and what they tell each other."""
+"""Process groups of a run: how ranks join, and their collectives."""
 
 from surefoot.runtime.comm.collectives import Collective
 from surefoot.runtime.comm.group import ALONE, Group

@@ -1,4 +1,4 @@
-"""Each collective of a group as a call that can be made again and again: what a link is measured by."""
+"""Collectives of a group as repeatable calls, for the measurement of bandwidth."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or d
 
 
 class Collective:
-    """One collective over `num_bytes` of zeros in fp32, at least as many as asked for: a piece for each rank, the same on all of them.
+    """Collective over at least `num_bytes` of fp32 zeros, divided equally among the ranks.
 
-    Zeros, since what is summed in its place again and again grows by the number of ranks each time, to inf after 128 sums of two.
-    `period` calls in a row let no rank run ahead of the others: a broadcast goes out from each rank in turn, and what the first rank
-    sends to the last comes back. Raises InputError for an unknown name, and for a group of one.
+    The values are zeros because a repeated in-place sum would grow by the number of ranks each
+    time, to inf after 128 sums of two. `period` consecutive calls let no rank run ahead of the
+    others: a broadcast starts from each rank in turn, and the data that the first rank sends to the
+    last is sent back. Raises InputError for an unknown name, and for a group of one.
     """
 
     def __init__(self, name: str, group: Group, num_bytes: int) -> None:
@@ -47,7 +48,7 @@ class Collective:
         self.period = {BROADCAST: group.size, SEND: 2}.get(name, 1)
 
     def call(self, number: int) -> None:
-        """The `number`-th call, from 0 on; on a GPU it has begun when this returns. Raises LostRank."""
+        """Make call `number` (from 0); on a GPU it has only started on return. Raises LostRank."""
         self._group.do(lambda: self._call(number), FLIGHT[self.name], self._whole)
 
     def _call(self, number: int) -> None:
@@ -70,7 +71,10 @@ class Collective:
                 dist.recv(whole, ends[0])
 
     def is_right(self) -> bool:
-        """Whether the first call does on this rank what its name says; every rank asks, and all hold zeros again afterwards."""
+        """Whether the first call gives the right result on this rank.
+
+        Every rank must call this; all ranks hold zeros again afterwards.
+        """
         size, rank = self._group.size, self._group.rank
         number_of = torch.arange(size, device=self._whole.device).repeat_interleave(len(self._whole) // size)  # of each piece
         from_rank = [(1 + size * sender + number_of).to(self._whole.dtype) for sender in range(size)]

@@ -1,4 +1,4 @@
-"""All ranks' rows of a tensor inside a loss, with gradients: what a loss needs that compares samples with each other."""
+"""Differentiable all_gather inside a loss, for losses that compare samples with each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surefoot.runtime.comm.group import ALONE, Group
 
 
 class Gathering:
-    """`all_gather` gathers from the ranks of `group` inside a `with` of it, forward and backward passes included."""
+    """Context in which `all_gather` gathers from `group`, in forward and backward passes."""
 
     def __init__(self, group: Group = ALONE) -> None:
         self.group, self.was_used = group, False
@@ -28,11 +28,13 @@ _current: list[Gathering] = []  # the innermost last; no context variable, since
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks, one rank after another: (B, ...) on each rank into (sum of all B, ...), with gradients.
+    """Return the rows of all ranks in rank order: (B, ...) on each rank to (sum of all B, ...).
 
-    In the training step of a run on several ranks; everywhere else (one process, evaluation, prediction) the tensor as it is. Ranks may
-    have different B. The gradient of a rank's rows is the sum of the gradients from the losses of all ranks, so that a loss over the
-    gathered rows, returned with `additive=False`, is that of one process, whether each rank sums the rows of all or its own ones.
+    Differentiable. Gathers in the training step of a run on several ranks; elsewhere (one process,
+    evaluation, prediction) it returns the tensor itself. Ranks may have different B. The gradient
+    of a rank's rows is the sum of the gradients from the losses of all ranks, so that a loss over
+    the gathered rows, returned with `additive=False`, equals that of one process, whether each rank
+    sums the rows of all ranks or only its own.
     """
     if not _current:
         return tensor

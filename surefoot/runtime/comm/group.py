@@ -1,4 +1,4 @@
-"""This process among the ranks of a run, and the few things they do together. Of one rank all of it costs nothing."""
+"""A rank's group and its collectives; with one rank every collective returns at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 @dataclass
 class Waiting:
-    """What this process has spent in what ranks do together, on every axis; and ranges of a trace around it, while one is recorded."""
+    """Nanoseconds spent in collectives on every axis; `ranges` marks them in a recorded trace."""
 
     ns: int = 0
     ranges: Callable[[str], AbstractContextManager[Any]] | None = None
@@ -37,7 +37,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Group:
-    """Rank `rank` of `size`. Every method is called by all ranks, in the same order. Raises LostRank where another rank is gone."""
+    """Rank `rank` of `size`, and the collectives of the group.
+
+    All ranks must call the same methods in the same order. Raises LostRank if another rank has
+    failed.
+    """
 
     rank: int = 0
     size: int = 1
@@ -60,16 +64,16 @@ class Group:
 
     @property
     def transport(self) -> str:
-        """What its sums go by: nccl, shared_memory or gloo."""
+        """Transport of sums: nccl, shared_memory or gloo."""
         return "nccl" if self.device.type == "cuda" else "gloo" if self.memory is None else "shared_memory"
 
     @property
     def place(self) -> str:
-        """What an error begins with: `rank 1 of 2, `, nothing for one rank."""
+        """Prefix of an error: `rank 1 of 2, `, empty for one rank."""
         return "" if self.is_alone else f"rank {self.rank} of {self.size}, "
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all ranks, in its place: the same bits everywhere."""
+        """Sum `tensor` over all ranks in place; return it, bitwise identical on all ranks."""
         if self.is_alone:
             return tensor
         memory = self.memory
@@ -78,7 +82,7 @@ class Group:
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all ranks."""
+        """Return the maximum of each value over all ranks."""
         if self.is_alone:
             return list(values)
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -89,13 +93,16 @@ class Group:
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
-        """The same, while this process goes on; gives what waits for it."""
+        """Start an in-place sum of `tensor` over all ranks; return the function that waits."""
         if (memory := self.memory_of(tensor)) is not None:
             return self._waiting(self.do(partial(memory.begin_to_add, tensor), Kind.SUM, tensor), tensor)
         return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
 
     def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
-        """The same with the largest of each number. Where one of them is no number, any of them."""
+        """Start an elementwise maximum in place; return the function that waits for it.
+
+        If a value is NaN on some rank, the result may be any rank's value.
+        """
         return self._begin(tensor, dist.ReduceOp.MAX, Kind.LARGEST)
 
     def _begin(self, tensor: Tensor, op: Any, kind: Kind) -> Callable[[], None]:
@@ -105,9 +112,10 @@ class Group:
         return self._waiting(work.wait, tensor)
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
-        """The sum of `tensor`, of which each rank gets its part in a row: (ranks * n) into (n). Gives what waits for it.
+        """Start a reduce-scatter of `tensor` (ranks * n) into `into` (n).
 
-        What is within reach of the others is lost.
+        Returns the function that waits for it. The values of `tensor` are overwritten if it is in
+        shared memory.
         """
         if (memory := self.memory_of(tensor)) is not None:
             return self._waiting(self.do(partial(memory.begin_to_scatter, into, tensor), Kind.SCATTER, tensor), tensor)
@@ -121,24 +129,27 @@ class Group:
         return wait
 
     def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
-        """Every rank's `tensor` in a row: (n) into (ranks * n). With `is_async` gives torch's work, to be waited for."""
+        """Gather every rank's `tensor` (n) into `into` (ranks * n).
+
+        With `is_async` returns torch's work object, which must be waited for.
+        """
         if (memory := self.memory_of(tensor)) is not None:
             return self.do(partial(memory.gather_into, into, tensor), Kind.GATHER, into)
         return self.do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
 
     def memory_of(self, tensor: Tensor) -> Shared | None:
-        """The memory that a tensor lies in, within reach of the other ranks of this host; None for any other tensor."""
+        """Return the shared memory that contains a tensor; None if other ranks cannot read it."""
         return None if self.memory is None or self.memory.links.find(tensor) is None else self.memory
 
     def allocate(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for what is sent, its numbers not set: within reach of the other ranks of this host, where there is such."""
+        """Return an uninitialized tensor to send, in shared memory if the group has one."""
         shape = torch.Size([size] if isinstance(size, int) else size)
         if self.memory is None or device.type != "cpu" or not shape.numel():
             return torch.empty(shape, dtype=dtype, device=device)
         return self.memory.allocate(shape, dtype)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's `tensor`, of one shape everywhere: (ranks, ...)."""
+        """Return every rank's `tensor`, which has the same shape on all: (ranks, ...)."""
         if self.is_alone:
             return tensor[None]
         if self.memory is not None and is_small(tensor):
@@ -149,7 +160,7 @@ class Group:
         return made
 
     def gather_to_first(self, tensor: Tensor) -> Tensor | None:
-        """Every rank's `tensor` at rank 0, of one shape everywhere: (ranks, ...); None at the others."""
+        """Return every rank's `tensor`, of one shape, on rank 0: (ranks, ...); None on others."""
         if self.is_alone:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
@@ -158,7 +169,7 @@ class Group:
         return made
 
     def exchange(self, text: str) -> list[str]:
-        """Every rank's text, by rank."""
+        """Return every rank's text, by rank."""
         if self.is_alone:
             return [text]
         content = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)  # names of files hold any byte
@@ -169,12 +180,12 @@ class Group:
         return [bytes(row[:size]).decode(errors="surrogatepass") for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, text: str) -> str:
-        """The text of rank 0."""
+        """Return the text of rank 0."""
         return self.exchange(text if self.is_first else "")[0]
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank rank 0's values of these tensors, in their place."""
+        """Broadcast rank 0's values of these tensors to all ranks, in place."""
         if self.is_alone:
             return
         for together in _packs([each.detach() for each in tensors]):
@@ -185,9 +196,10 @@ class Group:
                 _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(_as_before(part, each))
 
     def settle(self, job: Callable[[], Result]) -> Result:
-        """`job` done by this rank; where it fails on one, every other rank ends too instead of waiting. Raises what it raised.
+        """Run `job` on this rank and return its result; if it fails on one rank, it fails on all.
 
-        The others raise LostRank, with what that rank said.
+        Raises the error of `job` on the rank that failed, and LostRank with its message on the
+        others.
         """
         if self.is_alone:
             return job()
@@ -207,7 +219,7 @@ class Group:
         return made
 
     def check_equal(self, facts: Mapping[str, str]) -> list[tuple[str, int, str, str]]:
-        """The facts in which a rank differs from rank 0: name, rank, what it has, what rank 0 has."""
+        """Return facts that differ from rank 0's: name, rank, the rank's value, rank 0's value."""
         mine = "\x1f".join(f"{name}\x1e{value}" for name, value in facts.items())
         rows = [dict(pair.split("\x1e", 1) for pair in text.split("\x1f")) for text in self.exchange(mine)]
         return [
@@ -218,7 +230,10 @@ class Group:
         ]
 
     def do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
-        """What all ranks do together with `tensor`, told to who looks on. Raises LostRank where the others are out of reach."""
+        """Run a collective on `tensor` and record it for the supervisor.
+
+        Raises LostRank if other ranks are unreachable.
+        """
         num_bytes = tensor.numel() * tensor.element_size()
         self.traffic[kind] += num_bytes
         begun_ns = time.perf_counter_ns()
@@ -242,7 +257,7 @@ class Group:
 
 @contextmanager
 def lost_while_joining() -> Iterator[None]:
-    """Raises LostRank where torch's groups cannot be made, since a rank that had come is gone."""
+    """Return a context that raises LostRank if torch's groups cannot be made: a rank has failed."""
     try:
         yield
     except RuntimeError as error:
@@ -250,7 +265,7 @@ def lost_while_joining() -> Iterator[None]:
 
 
 def _since(begun_ns: int) -> float:
-    """Seconds since then."""
+    """Return the seconds since `begun_ns`."""
     return (time.perf_counter_ns() - begun_ns) / 1e9
 
 
@@ -259,7 +274,7 @@ def _words(error: BaseException) -> str:
 
 
 def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one dtype and device together, so many bytes at a time."""
+    """Return tensors in packs of one dtype and device, each of at most FLAT_BYTES if possible."""
     packs: list[list[Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for each in tensors:
@@ -276,7 +291,7 @@ def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its numbers as bytes of a row: what is sent has no shape, and any dtype goes through."""
+    """Return the values of a tensor as a row of bytes, so that any shape and dtype can be sent."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,9 +1,11 @@
-"""The ranks of one host, through memory that all of them have: what they sum stays where it is, and each adds up its share of it.
+"""Collectives of the ranks of one host through shared memory; each rank adds up its share.
 
-A rank's numbers lie in files of memory without a name (memfd_create(2)), which go to the others by descriptor, so that nothing is left
-of a rank that is killed. Only word that they are there is sent, by sockets between each two ranks (unix(7)): a few bytes, which order
-what follows on any processor, and end when a rank does. What is small goes with the word itself. A sum is added in pairs of neighbours,
-then in pairs of those: in an order of the ranks, and so with the same bits whoever adds it.
+A rank's values are in anonymous memory files (memfd_create(2)), passed to the other ranks by
+descriptor, so that a killed rank leaves nothing behind. Only messages of a few bytes are sent,
+through a socket between every two ranks (unix(7)): they order memory accesses on any processor, and
+a socket closes when its rank ends. Small values are sent in the message itself. A sum adds pairs of
+neighboring ranks, then pairs of these sums: an order that depends on ranks alone, so that every
+rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ GONE, FULL = (errno.EPIPE, errno.ECONNRESET), (errno.EAGAIN, errno.ENOBUFS, errn
 
 
 class What(IntEnum):
-    """What a rank says to another."""
+    """Type of a message from one rank to another."""
 
     ROW = 0  # its numbers follow
     READY = 1  # its numbers are in its memory
@@ -61,7 +63,10 @@ Key = tuple[int, int, bool]  # axis, number, whether it says done
 
 
 class Links:
-    """Sockets to the other ranks of this host, by rank, and the memory of each. `timeout_s`: how long a word is waited for."""
+    """Sockets to the other ranks of this host, by rank, and the memory of each rank.
+
+    `timeout_s` is the time to wait for a message.
+    """
 
     def __init__(self, sockets: Mapping[int, socket.socket], *, timeout_s: float) -> None:
         self._sockets, self._timeout_s = dict(sockets), timeout_s
@@ -80,7 +85,7 @@ class Links:
             each.close()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """So many bytes that the others can reach, as uint8. When the tensor is let go they are used again."""
+        """Return `num_bytes` of shared memory as uint8; memory of a deleted tensor is reused."""
         size = max(mmap.PAGESIZE, num_bytes)
         free = self._free.setdefault(size, [])
         mapped = free.pop() if free else self._make(size)
@@ -107,7 +112,7 @@ class Links:
         return mapped
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The file of memory that a tensor lies in, and where; None for one that the others cannot reach."""
+        """Return the memory file and offset of a tensor; None if it is not in shared memory."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
         base = tensor.untyped_storage().data_ptr()
@@ -115,7 +120,7 @@ class Links:
         return None if number is None else (number, tensor.data_ptr() - base)
 
     def reach(self, rank: int, word: Word) -> Tensor:
-        """What another rank named, as uint8."""
+        """Return the memory of another rank that its message names, as uint8."""
         _, _, number, offset, num_bytes, _ = word
         return self._theirs[rank][number][offset : offset + num_bytes]
 
@@ -142,14 +147,17 @@ class Links:
                 return
 
     def drain(self) -> None:
-        """Take what has come, without waiting."""
+        """Receive all messages that have arrived, without waiting."""
         for rank in self._sockets:
             with contextlib.suppress(BlockingIOError, LostRank):
                 while True:
                     self._receive(rank, socket.MSG_DONTWAIT)
 
     def take(self, rank: int, key: Key) -> Word:
-        """What a rank says of a collective; waits for it. Raises LostRank where it is gone, or does not say it in time."""
+        """Return a rank's message for a collective, waiting for it.
+
+        Raises LostRank if the rank has failed or the message does not arrive in time.
+        """
         inbox = self._inbox[rank]
         while key not in inbox:
             try:
@@ -189,7 +197,7 @@ class Links:
 
 @dataclass(eq=False)
 class _Sum:
-    """A sum that goes on: the numbers of this rank, and whether it has added up its share of all."""
+    """A sum in progress: this rank's values, and whether this rank has added its share."""
 
     number: int
     kind: Kind
@@ -201,7 +209,10 @@ class _Sum:
 
 @dataclass(eq=False)
 class Shared:
-    """What the ranks of an axis do through memory. `ranks` are all of them, by their place on the axis; this one is at `rank`."""
+    """Collectives of an axis through shared memory.
+
+    `ranks` are the global ranks by their index on the axis; `rank` is the index of this rank.
+    """
 
     links: Links
     rank: int
@@ -211,7 +222,7 @@ class Shared:
     _open: deque[_Sum] = field(default_factory=deque)
 
     def among(self, ranks: Sequence[int], axis: int) -> Shared:
-        """The same of some of these ranks, in their order."""
+        """Return the collectives of a subset of these ranks, in the given order."""
         return Shared(self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis)
 
     @property
@@ -239,7 +250,7 @@ class Shared:
             self.links.take(rank, (self.axis, number, True))
 
     def rows(self, tensor: Tensor, kind: Kind) -> Tensor:
-        """Every rank's `tensor`, which is small: (ranks, ...)."""
+        """Return every rank's `tensor`, which must be small: (ranks, ...)."""
         self._count += 1
         number, mine = self._count, tensor.contiguous()
         row = mine.view(-1).view(torch.uint8).numpy().tobytes()
@@ -253,7 +264,7 @@ class Shared:
         return rows.view(len(self.ranks), *tensor.shape)
 
     def add(self, tensor: Tensor) -> None:
-        """The sum over all ranks, in its place."""
+        """Sum `tensor` over all ranks in place."""
         if self.links.find(tensor) is not None:
             self.begin_to_add(tensor)()
         elif is_small(tensor):
@@ -264,15 +275,18 @@ class Shared:
             tensor.copy_(copy)
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Room within reach of the others, its numbers not set."""
+        """Return an uninitialized tensor in shared memory."""
         return self.links.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
-        """The sum over all ranks, in its place, of what lies within reach; gives what waits for it."""
+        """Start an in-place sum of a tensor in shared memory; return the function that waits."""
         return partial(self._end, self._begin(tensor, None, Kind.SUM))
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
-        """The sum, of which each rank gets its part in a row: (ranks * n), whose numbers are lost, into (n)."""
+        """Start a reduce-scatter (ranks * n) into (n); return the function that waits for it.
+
+        The values of `tensor` are overwritten.
+        """
         return partial(self._end, self._begin(tensor, into, Kind.SCATTER))
 
     def _begin(self, tensor: Tensor, into: Tensor | None, kind: Kind) -> _Sum:
@@ -286,7 +300,7 @@ class Shared:
         return begun
 
     def _go_on(self) -> None:
-        """Add up what all ranks have, as far as that can be done without waiting."""
+        """Add this rank's share of the open sums for which all ranks' values have arrived."""
         self.links.drain()
         for each in (begun for begun in self._open if not begun.is_added):
             if not all(self.links.has(rank, (self.axis, each.number, False)) for _, rank in self._others):
@@ -324,7 +338,7 @@ class Shared:
 
     @torch.no_grad()
     def gather_into(self, into: Tensor, tensor: Tensor) -> None:
-        """Every rank's `tensor`, within reach, in a row: (n) into (ranks * n)."""
+        """Gather every rank's `tensor` (n), in shared memory, into `into` (ranks * n)."""
         at, num_bytes = self.links.find(tensor), tensor.numel() * tensor.element_size()
         assert at is not None
         self._count += 1
@@ -341,7 +355,7 @@ class Shared:
 
 
 def _sized(descriptor: int, size: int) -> Any:
-    """A file of memory, made so large and mapped; None where that is refused."""
+    """Set the size of a memory file and map it; None if the system refuses."""
     try:
         os.ftruncate(descriptor, size)
     except OSError:
@@ -357,12 +371,12 @@ def _no_memory(size: int) -> InputError:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Whether it goes with a word."""
+    """Whether a tensor is small enough to be sent in a message."""
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 
 def add_up(rows: Sequence[Tensor]) -> Tensor:
-    """The sum of all rows, in the place of the first of them: neighbours are added, then pairs of them, and so on.
+    """Sum all rows in place of the first: neighbors are added, then pairs of these, and so on.
 
     >>> add_up([torch.tensor(float(each)) for each in (1, 2, 4)])
     tensor(7.)
@@ -376,9 +390,10 @@ def add_up(rows: Sequence[Tensor]) -> Tensor:
 
 
 def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float) -> Shared | None:
-    """Sockets between all ranks of `group`, which they call together; None where they are on several hosts, or one does not want it.
+    """Connect all ranks of `group` by sockets; every rank must call this.
 
-    Raises InputError where `transport` says that there must be such memory, and there is none.
+    Returns None with the transport "gloo", for ranks on several hosts, or if a rank has no shared
+    memory. Raises InputError if `transport` requires shared memory and there is none.
     """
     listener = None if transport == "gloo" else _listen()
     with listener or contextlib.nullcontext():
@@ -406,13 +421,13 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
 
 
 def _host() -> str:
-    """What ranks have in common that can reach each other: a boot of a machine, its names of sockets, and a user."""
+    """Return an id that ranks share if they can connect: boot, network namespace, and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
 def _listen() -> socket.socket | None:
-    """At an address without a file, which Linux gives; None where there is none, or no memory without a name."""
+    """Listen at an abstract address of Linux; None without abstract sockets or memory files."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -430,7 +445,7 @@ def _listen() -> socket.socket | None:
 
 
 def _connect(listener: socket.socket, addresses: Sequence[bytes], rank: int, wait_s: float) -> dict[int, socket.socket]:
-    """A socket to each other rank: it calls those before it, and those behind it call."""
+    """Return a socket to each other rank: it connects to lower ranks and accepts higher ones."""
     found: dict[int, socket.socket] = {}
     for other in range(rank):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: at the address that the launcher gave, within a time, or with words for who is missing."""
+"""Rendezvous of the ranks of a run at the launcher's address, with the missing ranks by number."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ LOOPBACK = "lo"
 def join(
     here: Place, device: torch.device, *, wait_s: float, timeout_s: float, transport: Transport = "auto"
 ) -> Iterator[Group]:  # fmt: skip
-    """The group of all ranks, for as long as the block lasts. A rank waits `wait_s` for the others, a collective `timeout_s`.
+    """Return a context with the group of all ranks; a rank waits `wait_s` for the others to join.
 
-    gloo joins CPUs, and the memory of one host where all are on it (`host_memory`); NCCL joins GPUs.
-    Raises InputError for an address that is none, a port that is taken, and ranks that do not come: by number.
-    Raises LostRank where one is gone again before all are joined.
+    A collective waits `timeout_s`. gloo joins CPUs, or shared memory if all are on one host
+    (`host_memory`); NCCL joins GPUs. Raises InputError for an invalid address, a port in use, and,
+    by number, ranks that do not join; LostRank if a rank fails before all have joined.
     """
     if here.world_size == 1:
         yield ALONE
@@ -95,9 +95,12 @@ def join(
 
 @functools.cache
 def _collect_at_exit() -> None:
-    """Let what holds gloo's groups go before the interpreter ends. Its threads let go of tensors late, and one that does so while the
-    interpreter ends aborts the process ("terminate called without an active exception"): of an error that ranks raise together, one of
-    a dozen became a rank that was ended by SIGABRT."""
+    """Collect garbage at exit, so that objects that hold gloo's groups are freed before.
+
+    gloo's threads free tensors late. A thread that does so during interpreter shutdown aborts the
+    process ("terminate called without an active exception"): of twelve errors that ranks raised
+    together, one became a rank killed by SIGABRT.
+    """
     atexit.register(gc.collect)
 
 
@@ -105,8 +108,10 @@ def _nothing() -> None: ...
 
 
 def _find_interface(here: Place) -> str | None:
-    """The interface that leads to the meeting; None where it cannot be known. gloo's own choice is what the name of the host stands for,
-    and that is the loopback on many."""
+    """Return the network interface that leads to the rendezvous; None if it cannot be found.
+
+    gloo's default is the address of the host name, which is the loopback on many hosts.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -120,9 +125,12 @@ def _find_interface(here: Place) -> str | None:
 
 @contextlib.contextmanager
 def _recording(here: Place) -> Iterator[Flight]:
-    """Let the launcher, or where none looks on the other ranks of this host, see what this rank does, and have its stack: by
-    STACKS_SIGNAL, for a launcher also where a signal such as SIGABRT ends it, since gloo ends a process that is sent what it does not
-    expect."""
+    """Return a context that records this rank's collectives and stacks for the supervisor.
+
+    Without a supervisor other ranks of this host read the record. STACKS_SIGNAL writes the stack.
+    With a supervisor a fatal signal such as SIGABRT does so too, since gloo aborts a process that
+    receives unexpected data.
+    """
     if here.told is not None:
         flight, stacks = here.told
         faulthandler.enable(file=stacks, all_threads=True)
@@ -138,8 +146,11 @@ def _recording(here: Place) -> Iterator[Flight]:
 
 @functools.cache
 def _open_stacks() -> int:
-    """A file that takes the stacks of this process whenever STACKS_SIGNAL asks for them, to its end: nobody else could be asked later
-    without being ended by that signal. -1 where there is no such signal."""
+    """Return the file to which STACKS_SIGNAL writes this process's stacks until it ends.
+
+    The handler is never removed, because the signal would otherwise kill the process. -1 on systems
+    without pidfd_open.
+    """
     if not hasattr(os, "pidfd_open"):
         return -1
     stacks = make_file("surefoot-stacks")
@@ -148,9 +159,10 @@ def _open_stacks() -> int:
 
 
 def _call_the_roll(store: Store, here: Place) -> str:
-    """Who else is out of reach of somebody, and who says nothing of it, in words: asked where the ranks met, within a few seconds.
+    """Return, as text, which ranks have lost a connection and which do not answer.
 
-    All ranks but those to blame come here at about one time, by the deadline of what they do together, or as a link breaks.
+    When a collective times out or a connection breaks, all ranks except the failed ones call this
+    at about the same time. They exchange messages through the rendezvous store for a few seconds.
     """
     silent: list[list[int]] = []
 
@@ -181,7 +193,10 @@ def _call_the_roll(store: Store, here: Place) -> str:
 
 @functools.cache
 def _open_store(here: Place, wait_s: float) -> Store:
-    """Where ranks leave word for each other; rank 0 holds it, unless its launcher does. One for all runs of a process."""
+    """Return the store through which ranks exchange messages while they join.
+
+    Rank 0 holds the store, unless its launcher does. All runs of a process share it.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -207,7 +222,7 @@ def _open_store(here: Place, wait_s: float) -> Store:
 
 
 def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
-    """A socket at the address of the meeting and at no other: torch's own would listen on every interface."""
+    """Return a socket that listens at the rendezvous address alone; torch's listens on all."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -223,8 +238,10 @@ def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
 
 
 def _await_all(store: Store, here: Place, wait_s: float) -> None:
-    """Come together. Raises InputError, with the ranks that are missing, for those that do not come in time, and for one that was told
-    another number of ranks."""
+    """Wait until all ranks have joined.
+
+    Raises InputError with the missing ranks, or for a rank with another number of ranks.
+    """
     until_s = time.monotonic() + wait_s
     store.set(f"rank/{here.rank}", str(here.world_size))
     missing, look_s = list(range(here.world_size)), 0.001

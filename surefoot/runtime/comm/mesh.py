@@ -1,4 +1,4 @@
-"""The ranks of a run as a mesh: those that hold the same, and those that hold a part each."""
+"""Ranks of a run as a mesh: the replicate axis holds copies, the shard axis holds parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from surefoot.runtime.comm.group import ALONE, Group, lost_while_joining
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's neighbours on each axis: `shard` are next to it, `replicate` a shard axis apart."""
+    """Groups of a rank on each axis; shard neighbors are adjacent ranks.
+
+    Neighbors on the `replicate` axis are the size of the shard axis apart.
+    """
 
     whole: Group
     replicate: Group
@@ -29,7 +32,10 @@ SOLO = Mesh(ALONE, ALONE, ALONE)
 
 
 def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
-    """The mesh of a layout on all ranks of `group`, each of which calls this once. Raises LostRank."""
+    """Return the mesh of a layout on all ranks of `group`. Raises LostRank.
+
+    Each rank must call this once.
+    """
     if not layout.is_sharded:
         return Mesh(group, group, ALONE)
     if layout.replicate == 1:

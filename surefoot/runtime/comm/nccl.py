@@ -1,6 +1,6 @@
-"""What NCCL is told: the table [nccl] as its variables, beside those that the environment has. It joins GPUs; on CPUs nothing reads them.
+"""NCCL's environment variables from the table [nccl], for GPUs; not used on CPUs.
 
-NCCL passes over a variable that it does not know without a word, so that a misspelt one seems to be set.
+NCCL ignores unknown variables silently, so that a misspelled one seems to be set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from surefoot.contract.spec import NcclTable
 from surefoot.core import place
 from surefoot.core.errors import InputError
 
-PREFIX, NEAR = "NCCL_", 0.85  # difflib's ratio from which on a name is a misspelt one
+PREFIX, NEAR = "NCCL_", 0.85  # difflib's ratio from which on a name is a misspelled one
 
 # the names in libnccl.so of NCCL 2.32.3 (package nvidia-nccl-cu13), the prefix NCCL_ left out
 _NAMES = """
@@ -72,7 +72,7 @@ NAMES, OLDER = frozenset(_NAMES.split()), frozenset(_OLDER.split())
 
 
 def variables(table: NcclTable) -> dict[str, str]:
-    """What a table sets, by the names of NCCL's documentation.
+    """Return the variables that a table sets, by the names in NCCL's documentation.
 
     >>> variables(NcclTable(debug="info", infiniband=False, algorithm=("ring", "tree")))
     {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1', 'NCCL_ALGO': 'ring,tree'}
@@ -92,7 +92,10 @@ def variables(table: NcclTable) -> dict[str, str]:
 
 
 def check_names(given: Mapping[str, str]) -> list[str]:
-    """Notes on variables that no NCCL has, as those of a plug-in; raises InputError for one that is another's name, misspelt."""
+    """Return notes on variables unknown to NCCL, such as those of a plug-in.
+
+    Raises InputError for a name that resembles one of NCCL's and is probably misspelled.
+    """
     notes = []
     for name in sorted(given):
         known = name.removeprefix(PREFIX)
@@ -110,9 +113,10 @@ def check_names(given: Mapping[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def told(table: NcclTable, *, num_ranks: int, on_gpu: bool) -> Iterator[list[str]]:
-    """NCCL's variables as the table says, for as long as the block lasts, which joins the ranks; gives what a person should hear of it.
+    """Return a context that sets NCCL's variables from the table; it yields notes for the user.
 
-    The table wins over the environment. Where NCCL joins nothing none is set. Raises InputError for a variable that is misspelt.
+    Ranks join inside the context. The table overrides the environment. Nothing is set if NCCL is
+    not used. Raises InputError for a misspelled variable.
     """
     given, stated = place.variables_with(PREFIX), variables(table)
     if num_ranks == 1 or not on_gpu:

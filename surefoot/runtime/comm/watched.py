@@ -1,7 +1,8 @@
-"""Ranks that no supervisor of ours started, as those of torchrun, watch each other: one that waits for half of `layout.stall` starts
-the process that looks at all of them (`cli/watch`), and each ends itself once that says so.
+"""Hang detection for ranks without a surefoot supervisor, as under torchrun.
 
-One host only: what a rank does is read from its memory, and its stack is asked for by a signal.
+A rank that waits for half of `layout.stall` starts a process that inspects all ranks (`cli/watch`),
+and each rank ends when that process reports a hang. Works on one host only: the state of a rank is
+read from its memory, and its stack is requested by a signal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ Files = list[tuple[int, int]]  # of each rank: its flight record and its stacks
 
 @contextlib.contextmanager
 def watched(group: Group, here: Place, stall_s: float) -> Iterator[str]:
-    """Watch the ranks of `group` inside of the block; gives why that cannot be, "" where they are watched. Every rank calls it."""
+    """Return a context that watches the ranks of `group`.
+
+    It yields why watching is not possible, "" if it is. Every rank must call this.
+    """
     if group.is_alone or here.told is not None or group.flight is None:
         yield ""
         return
@@ -53,7 +57,7 @@ def _identity(descriptor: int) -> list[int]:
 
 
 def _open_all(rows: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Files, str]:
-    """The files of all ranks, opened here; or why they cannot be."""
+    """Return the files of all ranks, opened in this process; or why they cannot be opened."""
     hosts = {row["host"] for row in rows}
     if len(hosts) > 1:
         return [], f"the ranks are on {len(hosts)} hosts, and only those of one host can be watched"
@@ -71,7 +75,7 @@ def _open_all(rows: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> tu
 
 
 class _Watch:
-    """A thread that looks at what this rank does; of all ranks that wait too long one starts the process that judges."""
+    """Thread that observes this rank; if ranks wait too long, one starts the judging process."""
 
     def __init__(self, rank: int, files: Files, pids: Sequence[int], stall_s: float) -> None:
         self._mine, self._files, self._pids, self._stall_s = files[rank][0], files, pids, stall_s
@@ -89,7 +93,7 @@ class _Watch:
                 self._watcher = self._start()
 
     def _is_chosen(self) -> bool:
-        """Whether no other rank has started the process."""
+        """Whether no other rank has started the process; locks the right to do so."""
         try:
             fcntl.flock(self._files[0][0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -106,7 +110,7 @@ class _Watch:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the thread, and the process that it may have started."""
+        """End the thread, and the process if it has started one."""
         self._is_over.set()
         self._thread.join()
         if self._watcher is not None:

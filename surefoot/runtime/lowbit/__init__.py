@@ -1,4 +1,4 @@
-"""The door to torchao, which computes and keeps numbers in 8 bits: loaded where it is asked for, by nobody else."""
+"""Import of torchao, which stores and computes in 8 bits; loaded only when needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from surefoot.core.errors import needing
 
 @contextmanager
 def torchao(needed_for: str) -> Iterator[None]:
-    """Imports of torchao inside do not speak of kernels for other devices; without it they raise MissingExtra."""
+    """Return a context for imports of torchao, without warnings about other devices' kernels.
+
+    Raises MissingExtra if torchao is not installed.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

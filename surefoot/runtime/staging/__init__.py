@@ -1,4 +1,4 @@
-"""Copies of state on the host: one, reused, taken while the next pass runs."""
+"""Reusable host copy of state, taken during the next forward and backward pass."""
 
 from surefoot.runtime.staging.copies import Staging
 

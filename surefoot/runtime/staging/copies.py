@@ -1,7 +1,8 @@
-"""One reused copy of state on the host, so that it can be written while training goes on.
+"""Reusable host copy of state, so that it can be written to disk while training continues.
 
-Parameters and optimiser state do not change between two updates: they are copied by another thread while the next forward and
-backward pass run, and the update waits only if the copy is not done. Memory is bounded by the one copy.
+Parameters and optimizer state do not change between two optimizer steps: another thread copies them
+during the next forward and backward pass, and the optimizer step waits only if the copy is not
+done. Memory is bounded by one copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import Tensor
 
 
 class Staging:
-    """A host copy of named tensors. `begin` names them, `copy` runs on another thread, `wait` is called before they change."""
+    """Host copy of named tensors.
+
+    `begin` names the tensors, `copy` runs on another thread, `wait` is called before they change.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -26,14 +30,14 @@ class Staging:
         self._copied.set()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Say what is to be copied; nothing may change it until `wait` returns."""
+        """Set the tensors to copy; they must not change until `wait` returns."""
         self._sources = {name: tensor.detach() for name, tensor in tensors.items()}
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
         self._live = dict(tensors)
         self._copied.clear()
 
     def copy(self) -> dict[str, Tensor]:
-        """Copy what was named; gives the copies, contiguous on the host, which stay as they are until the next `begin`."""
+        """Copy the tensors; return contiguous host copies, valid until the next `begin`."""
         try:
             with torch.no_grad():
                 kept = {name: self._fitting(name, source) for name, source in self._sources.items()}
@@ -52,25 +56,31 @@ class Staging:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
     def wait(self) -> None:
-        """Wait until what was named may change again."""
+        """Wait until the tensors may change again."""
         self._copied.wait()
 
     def give_up(self) -> None:
-        """Nothing will be copied: whoever waits goes on."""
+        """Cancel the copy and release callers of `wait`."""
         self._sources = {}
         self._copied.set()
 
     def find_changed(self) -> str | None:
-        """The first tensor that was changed in place while it was copied: such a copy is torn. Asked after `wait`, before updates."""
+        """Return the first tensor changed in place during the copy, or None; such a copy is torn.
+
+        Must be called after `wait` and before the next optimizer step.
+        """
         return next((name for name, tensor in self._live.items() if tensor._version != self._versions[name]), None)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory of the copies."""
         self._copies = {}
 
 
 def _copy(into: Tensor, source: Tensor) -> None:
-    """On one thread where both are plain memory: torch's own copy would wake as many threads as the training has."""
+    """Copy on one thread if both are contiguous host memory.
+
+    torch's copy would wake all threads that the training uses.
+    """
     if source.device.type == "cpu" and source.is_contiguous() and source.numel():
         np.copyto(into.view(-1).view(torch.uint8).numpy(), source.view(-1).view(torch.uint8).numpy())
     else:

@@ -1,1 +1,1 @@
-"""When a run cannot go on: whose error it is, what caused it, and where that can be mended, the step once more."""
+"""Diagnosis of a failed run: whose error it is, its cause, the remedy, and the retry of a step."""

@@ -1,4 +1,4 @@
-"""The account of a step that ran out of memory: where, what was held, by which blocks, and what brings how much."""
+"""Report of a step that ran out of memory: its phase, the memory held per block, and remedies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ Change = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Shortage:
-    """What is known at the moment: nothing here holds a tensor. `raised` is the user's own line, with what Python said there."""
+    """Facts about a failed allocation, without references to tensors.
+
+    `raised` is the user's line of code that failed, with Python's error message.
+    """
 
     step: int
     phase: int
@@ -60,7 +63,7 @@ class Shortage:
 
 
 def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
-    """What can be known while all is still there."""
+    """Return facts about the failed allocation, read before the step's memory is released."""
     device, said = assembly.engine.device, _ASKED_FOR.search(str(error))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
     asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
@@ -72,14 +75,18 @@ def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
 
 
 def write_segments(folder: Path, assembly: Assembly) -> None:
-    """What torch's allocator of a GPU holds, block by block, into the folder of the run."""
+    """Write the memory snapshot of torch's CUDA allocator, block by block, to the run folder."""
     if assembly.engine.device.type == "cuda":
         with contextlib.suppress(OSError):
             files.write_whole(folder, SEGMENTS_FILE, json.dumps(torch.cuda.memory_snapshot(), default=str).encode())  # type: ignore[no-untyped-call]
 
 
 def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> OutOfMemory:
-    """The error, its file written; `then` says why the step is not done in halves. What cannot be predicted is not told."""
+    """Write the report to the run folder and return the OutOfMemory error that names it.
+
+    `then` says why the step is not repeated with half the microbatch. Values that cannot be
+    predicted are left out of the message.
+    """
     found, changes, unknown = _predict(assembly)
     row = {
         "version": VERSION, "rank": place.here().rank, **vars(shortage), "phase": PHASES[shortage.phase], "unknown": unknown,
@@ -108,7 +115,11 @@ def _hint(found: Prediction | None, changes: list[tuple[str, int]], unknown: str
 
 
 def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int]], str | None]:
-    """What the step holds, the cheapest changes with what it would hold then, or why that is not known."""
+    """Return the predicted memory of the step, and the cheapest changes that reduce it.
+
+    The changes have their predicted bytes. If the prediction fails: None, no changes, and the
+    reason.
+    """
     spec = assembly.spec.replace(train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)})
     source = assembly.feed.source
     try:
@@ -132,7 +143,7 @@ def _or_none(microbatch: int, batch: int) -> int | None:
 
 
 def half(microbatch: int) -> int:
-    """The largest part of at most one half that divides it.
+    """Return the largest divisor of `microbatch` that is at most half of it.
 
     >>> half(32), half(15), half(7)
     (16, 5, 1)
@@ -141,7 +152,7 @@ def half(microbatch: int) -> int:
 
 
 def _candidates(assembly: Assembly) -> Iterator[Change]:
-    """By what they cost: nothing; a little time; the forward pass in parts or whole once more; other numbers."""
+    """Yield changes of the spec, cheapest first: free, a little time, recomputation, precision."""
     spec, microbatch = assembly.spec, assembly.feed.microbatch
     use = spec.task.use
     if use is not None and any(each.name == "chunked_loss" for each in signature.find_parameters(use) or ()):

@@ -1,4 +1,4 @@
-"""Whose code raised: an error of the user's is told with the user's own frame, place first."""
+"""Attribution of an error to surefoot or to user code, which is reported with its line first."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<nam
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether our own code raised it, wherever it was called from: a signal's handler runs in the middle of anything."""
+    """Whether surefoot's code raised the error, wherever it was called from.
+
+    A signal handler, for example, runs between any two lines of user code.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and is_of_surefoot(frames[-1].filename)
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: too many (my_task.py:31, in loss: return ...)`."""
+    """Return the error as text: `ValueError: too many (my_task.py:31, in loss: return ...)`."""
     if (inside := _describe_in_worker(str(error))) is not None:
         return inside
     place = find_place(error)
@@ -41,7 +44,10 @@ def describe(error: BaseException) -> str:
 
 
 def _describe_in_worker(text: str) -> str | None:
-    """The same of an error that a worker of a DataLoader met, whose traceback torch puts into the message; None for any other."""
+    """Return the text of an error of a DataLoader worker; None if `text` is of another error.
+
+    torch puts the traceback of the worker into the message.
+    """
     caught = IN_WORKER.match(text)
     if caught is None:
         return None
@@ -51,7 +57,7 @@ def _describe_in_worker(text: str) -> str | None:
 
 
 def find_place(error: BaseException) -> str | None:
-    """`my_task.py:31, in loss: return ...`: the user's own line."""
+    """Return the line of user code that raised, or None: `my_task.py:31, in loss: return ...`."""
     frame = find_user_frame(error)
     if frame is None:
         return None
@@ -59,26 +65,32 @@ def find_place(error: BaseException) -> str | None:
 
 
 def find_exit_code(leave: SystemExit) -> int:
-    """The code that Python ends the process with."""
+    """Return the exit code with which Python ends the process for this SystemExit."""
     return leave.code if isinstance(leave.code, int) else EXIT_OK if leave.code is None else 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation was refused, on the host or the device."""
+    """Whether the error is a failed allocation on the host or the device."""
     return is_refused(error)
 
 
 def is_lost_together(error: BaseException) -> bool:
-    """Whether a collective that the user's own code calls broke off: gloo and NCCL have one kind of error for it."""
+    """Whether a collective that user code calls has failed.
+
+    Gloo and NCCL raise one kind of error, a RuntimeError, for every failure.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     is_called = bool(frames) and is_of_torch(frames[-1].filename, "distributed")
     return is_called and isinstance(error, RuntimeError) and any(words in str(error) for words in ("/gloo/", "NCCL"))
 
 
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
-    """What a run raises for `error`: ours with its place in front, a bad record for an OSError, else the user's own, an exit too.
+    """Return the error that a run raises for `error`, prefixed with `place` (rank and step).
 
-    What is bad input before a run is no longer that once something was written: bad data become a bad record, the rest the user's own.
+    A SurefootError that is not an InputError is returned with the prefix. A failed allocation
+    becomes OutOfMemory, a failed collective of the task LostRank, an OSError or DataError
+    BadRecordError; any other error, including an InputError or a SystemExit, becomes UserCodeError,
+    since the run has started.
     """
     is_short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
     if isinstance(error, SurefootError) and not isinstance(error, InputError) and not is_short:
@@ -106,7 +118,7 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
 
 
 def _find_hint(error: BaseException) -> str:
-    """What to do about an error of the user's own code."""
+    """Return the remedy for an error of user code."""
     if is_of_repeated_pass(error):
         return HINT
     if _OVERWRITTEN in str(error):

@@ -1,4 +1,4 @@
-"""Why a run cannot go on: the step that ended it once more, with every module looked at, so that the error names one."""
+"""Repetition of the step that ended a run, watching every module, so that the error names one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from surefoot.train.assemble import Assembly
 
 
 def raise_if_over(guard: Guard, assembly: Assembly, step: int) -> None:
-    """Raise the guard's NumbersError with the module where numbers stopped being finite, and what cures it."""
+    """Raise the guard's NumbersError; name the first module with non-finite values and a remedy."""
     try:
         guard.raise_if_over(step)
     except NumbersError as error:
@@ -23,7 +23,10 @@ def raise_if_over(guard: Guard, assembly: Assembly, step: int) -> None:
 
 
 def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
-    """Where the numbers of `step`, which moved nothing, stop being finite; None where that cannot be seen again."""
+    """Return the first module with non-finite values in `step`, whose optimizer step was skipped.
+
+    Returns None if the step cannot be repeated.
+    """
     if assembly.feed.source.guarantee != "proven" or any(update.in_backward is not None for update in assembly.updates):
         return None
     with Watch(assembly.model) as watch, contextlib.suppress(Exception):  # the error that is on its way is the one to tell

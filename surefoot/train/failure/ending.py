@@ -1,4 +1,4 @@
-"""How a run ended: its outcome, the cause in words, and the exit code."""
+"""Outcome of a run: "finished", "failed" etc., the cause in words, and the exit code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ WHOLE = ("finished", "the length of the run was reached")
 def tell_outcome(
     error: BaseException | None, *, step: int, stop: tuple[str, str] | None, stop_code: int, total_steps: int | None
 ) -> tuple[str, str, int]:  # fmt: skip
-    """The outcome of a run that ends after `step` by `error`, or else because of `stop` (outcome, cause), or by itself."""
+    """Return outcome, cause and exit code of a run that ends after `step`.
+
+    The run ends by `error`, else by `stop` (outcome, cause), else because its loop has ended.
+    """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", f"interrupted at once by Ctrl-C after step {step}", EXIT_INTERRUPTED
     if isinstance(error, SurefootError):

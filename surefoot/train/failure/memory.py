@@ -1,4 +1,4 @@
-"""A step that runs out of memory: the run ends with an account of it, or the step is done again in halves."""
+"""Out-of-memory handling of a step: report and end the run, or repeat with half the microbatch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from surefoot.train.record.telling import Telling
 
 
 class WithinMemory:
-    """Does one step when called with its number. Raises OutOfMemory, with what was held and what brings how much.
+    """Step function that handles failed allocations; called with the number of the step.
 
-    With memory.on_oom = "halve" a step whose forward or backward pass ran out of memory, before anything moved, is done again from the
-    same state in half the microbatch, and so are all that follow.
+    Raises OutOfMemory, with the memory held and the savings of possible changes. With memory.on_oom
+    = "halve" a step whose forward or backward pass ran out of memory, before any weight changed, is
+    repeated from the same state with half the microbatch, which is then kept for the following
+    steps.
     """
 
     def __init__(self, assembly: Assembly, telling: Telling, folder: Path) -> None:
@@ -65,7 +67,7 @@ class WithinMemory:
         return None
 
     def _let_go(self) -> None:
-        """Give back what the broken step held, here between two attempts at it and nowhere else."""
+        """Release the memory of the failed step; called only between two attempts at a step."""
         gc.collect()
         if self._assembly.engine.device.type == "cuda":
             torch.cuda.empty_cache()

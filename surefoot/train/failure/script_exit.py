@@ -1,7 +1,8 @@
-"""The exit code of a script that uses Run: that of the command `surefoot train`, unless the script decides it by sys.exit.
+"""Exit code of a script that uses Run: that of `surefoot train`, unless the script calls sys.exit.
 
-A script that falls off its end would give 0 although SIGTERM or Ctrl-C had ended its run, and a scheduler would take it as done. No
-exception is raised for that, so that the script goes on after its `with` block as it likes; when the interpreter ends, the code is set.
+Without it a script that reaches its end would return 0 although SIGTERM or Ctrl-C had ended its
+run, and a scheduler would count the job as done. No exception is raised, so that the script can
+continue after its `with` block; the code is set when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RUNNER = "runpy"  # what stands above the script in `python -m package.module`
 
 
 class _Script:
-    """The script that this process runs, and the exit codes of its interrupted runs, by folder."""
+    """Running script of this process, and the exit codes of its interrupted runs, by folder."""
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None
@@ -30,7 +31,10 @@ class _Script:
         self._codes: dict[Path, int] = {}
 
     def watch(self) -> None:
-        """Look for the script once a process; in a notebook, an interactive session or another program's thread there is none."""
+        """Find the running script, once per process.
+
+        There is none in a notebook, an interactive session, or a thread of another program.
+        """
         if self._process == os.getpid():
             return
         self._process, self._frame, self._codes = os.getpid(), _find_script(), {}
@@ -41,13 +45,13 @@ class _Script:
             begin(self._end)
 
     def record(self, folder: Path, exit_code: int) -> None:
-        """Record how the run in `folder` ended: 0 where nothing interrupted it."""
+        """Record the exit code of the run in `folder`: 0 if the run was not interrupted."""
         self._codes.pop(folder, None)
         if exit_code != EXIT_OK:
             self._codes[folder] = exit_code
 
     def find_code(self) -> int:
-        """The exit code that a script which is over should have; 0 where Python's own is right."""
+        """Return the exit code for a script that has ended; 0 if Python's exit code is right."""
         if self._frame is None or self._process != os.getpid():
             return EXIT_OK
         if self._frame.f_code.co_code[self._frame.f_lasti] in RETURNS:
@@ -63,7 +67,7 @@ class _Script:
 
 
 def _find_script() -> FrameType | None:
-    """The outermost frame of this thread where that is a script's, or a module's that `python -m` runs."""
+    """Return this thread's outermost frame if it is a script or a module run by `python -m`."""
     main = sys.modules.get("__main__")
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     while frames and frames[-1].f_globals.get("__name__") == RUNNER:

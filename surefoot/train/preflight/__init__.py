@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run: the contract is tried on a few samples, and nothing is written."""
+"""Checks before a run: the task's methods are tried on a few samples; nothing is written."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from surefoot.train.resume.state import LiveState
 
 
 def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
-    """Try what the run is made of; gives notes, and adds to the warnings. Raises TaskError for what cannot be trained.
+    """Check the assembled run; return notes and add to its warnings.
 
-    What is only measured, to be told, the first attempt at a run has told: one that goes on (`is_again`) does not measure it anew.
+    Measurements that only lead to a warning were made by the first attempt, and are skipped if the
+    attempt resumes a run (`is_again`). Raises TaskError or SpecError for a run that cannot be
+    trained.
     """
     offload = assembly.spec.memory.offload
     if offload != "none" and assembly.engine.device.type == "cpu":

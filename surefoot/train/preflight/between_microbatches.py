@@ -1,4 +1,4 @@
-"""Whether the loss of a microbatch depends on the microbatch before it, through state that a forward pass leaves behind."""
+"""Check whether a microbatch's loss depends on the previous one through state of the model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ WORDS = (
 
 
 def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
-    """Compute the loss of the second half of a batch of `size` samples, alone and after the loss of the first; return what to report.
+    """Return warnings if the loss of a half batch changes when the other half is computed first.
 
-    Where a hidden state holds a row for each sample of a microbatch, it is continued with the rows of other samples.
+    The model may keep a hidden state with a row for each sample of a microbatch; the next
+    microbatch then continues it with the rows of other samples.
     """
     ranks, feed = assembly.engine.stepper.ranks, assembly.feed
     num_ranks = 1 if ranks is None else ranks.group.size
@@ -47,7 +48,7 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
 
 
 def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: Batch) -> list[str]:
-    """The names of the state that the first batch changes, if the loss of the second depends on it."""
+    """Return the names of the state that `first` changes, if the loss of `second` depends on it."""
     state = assembly.task.state
     with untouched(assembly.model, state), torch.enable_grad():
         carried = CarriedState(assembly.model, lambda: {} if state is None else _without_generators(state()))

@@ -1,4 +1,4 @@
-"""The contract, tried on a few samples: what a loss must be, and what comes in batches."""
+"""Check of the task on a few samples: what `loss` returns and how batches are split."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...
 
 
 def check(assembly: Assembly) -> list[str]:
-    """Try every update's loss on a few samples, whole and in halves, in evaluation mode; gives notes on what could not be checked.
+    """Run every update's loss on a few samples, whole and in halves, in evaluation mode.
 
-    Raises TaskError for a loss that is no Loss, is a mean, counts nothing in all of the data, or otherwise than `counts`, or may not be
-    split as the spec splits it.
+    Returns notes on checks that were not possible. Raises TaskError for a loss that is not a Loss,
+    is a mean, counts no item in all of the data, disagrees with `counts`, or must not be split as
+    the spec splits it.
     """
     notes: list[str] = []
     writes = [False]  # whether a loss writes into its batch
@@ -107,7 +108,7 @@ def check(assembly: Assembly) -> list[str]:
 
 
 def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
-    """Let a microbatch of the largest batch through, so that a budget that cannot be met is told before the run."""
+    """Run a microbatch of the largest batch, so that an impossible memory budget fails early."""
     model, feed = assembly.model, make_feed(at_its_largest(assembly.spec), assembly.feed.source)
     ids = feed.microbatches(feed.window(0))[0]
     with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
@@ -117,12 +118,18 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
 
 
 def computing(assembly: Assembly) -> AbstractContextManager[Any]:
-    """In fp32, which tells a sum from a mean best; what is stored in bf16 cannot be computed with in fp32."""
+    """Return the context of the trial forward passes: fp32, unless weights are stored in bf16.
+
+    fp32 distinguishes a sum from a mean best; weights stored in bf16 cannot compute in fp32.
+    """
     return assembly.engine.policy.context() if assembly.spec.precision.weights == "bf16" else nullcontext()
 
 
 def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
-    """Raise TaskError where a batch of one sample comes and a norm over the batch cannot take it: else that ends the first epoch."""
+    """Raise TaskError if a batch has one sample and the model has a norm that needs more.
+
+    Otherwise training would fail at the end of the first epoch.
+    """
     feed, model, total = assembly.feed, assembly.model, assembly.course.total_steps
     ends = (feed.step_of(epoch, feed.order.n - feed.dropped - 1) for epoch in range(feed.num_unlike + 1))
     lone = min((feed.microbatches(feed.window(min(end, (total or end + 1) - 1)))[-1] for end in ends), key=len)
@@ -161,7 +168,11 @@ def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
 
 
 def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, batch: Batch) -> None:
-    """With microbatches the gradient is divided by what `counts` says, without them by what the loss says: they must agree."""
+    """Check that `counts(batch)` agrees with the counts of the loss.
+
+    The gradient is divided by `counts` with microbatches, and by the counts of the loss without
+    them. Raises TaskError for a difference.
+    """
     if counts is None:
         return
     told = counts(batch)
@@ -217,7 +228,10 @@ def _check_sums(
     assembly: Assembly, name: str, attempt: halving.Try, read: Callable[[np.ndarray], Batch], batch: Batch, ids: np.ndarray,
     *, splits: bool
 ) -> list[str]:  # fmt: skip
-    """Hold the loss of a batch against those of its halves; gives what to report. Raises TaskError for a loss that is no sum."""
+    """Compare the loss of a batch with the losses of its halves; return warnings.
+
+    Raises TaskError for a loss that is not a sum.
+    """
     source = assembly.feed.source
     is_whole_batches = isinstance(source, Iterated)
     is_grouped = is_whole_batches or len(ids) == 1  # a number of the source may stand for many samples
@@ -240,7 +254,10 @@ def _check_sums(
 
 
 def _check_joined(assembly: Assembly, name: str) -> bool:
-    """Whether each rank has one microbatch in each step, so that a loss can gather from all. Raises SpecError for a step with less."""
+    """Return whether each rank has one microbatch in each step, as a loss with all_gather needs.
+
+    Raises SpecError if a batch has fewer parts than there are ranks.
+    """
     feed, ranks = assembly.feed, assembly.engine.stepper.ranks
     if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
         return False
@@ -259,5 +276,5 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
 
 
 def _norms_batches(model: nn.Module) -> bool:
-    """Whether a norm joins the samples of a batch in evaluation mode too."""
+    """Whether a norm of the model mixes the samples of a batch in evaluation mode too."""
     return any(each.running_mean is None for each in find_batch_norms(model).values())

@@ -1,4 +1,4 @@
-"""Whether what is read draws from streams that workers do not share with the run."""
+"""Check whether reading samples draws from random streams that loader workers do not share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from surefoot.train.quiet import read_streams, untouched
 
 
 def check(assembly: Assembly) -> list[str]:
-    """Return what to report of the draws of the data: those of a generator that nobody else knows, and those that workers would change."""
+    """Return warnings on random draws of the dataset, from its generator or global streams."""
     return [*_check_own(assembly), *_check_shared(assembly)]
 
 
 def _check_own(assembly: Assembly) -> list[str]:
-    """Read the same samples twice under the same random states: a dataset with a generator of its own gives other values."""
+    """Read the same samples twice under the same random states; return a warning if they differ.
+
+    A difference means that the dataset uses a separate generator, reads the clock or changes its
+    samples.
+    """
     source, seed = assembly.feed.source, assembly.spec.train.seed
     if getattr(source, "thread_safe", False) or source.guarantee != "proven":
         return []
@@ -36,7 +40,11 @@ def _check_own(assembly: Assembly) -> list[str]:
 
 
 def _check_shared(assembly: Assembly) -> list[str]:
-    """Words where workers would change numbers: a source that no two threads may read has its streams set before each microbatch."""
+    """Return a warning if reading draws from the global random streams and loader workers are used.
+
+    Workers do not share these streams. A source that is not thread safe and is read by worker
+    processes is exempt, because its streams are set before each microbatch.
+    """
     loader, source, augment = assembly.spec.loader, assembly.feed.source, assembly.task.augment
     if not loader.workers or not (getattr(source, "thread_safe", False) or loader.kind == "thread"):
         return []

@@ -1,4 +1,4 @@
-"""Whether each term of a loss is a sum: the loss of a batch is compared with the losses of the two halves of the same batch."""
+"""Check that each loss term is a sum, by comparing a batch's loss with those of its two halves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Verdict = Literal["sum", "mean", "other", "unknown"]
 
 @dataclass(frozen=True)
 class Attempt:
-    """A loss computed in evaluation mode, whether it drew from the random streams, and whether it gathers the rows of all ranks."""
+    """Loss in evaluation mode, whether it drew random numbers and whether it calls all_gather."""
 
     loss: Loss
     draws: bool
@@ -44,9 +44,10 @@ Try = Callable[[Batch, int], Attempt]  # the loss of a batch under a seed
 
 
 def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
-    """Return the two halves of a batch, None where its samples cannot be told apart. `size` is the number of samples, if it is known.
+    """Return the two halves of a batch, None if its samples cannot be separated.
 
-    All tensors of a batch that can be cut have the same first dimension, or its parts are sequences of the same length.
+    `size` is the number of samples, if known. All tensors of a batch that can be cut have the same
+    first dimension, or the parts of the batch are sequences of the same length.
     """
     found = [
         (lengths, is_sequences) for lengths, is_sequences in ((set(_lengths(batch)), False), (_lengths_of_parts(batch), True))
@@ -64,7 +65,7 @@ def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
 
 
 def double_batch(batch: Batch) -> Batch | None:
-    """Return a batch of one sample twice, None where it is no batch of one sample in tensors."""
+    """Return a batch of one sample with that sample twice; None for any other batch."""
     if set(_lengths(batch)) != {1}:
         return None
     try:
@@ -76,11 +77,11 @@ def double_batch(batch: Batch) -> Batch | None:
 def check_sums(
     name: str, attempt: Try, whole: Batch, halves: Sequence[Batch], *, is_split: bool, is_same: bool, norms_batches: bool
 ) -> list[str]:
-    """Compare the terms of a loss of `whole` with those of its `halves`; return what to report.
+    """Compare the loss terms of `whole` with those of its `halves`; return warnings.
 
-    `is_same` says that the halves were cut from `whole`, not read again; `norms_batches` that the model normalizes over the batch in
-    evaluation too, so that a difference proves nothing. Raises TaskError for a mean, and with `is_split` for any other loss that is no
-    sum.
+    `is_same` says that the halves were cut from `whole`, not read again; `norms_batches` that the
+    model normalizes over the batch in evaluation mode too, so that a difference proves nothing.
+    Raises TaskError for a mean, and with `is_split` for any other loss that is not a sum.
     """
     try:
         tried = [[attempt(each, 0) for each in (whole, *halves)]]
@@ -110,10 +111,11 @@ def check_sums(
 
 
 def judge(values: np.ndarray, *, is_same: bool = True) -> Verdict:
-    """Return what a term is by its values of the whole batch and of both halves, a row for each seed: (seeds, 3).
+    """Classify a loss term as "sum", "mean", "other" or "unknown" from its values.
 
-    `is_same` says that the halves hold the very samples of the batch: a value between those of the halves is then a mean, of whatever
-    weights.
+    `values` has shape (seeds, 3): the value for the whole batch and for each half, one row per
+    seed. `is_same` says that the halves hold exactly the samples of the batch: a value between
+    those of the halves is then a mean, whatever its weights.
     """
     whole, halves = values[:, 0], values[:, 1:]
     if not np.isfinite(values).all() or not values.any():
@@ -144,7 +146,7 @@ def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool
 
 
 def _repeats(attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[Attempt]]) -> bool:
-    """Whether the same batch gives the same value again: else the loss draws from a generator of its own."""
+    """Whether the same batch gives the same value again; else the loss has its own generator."""
     return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
 
 
@@ -167,7 +169,7 @@ def _is_array(part: Any) -> TypeGuard[Tensor | np.ndarray]:
 
 
 def _lengths(batch: Any) -> Iterator[int]:
-    """The first dimension of each tensor and array in a batch; -1 for what cannot be cut."""
+    """Yield the first dimension of each tensor and array in a batch; -1 if it cannot be cut."""
     if _is_array(batch):
         if getattr(batch, "is_nested", False) or getattr(batch, "layout", torch.strided) is not torch.strided:
             yield -1
@@ -184,13 +186,13 @@ def _lengths(batch: Any) -> Iterator[int]:
 
 
 def _lengths_of_parts(batch: Any) -> set[int]:
-    """The lengths of the direct parts of a batch, each a sequence or array of all samples; {-1} where one is something else."""
+    """Return the lengths of a batch's direct parts; -1 for a part that is no sequence or array."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [None]
     return {len(part) if isinstance(part, list | tuple) or (_is_array(part) and part.ndim) else -1 for part in parts}
 
 
 def _part(batch: Any, number: int, rows: slice | list[int], is_sequences: bool) -> Any:
-    """The given rows of everything in a batch that has a row for each of `number` samples."""
+    """Return `batch` with `rows` selected in every part that has a row per sample (`number`)."""
     if _is_array(batch):
         return batch[rows] if batch.ndim and len(batch) == number else batch
     if isinstance(batch, Mapping):

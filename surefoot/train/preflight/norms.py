@@ -1,4 +1,4 @@
-"""What BatchNorm makes of a batch that is accumulated: its statistics are those of a microbatch, and by how much that tells."""
+"""Check of BatchNorm under gradient accumulation, where its statistics are per microbatch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_MICROBATCHES = 4  # that are computed as one: memory is why a batch is spli
 
 
 def check(assembly: Assembly) -> list[str]:
-    """A warning, with the measured effect, where a batch is split and the model has BatchNorm in training mode; else nothing."""
+    """Return a warning, with the measured effect, if batches are split and BatchNorm trains."""
     window, feed = assembly.feed.window(0), assembly.feed
     norms = [module for module in find_batch_norms(assembly.model).values() if module.training]
     parts = feed.microbatches(window)
@@ -47,7 +47,7 @@ def check(assembly: Assembly) -> list[str]:
 
 
 def _apart(assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts: Sequence[Batch]) -> float | None:
-    """The difference of the two gradients as a share of the first; None where there is nothing to divide by."""
+    """Return the difference of the two gradients relative to the first; None if undefined."""
     one, other = (_gradient(assembly, update, batches) for batches in (whole, parts))
     size = math.sqrt(sum(float(each.square().sum()) for each in one))
     apart = math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs in zip(one, other, strict=True)))
@@ -55,7 +55,7 @@ def _apart(assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts
 
 
 def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) -> list[Tensor]:
-    """Of the mean loss over all of `batches`, in 32 bits."""
+    """Return the fp32 gradient of the mean loss over all of `batches`, per parameter."""
     params = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
     found = [torch.zeros_like(each, dtype=torch.float32) for each in params]
     count = 0.0

@@ -1,6 +1,7 @@
-"""What a training step of a spec will hold at its most, term by term, from a trace without numbers: nothing is computed.
+"""Predict the peak memory of a training step from a trace with fake tensors, term by term.
 
-The step is the run's own: its model, its recomputation, its updates. Batches are read for real, since only they know their sizes.
+The trace uses the model, the recomputation and the optimizers of the run and computes no values.
+Batches are read for real, since their sizes are known only then.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most bytes at a time, and what they are; `activations` name their block. `num_parameters` are those that are trained;
-    `blocks` are parts of the model with the most that their activations took, whenever that was, the largest first.
+    """Predicted peak memory of a step in bytes, and its terms; activations are listed per block.
+
+    `num_parameters` counts trained parameters; `blocks` holds the peak of the activations of each
+    part of the model, whenever it occurs, the largest first.
     """
 
     spec_id: str
@@ -54,7 +57,7 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """Between what the measured peak will lie."""
+        """Lowest and highest bytes expected for the measured peak."""
         margin = MARGIN if self.layout.world_size == 1 else MARGIN_OF_RANKS
         return round(self.peak_bytes / (1 + margin)), round(self.peak_bytes / (1 - margin))
 
@@ -66,10 +69,12 @@ class Prediction:
 
 
 def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, num_ranks: int | None = None) -> Prediction:
-    """The peak of a step of `spec` on a CPU, with its largest batch, not compiled and nothing offloaded; of rank 0 where there are several.
+    """Predict the peak memory of a step of `spec` with its largest batch, on a CPU.
 
-    `source` are its training data where they are read, `num_ranks` the ranks where they are known; by default as many as `[layout]` names.
-    Raises InputError for a task that needs numbers to know its sizes, SpecError for a layout that `train` refuses.
+    The step is neither compiled nor offloaded; with several ranks it is that of rank 0. `source` is
+    the training data if they are read already, `num_ranks` the number of ranks if known, by default
+    that of `[layout]`. Raises InputError for a task that needs values to know its sizes, SpecError
+    for a layout that `train` refuses.
     """
     if How.parse(spec.memory.recompute).kind == "budget":
         raise InputError(
@@ -111,7 +116,7 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
 
 
 class _Read:
-    """A task whose training data are read already: they have numbers, and the model gets none."""
+    """Task wrapper with real training data, read before, and a model of fake tensors."""
 
     def __init__(self, task: Any, source: Source, sizes: Any) -> None:
         self._task, self._source, self._sizes = task, source, sizes
@@ -127,7 +132,7 @@ class _Read:
 
 
 def _read(spec: RunSpec, task: Resolved, source: Source, num_ranks: int) -> list[Any]:
-    """The microbatches of rank 0 in the first step, augmented: no rank has more of them."""
+    """Return the augmented microbatches of rank 0 in the first step; no rank has more of them."""
     feed = make_feed(spec, source, Share(0, num_ranks, spec.layout.virtual_ranks))
     window = feed.window(0)
     read = [(source.read(ids), ids) for ids in feed.mine(window)[1]]
@@ -137,7 +142,7 @@ def _read(spec: RunSpec, task: Resolved, source: Source, num_ranks: int) -> list
 
 
 def _without_numbers(sizes: Any, value: Any) -> Any:
-    """`value` with its tensors replaced by such without numbers."""
+    """Return `value` with its tensors replaced by fake tensors of the same sizes."""
     if isinstance(value, Tensor):
         return sizes.from_tensor(value)
     if isinstance(value, Mapping):
@@ -154,7 +159,7 @@ def _without_numbers(sizes: Any, value: Any) -> Any:
 def held(
     model: nn.Module, updates: Sequence[LiveUpdate], average: WeightAverage | None, batches: Sequence[Any]
 ) -> dict[str, list[Tensor]]:
-    """What is there all the time, by kind."""
+    """Return the tensors that exist throughout a step, by kind."""
     states = [state for update in updates for each in update.guarded.optimizers for state in each.state.values()]
     return {
         "parameters": list(model.parameters()),
@@ -165,19 +170,19 @@ def held(
 
 
 def held_bytes(assembly: Assembly) -> int:
-    """The bytes of what is there all the time, the copies of the buffers among it."""
+    """Return the bytes of all tensors that exist throughout a step, with the copies of buffers."""
     there = held(assembly.model, assembly.updates, assembly.engine.average, ())
     return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(assembly.model)
 
 
 def copied_bytes(model: nn.Module) -> int:
-    """What the copies of the buffers take that a step puts back where it is skipped: those of norms over the batch."""
+    """Return the bytes of the copies of running statistics that restore a skipped step."""
     kept = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
     return total_bytes(buffer for module in kept for buffer in module.buffers(recurse=False))
 
 
 def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Prediction:
-    """Two steps: after the first the optimisers have their state."""
+    """Trace two steps and predict the peak; optimizers have their state only after the first."""
     watched, model, updates = Allocations(), assembly.model, assembly.updates
     average = assembly.engine.average
     gradients: RankGradients | None = None
@@ -221,7 +226,7 @@ def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Predicti
 
 
 def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: Any) -> None:
-    """Forward and backward over one microbatch."""
+    """Trace the forward and backward pass of one microbatch."""
     watched.begin_forward()
     with assembly.engine.policy.context():
         loss = update.loss(assembly.model, batch)
@@ -244,7 +249,10 @@ def _mark(watched: Allocations, of_rank: RankGradients | None, parameter: Tensor
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts that activations are told by: the blocks that repeat and what stands beside them, else the model's children."""
+    """Return the modules by which activations are reported.
+
+    These are the repeated blocks and the modules beside them, else the children of the model.
+    """
     try:
         blocks = find_blocks(model)
     except InputError:

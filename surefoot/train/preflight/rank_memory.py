@@ -1,8 +1,9 @@
-"""How much of the training state one rank of a layout holds, for the trace of a step on one process.
+"""Share of the training state that one rank of a layout holds, for a trace on one process.
 
-Without sharding, and in stage 1, every gradient is moved into a bucket of its own size, which stays from step to step; in stages 2 and 3
-a rank keeps rows of it. What `layout.stage` splits is divided by the shard ranks. In stage 2 all weights are gathered during a step, in
-stage 3 those outside of blocks, and one block at a time.
+Without sharding, and in stage 1, every gradient is moved into a bucket of its size, which persists
+between steps; in stages 2 and 3 a rank keeps rows of the gradient. The state that `layout.stage`
+shards is divided by the number of shard ranks. Stage 2 gathers all weights during a step; stage 3
+gathers those outside of blocks, and the weights of one block at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ NUM_SENT = 2  # buffers of gradients that are there at a time: that of the block
 
 
 def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:
-    """The layout of a spec on `num_ranks` ranks; by default as many as the spec names. Raises SpecError where it does not fit them."""
+    """Return the layout of a spec on `num_ranks` ranks (default: the number that the spec names).
+
+    Raises SpecError if the layout does not fit the ranks.
+    """
     table = spec.layout
     world_size = (table.replicate or 1) * table.shard if num_ranks is None else num_ranks
     return fit(world_size, table.replicate, table.shard, table.stage)
@@ -36,23 +40,23 @@ def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank of `layout` holds of a model that is whole in the trace; the weights of a block of `blocks` are gathered at a time."""
+    """Share of the traced model on one rank of `layout`; gathers one of `blocks` at a time."""
 
     layout: Layout
     blocks: Mapping[str, nn.Module]
 
     @property
     def is_split(self) -> bool:
-        """Whether gradients leave a backward pass as rows (stages 2 and 3)."""
+        """Whether gradients are reduced to rows in the backward pass (stages 2 and 3)."""
         return self.layout.is_sharded and self.layout.stage > 1
 
     def of(self, kind: str) -> float:
-        """The share of all bytes of a kind of state (`held`) that one rank holds."""
+        """Return the share (0 to 1) of a kind of state (`held`) that one rank holds, in bytes."""
         split = {"optimiser", "averages"} | ({GRADIENTS, "parameters"} if self.is_split else set())
         return 1 / self.layout.shard if self.layout.is_sharded and kind in split else 1.0
 
     def gathered_bytes(self, model: nn.Module) -> int:
-        """The bytes of the weights that are gathered during a step."""
+        """Return the peak bytes of the weights that are gathered during a step."""
         if not self.is_split:
             return 0
         whole = sum(map(_num_bytes, model.parameters()))
@@ -63,14 +67,17 @@ class RankShare:
 
 
 def find_share(layout: Layout, model: nn.Module, blocks: Sequence[str | nn.Module]) -> RankShare:
-    """The share of one rank. Raises SpecError where stage 3 finds no blocks to gather."""
+    """Return the share of one rank. Raises SpecError if stage 3 finds no blocks to gather."""
     if not layout.is_sharded or layout.stage == 1:
         return RankShare(layout, {})
     return RankShare(layout, find_units(layout.stage, model, blocks))
 
 
 class RankGradients:
-    """Moves each gradient of a traced backward pass to where a rank keeps it. Make it before the traced step, while nothing is watched."""
+    """Moves each gradient of a traced backward pass to the buffer where a rank keeps it.
+
+    The object must be made before the traced step, while allocations are not recorded.
+    """
 
     def __init__(self, share: RankShare, model: nn.Module, watched: Allocations) -> None:
         self._share, self._watched = share, watched
@@ -84,12 +91,12 @@ class RankGradients:
             watched.hold(each, GRADIENTS, share.of(GRADIENTS))
 
     def begin_pass(self, *, is_last: bool) -> None:
-        """A backward pass begins."""
+        """Prepare for a backward pass."""
         self._is_last = is_last
         self._left = Counter(self._sizes)
 
     def take(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is there."""
+        """Move the gradient of `parameter`, which the backward pass has just computed."""
         if not self._share.is_split:
             if self._is_last:
                 master_of(parameter).grad = self._kept[id(parameter)]
@@ -104,7 +111,7 @@ class RankGradients:
                 master_of(each).grad = None
 
     def end_passes(self) -> None:
-        """All backward passes of an update are over: the optimizer finds every gradient."""
+        """Restore every gradient for the optimizer after all backward passes of an update."""
         for each in self._trained:
             master_of(each).grad = self._kept[id(each)]
 

@@ -1,4 +1,4 @@
-"""Which samples a loss is tried on before the run: the first ones, or others where those say nothing."""
+"""Choice of the samples on which a loss is tried: the first ones, or later ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_SOUGHT = 64  # steps, spread over the epoch, in which items that count are l
 
 
 class Tried(NamedTuple):
-    """Samples as one batch, and the loss of each update over them."""
+    """Samples as one batch, and the loss of each update over the batch."""
 
     ids: np.ndarray
     batch: Batch
@@ -25,10 +25,11 @@ class Tried(NamedTuple):
 
 
 def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tried, list[str]]:
-    """Return what a loss is checked on, and what to warn of.
+    """Return the samples on which the loss is checked, and warnings.
 
-    These are the first `NUM_SAMPLES`; as many as a microbatch of the run has, where the model takes no fewer; and later ones, where the
-    loss of an update counts no item of the first. Raises TaskError where it counts none in all of the data.
+    These are the first `NUM_SAMPLES`; a whole microbatch of the run if the model fails on fewer;
+    and later samples if the loss of an update counts no item of the first. Raises TaskError if a
+    loss counts no item in all of the data.
     """
     feed = assembly.feed
     tried = _try_sizes(feed, attempt)
@@ -62,7 +63,7 @@ def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], Tried]) -> Tried:
 
 
 def _find_empty(assembly: Assembly, tried: Tried) -> str:
-    """The first update whose loss counts no item; "" where there is none."""
+    """Return the name of the first update whose loss counts no item; "" if there is none."""
     pairs = zip(assembly.updates, tried.losses, strict=True)
     return next((update.name for update, loss in pairs if loss.terms and not any(float(term.count) for term in loss.terms)), "")
 

@@ -1,1 +1,1 @@
-"""What a run records of itself: what it tells while it goes on, its scores, and what came of it."""
+"""Records of a run: its log, its console output, its scores and its summary."""

@@ -1,4 +1,4 @@
-"""Whether the forward passes of an evaluation leave state that later ones may read, as a recurrent network that keeps its hidden state."""
+"""Check whether a model keeps state between batches of an evaluation, such as a hidden state."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ NONE = Aliases({}, {}, {})
 
 
 class CarriedState:
-    """Compares buffers, attributes of modules and the task's `state()` between the batches that this rank evaluates.
+    """Comparison of buffers, module attributes and the task's `state()` between evaluated batches.
 
-    What only the first of several batches changes is not carried: a table that is built when it is first needed.
+    A change that only the first of several batches makes does not count: a table built on first
+    use.
     """
 
     def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None) -> None:
@@ -33,11 +34,11 @@ class CarriedState:
             self._after_first = self._sign()
 
     def has_changed(self) -> bool:
-        """Whether a batch has changed it: any of one batch, one that follows the first of several."""
+        """Whether state has changed since the first batch, or in the only batch."""
         return bool(self.find_changed())
 
     def find_changed(self) -> list[str]:
-        """The names of what such a batch has changed."""
+        """Return the names of state changed since the first batch, or in the only batch."""
         now, before = self._sign(), self._before
         return [name for name in {**before, **now} if now.get(name) != before.get(name)]
 

@@ -1,4 +1,4 @@
-"""What a run compiles, and what it tells of that: the first summary, what is compiled again and why, what fell back, the budget."""
+"""Compilation of a run: first summary, recompilations and their reasons, fallbacks, budget."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN_UP = "recompile limit"  # torch's words for code that it has compiled too 
 
 @dataclass(frozen=True)
 class Found:
-    """What happened since the last look: each compilation, lines for a person, faults as what was found and what is done."""
+    """Compilations since the last call, lines to print, and faults as (finding, action)."""
 
     compilations: list[Compilation]
     lines: list[str]
@@ -33,7 +33,7 @@ class Found:
 
 
 class Compiling:
-    """Watches what a run compiles, against the budget of its spec."""
+    """Monitor of a run's compilations and of their budget in the spec."""
 
     def __init__(self, compiled: Compiled, table: CompileTable) -> None:
         self._compiled, self._table = compiled, table
@@ -43,7 +43,7 @@ class Compiling:
         self._compiling_s = 0.0
 
     def take(self, step: int) -> Found:
-        """What is new after `step`. The first step of a run is looked at operator by operator, and so not compiled."""
+        """Return the news after `step`; the first step is observed in eager mode, not compiled."""
         new = self._compiled.steward.take()
         again = [each for each in new if each.why_again is not None]
         lines, faults = [each.words for each in again], []
@@ -81,7 +81,7 @@ class Compiling:
         return f"code was compiled {len(self._again)} times again, compile.budget is {self._table.budget}; last: {self._again[-1].words}"
 
     def raise_if_over(self) -> None:
-        """Raise TaskError where the budget is spent and the spec ends the run for it."""
+        """Raise TaskError if the compile budget is spent and the spec says to stop then."""
         if self._is_over and self._table.over_budget == "stop":
             raise TaskError(
                 self._over,
@@ -92,8 +92,11 @@ class Compiling:
 def compile_as_stated(
     spec: RunSpec, task: Resolved, model: nn.Module, stepper: Stepper, updates: list[LiveUpdate], recomputed: Recomputed
 ) -> Compiled | None:
-    """What [compile] says; after recomputation, which is then part of what is compiled. Raises InputError where there are no blocks,
-    where the step cannot be one graph, and for a region inside a block of which operators are computed again."""
+    """Compile what [compile] names, with the recomputation that was set up before.
+
+    Raises InputError if there are no blocks to compile, if the step cannot be one graph, or for a
+    region inside a block whose operators are recomputed.
+    """
     table = spec.compile
     if table.what == "none":
         return None
@@ -110,7 +113,10 @@ def compile_as_stated(
 
 
 def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
-    """Compiled code writes over its own products, so that those of a region inside such a block cannot be kept."""
+    """Raise SpecError for a compiled region inside a block that recomputes single operators.
+
+    Compiled code overwrites its intermediate results, so that these cannot be kept.
+    """
     blocks = recomputed.blocks if recomputed.how.kind == "operators" else ()
     for region in regions:
         block = next((each for each in blocks if region.startswith(f"{each}.")), None)
@@ -122,19 +128,19 @@ def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
 
 
 def describe_mode(spec: RunSpec, device: str) -> list[str]:
-    """What a person should hear of compile.mode at the start: that it is none of its own on this device."""
+    """Return a message if compile.mode has no effect on `device`, with the reason."""
     table = spec.compile
     why = None if table.what == "none" else why_default(table.mode, device, deterministic=spec.train.deterministic)
     return [] if why is None else [f'compile.mode = "{table.mode}" is default here, since {why}']
 
 
 def eager(compiled: Compiled | None) -> AbstractContextManager[None]:
-    """Nothing is compiled inside: for a look at the model that its steps do not repeat."""
+    """Return a context that runs the model uncompiled, for a trial that no step repeats."""
     return nullcontext() if compiled is None else compiled.eager()
 
 
 def watch(compiled: Compiled | None, table: CompileTable) -> Compiling | None:
-    """What watches a run; None where nothing is compiled."""
+    """Return the monitor of the compilations; None if nothing is compiled."""
     return Compiling(compiled, table) if compiled is not None else None
 
 

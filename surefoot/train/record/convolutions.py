@@ -1,4 +1,4 @@
-"""With train.cudnn_benchmark: cuDNN times its algorithms for each shape it meets, which ends where there are too many shapes."""
+"""cuDNN benchmarking (train.cudnn_benchmark) that is switched off if batches have many shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MOST_SHAPES = 8  # of whole batches: one, the short last one, and some more
 
 @final
 class TimedConvolutions:
-    """Does one step when called with its number; ends cuDNN's search where batches vary, since each new shape costs a search."""
+    """Step function that switches cuDNN benchmarking off once batches have more than 8 shapes.
+
+    Each new shape costs a search over the algorithms.
+    """
 
     def __init__(self, step: Callable[[int], StepReport], stepper: Stepper, telling: Telling) -> None:
         self._step, self._stepper, self._telling = step, stepper, telling

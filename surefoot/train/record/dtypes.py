@@ -1,4 +1,4 @@
-"""The dtype record of an attempt's first step: into the log, and held against the spec's contract."""
+"""Dtypes observed in the first step of an attempt: log record and check against the contract."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ NUM_NAMED = 4  # of the parameters that are alike
 
 
 def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
-    """Record what was observed in `step`. Raises NumbersError for a parameter that the contract does not allow,
-    SpecError where no attention was fused and it should be."""
+    """Record the dtypes observed in `step`.
+
+    Raises NumbersError for a parameter that the contract does not allow, SpecError if
+    train.attention is "fused" and no fused kernel was called.
+    """
     record = assembly.engine.stepper.record
     if record is None:
         return
@@ -41,5 +44,5 @@ def _is_fused_attention(operator: str) -> bool:
 
 
 def in_short(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
-    """Parameters that are alike as one row, the first few of them by name."""
+    """Return one row per group of like parameters, with the names of the first few."""
     return [{**row, "names": row["names"][:NUM_NAMED], "num_parameters": len(row["names"])} for row in group(parameters)]

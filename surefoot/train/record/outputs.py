@@ -1,4 +1,4 @@
-"""What a model gives for the samples of a split, collected as arrays with one row for each sample."""
+"""Model outputs for the samples of a split, collected as arrays with one row per sample."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ WHAT = "return a tensor whose first dimension is the batch's, or a tuple, list o
 
 
 class Outputs:
-    """Collects the outputs of batches; `arrays` then returns one array for each tensor, and `left_out` says what has no rows.
+    """Collector of the outputs of batches, as one array per tensor.
 
-    A tensor alone is called `output`; in tuples, lists and dicts, also in one another, each by its key or position: `hidden.0`. A list
-    with an entry for each sample, as detectors give it, has the names of the entries. Rows of unlike shapes are padded with zeros, and
-    the array `NAME.shape` holds the shape of each.
+    `arrays` returns the arrays, `left_out` holds the reason for each output without rows. A single
+    tensor is named `output`; in nested tuples, lists and dicts a tensor is named by its keys and
+    positions: `hidden.0`. A list with one entry per sample, as detectors return it, has the names
+    of the entries. Rows of different shapes are padded with zeros, and the array `NAME.shape` holds
+    the shape of each row.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class Outputs:
         self.left_out: dict[str, str] = {}
 
     def add(self, made: Any, num_samples: int | None) -> None:
-        """Add the output for a batch. Raises TaskError where no tensor of it has a row for each sample."""
+        """Add the output for a batch. Raises TaskError if no tensor has a row for each sample."""
         leaves = dict(_leaves(made, "", num_samples))
         size = num_samples if num_samples is not None else _first_size(leaves)
         kept = {}
@@ -46,11 +48,11 @@ class Outputs:
         self._num_samples += size
 
     def is_ambiguous(self, size: int) -> bool:
-        """Whether another dimension than the first is as long as the batch."""
+        """Whether a dimension other than the first is as long as the batch."""
         return any(size in part.shape[1:] for parts in self._rows.values() for part in parts)
 
     def check_follows(self, made: Any, fewer: int) -> None:
-        """Raise TaskError where an output for `fewer` samples has as many rows as that for the first batch: its rows are no samples."""
+        """Raise TaskError if an output for `fewer` samples does not have `fewer` rows."""
         for name, value in _leaves(made, "", fewer):
             if name in self._rows and isinstance(value, Tensor) and value.ndim and (rows := int(value.size(0))) != fewer:
                 raise TaskError(
@@ -59,7 +61,10 @@ class Outputs:
                 )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Raises TaskError where a tensor was not there for every batch, or has other dimensions in one than in another."""
+        """Return the arrays by name.
+
+        Raises TaskError if a tensor is missing for some batch, or its number of dimensions differs.
+        """
         found: dict[str, np.ndarray] = {}
         for name, parts in self._rows.items():
             if (rows := sum(map(len, parts))) != self._num_samples:
@@ -81,7 +86,7 @@ class Outputs:
 
 
 def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]:
-    """Every part that holds nothing else, with its name; a list of tensors is one that holds a row for each sample."""
+    """Yield every leaf of an output with its name; a list with a tensor per sample is one leaf."""
     if isinstance(made, list) and size is not None and len(made) == size and _are_samples(made, size):
         if isinstance(made[0], Mapping):
             yield from ((f"{name}.{key}" if name else str(key), [one[key] for one in made]) for key in made[0])
@@ -97,7 +102,7 @@ def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]
 
 
 def _are_samples(made: list[Any], size: int) -> bool:
-    """Whether a list as long as the batch holds an entry for each sample, and not tensors of whole batches."""
+    """Whether a list as long as the batch holds an entry per sample, not whole batches."""
     if all(isinstance(one, Mapping) for one in made):
         return all(one.keys() == made[0].keys() and all(isinstance(value, Tensor) for value in one.values()) for one in made)
     return all(isinstance(one, Tensor) for one in made) and not all(one.ndim and len(one) == size for one in made)
@@ -109,7 +114,7 @@ def _first_size(leaves: Mapping[str, Any]) -> int:
 
 
 def _reason_against(value: Any, size: int) -> str | None:
-    """Why a part of an output has no row for each of `size` samples; None where it has one."""
+    """Return why a part of an output has no row for each of `size` samples; None if it has."""
     if isinstance(value, list):
         return None
     if not isinstance(value, Tensor):
@@ -138,7 +143,7 @@ def _hint(leaves: Mapping[str, Any], size: int) -> str:
 
 
 def _parts(value: Tensor | list[Tensor]) -> Sequence[Tensor]:
-    """The rows of a list or a nested tensor, which differ in shape; any other tensor is one part."""
+    """Return the rows of a list or a nested tensor, whose shapes differ; else the tensor itself."""
     if isinstance(value, list) or value.is_nested:
         return [row.unsqueeze(0) for row in (value if isinstance(value, list) else value.unbind())]
     return [value]
@@ -151,7 +156,7 @@ def _plain(value: Tensor) -> Tensor:
 
 
 def _padded(part: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """`part` with zeros behind, up to the largest of all in each dimension."""
+    """Return `part` padded with zeros at the end to the largest sizes in `parts`."""
     most = [max(lengths) for lengths in zip(*(each.shape[1:] for each in parts), strict=True)]
     made = part.new_zeros(len(part), *most)
     made[(slice(None), *(slice(length) for length in part.shape[1:]))] = part

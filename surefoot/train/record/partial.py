@@ -1,4 +1,4 @@
-"""The results of the batches of an evaluation, merged in the order of the batches, whichever rank computed them."""
+"""Results of the batches of an evaluation, merged in the order of the batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Term = tuple[str, Number, Number, float]
 
 
 class Part(NamedTuple):
-    """What one batch gave: its samples, its loss terms (name, total, count, weight) and its metrics."""
+    """Result of one batch: sample count, loss terms (name, total, count, weight) and metrics."""
 
     num_samples: int
     terms: tuple[Term, ...]
@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Merged:
-    """The samples, the terms (each with its weight) and the metrics of all parts so far."""
+    """Sums of the samples, loss terms (each with its weight) and metrics of all parts so far."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -45,10 +45,11 @@ class Merged:
 
 
 def gather(mine: Sequence[Part], group: Group, *, can_share: bool = True) -> list[Part] | None:
-    """The parts of all ranks, of which each computed every n-th batch of n ranks.
+    """Return the parts of all ranks in the order of the batches; of n ranks each has every n-th.
 
-    None where a metric holds what cannot be sent as text, or a rank says that the batches may not be shared. A rank rebuilds the metrics
-    of others by the classes of its own: one without a batch knows those of surefoot alone.
+    Returns None if a metric holds values that cannot be sent as text, or if a rank passes
+    `can_share` as false. A rank rebuilds the metrics of other ranks with the classes of its own
+    metrics; a rank without a batch knows only surefoot's classes.
     """
     is_plain = all(is_sendable(metric) for part in mine for metric in part.metrics.values())
     if group.most([float(not (is_plain and can_share))])[0]:
@@ -62,7 +63,7 @@ def gather(mine: Sequence[Part], group: Group, *, can_share: bool = True) -> lis
 
 
 def is_sendable(metric: Metric) -> bool:
-    """Whether a metric is no more than its attributes: tensors, numbers and text, which another rank can rebuild it from."""
+    """Whether another rank can rebuild a metric from its attributes: tensors, numbers and text."""
     if type(metric) in PLAIN.values():
         return True
     slots = any(vars(kind).get("__slots__") for kind in type(metric).__mro__)
@@ -74,7 +75,7 @@ def is_sendable(metric: Metric) -> bool:
 
 
 def watch(task: Resolved, unshared: set[str]) -> Resolved:
-    """The task, whose metrics that cannot be sent add their names to `unshared`."""
+    """Return the task, whose `metrics` adds the names of unsendable metrics to `unshared`."""
     if task.metrics is None:
         return task
     give = task.metrics
@@ -89,7 +90,7 @@ def watch(task: Resolved, unshared: set[str]) -> Resolved:
 
 
 def describe_unshared(names: Collection[str], group: Group) -> list[str]:
-    """A line where several ranks cannot share an evaluation, since these metrics hold what cannot be sent."""
+    """Return a message if ranks cannot share an evaluation because of the metrics `names`."""
     if group.is_alone or not names:
         return []
     named = ", ".join(sorted(names))
@@ -120,7 +121,7 @@ def _as_values(metric: Metric) -> Any:
 
 
 def _number(value: Number) -> float:
-    """As Python's own; NumPy's have no place in a text."""
+    """Return a number as a Python number; JSON has no NumPy types."""
     return value if isinstance(value, (int, float)) else value.item()
 
 

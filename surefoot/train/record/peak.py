@@ -1,4 +1,4 @@
-"""With memory.predict: the peak of a step as predicted before the first one, beside that of the third, in the log and in `shape.json`."""
+"""Predicted and measured peak memory of a step (memory.predict), logged and in `shape.json`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEASURED = 3  # the step of an attempt that is measured: by then all that is hel
 
 
 def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[int], StepReport]:
-    """What does one step when called with its number."""
+    """Return the step function of a run; called with the number of the step."""
     step: Callable[[int], StepReport] = Unfreezing(WithinMemory(assembly, telling, folder), assembly, telling)
     step = WatchedForWrites(step, assembly, telling)
     if assembly.spec.memory.predict:
@@ -47,7 +47,7 @@ def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[in
 
 @final
 class Compared:
-    """Does one step when called with its number; the third is measured, and compared with what was predicted."""
+    """Step function that measures the third step's peak memory and logs it with the prediction."""
 
     def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling, folder: Path) -> None:
         self._step, self._assembly, self._telling, self._left = step, assembly, telling, MEASURED
@@ -59,7 +59,7 @@ class Compared:
                 files.write_whole(folder, FILE, f"{json.dumps(self._predicted.as_row(), indent=1)}\n".encode())
 
     def _predict(self) -> Prediction | None:
-        """The run's own model, task and random streams are afterwards as before."""
+        """Return the predicted peak; model, task and random streams are left unchanged."""
         assembly = self._assembly
         try:
             if isinstance(assembly.feed.source, Iterated):
@@ -102,7 +102,7 @@ class Compared:
 
 
 class _Host:
-    """What is held before the step, and the most by which it rises, by torch's profiler; None where that is at work already."""
+    """Peak host memory of a step in bytes, by torch's profiler; None if that is already running."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._held = held_bytes(assembly)
@@ -117,7 +117,7 @@ class _Host:
 
 
 class _Device:
-    """The most that the allocator of the GPU has given out in the step."""
+    """Peak GPU memory of a step in bytes, as torch's CUDA allocator reports it."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._device = assembly.engine.device

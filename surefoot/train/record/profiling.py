@@ -1,6 +1,6 @@
-"""A window of the profiler inside a run: opened by whoever drives the run, or by a request that somebody left in its folder.
+"""Profiler window in a run, opened by the caller of the run or by a request file in its folder.
 
-The request is a file, so that it reaches a run in a container or on another host, and says what is wanted; the run looks for it at the
+A file reaches a run in a container or on another host. The run checks for the request file at the
 end of a step, at most once a second.
 """
 
@@ -30,7 +30,7 @@ LIVE = {"wait": 5, "warmup": 2}  # steps before a window that was asked for: nob
 
 @final
 class Profiling:
-    """Looks for a request in the folder of a run, and records the window that was asked for; `say` tells the run's console."""
+    """Recorder of profiler windows that a request file asks for; `say` prints to the console."""
 
     def __init__(self, run: Path, assembly: Assembly, say: Callable[[str], None]) -> None:
         self._run, self._folder, self._assembly, self._say = run, run / FOLDER, assembly, say
@@ -46,7 +46,10 @@ class Profiling:
         return self._profiler is not None and self._profiler.is_done
 
     def begin(self, window: Window, levels: Sequence[str], step: int, *, nvtx: bool = False) -> Window:
-        """Open a window that begins after `step`; gives it as it fits into the run. Raises InputError where no step is left."""
+        """Open a window that starts after `step`; return the window, shortened to fit the run.
+
+        Raises InputError if no step is left.
+        """
         total = self._assembly.course.total_steps
         fitted = window.fitted(None if total is None else total - step)
         average = self._assembly.engine.average
@@ -59,14 +62,14 @@ class Profiling:
         return fitted
 
     def _listen(self) -> None:
-        """Hear of the phases and of what ranks do together, while the window is open."""
+        """Subscribe to phases and collectives while the window is open; else unsubscribe."""
         is_open = self._profiler is not None and self._profiler.ranges is not None
         self._clock.listener = self._phase_begins if is_open else None
         if (ranks := self._assembly.engine.stepper.ranks) is not None:
             ranks.group.waiting.ranges = record_function if is_open else None
 
     def step_done(self, report: StepReport) -> None:
-        """A step of the run ended."""
+        """Advance the window after a step, or look for a request if there is no window."""
         if self._profiler is None:
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
@@ -81,7 +84,7 @@ class Profiling:
             self._answer("done", f"recorded up to step {report.step:,}")
 
     def _phase_begins(self, phase: int) -> None:
-        """Name the range below the step; what belongs to no phase has none."""
+        """Mark the range of `phase` in the trace; time outside of all phases has no range."""
         ranges = None if self._profiler is None else self._profiler.ranges
         if ranges is not None and phase == OTHER:
             ranges.end("phase")
@@ -89,7 +92,7 @@ class Profiling:
             ranges.begin("phase", PHASES[phase])
 
     def close(self) -> None:
-        """The run ends: a window that is open ends with it, and keeps what it has."""
+        """Close an open window at the end of the run and keep the steps recorded so far."""
         self._clock.listener = None
         if self._profiler is None or self._profiler.is_done:
             return
@@ -101,7 +104,10 @@ class Profiling:
 
     @contextlib.contextmanager
     def _contained(self) -> Any:
-        """What goes wrong with a window that somebody else asked for is their trouble, not the run's."""
+        """Return a context in which an error of a requested window does not fail the run.
+
+        The error is written as the answer to the request.
+        """
         try:
             yield
         except Exception as error:
@@ -110,7 +116,7 @@ class Profiling:
             self._answer("failed", error.message if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
 
     def _take_request(self, step: int) -> None:
-        """Begin with what the file asks for, and remove it."""
+        """Open the window that the request file asks for, and remove the file."""
         self._asked = ""
         with self._contained():
             text = files.read_text(self._run, f"{FOLDER}/{REQUEST_FILE}")
@@ -121,7 +127,7 @@ class Profiling:
             self._say(f"step {step:,}: a profile was asked for: {window}")
 
     def _answer(self, outcome: str, words: str) -> None:
-        """Tell who asked; then the next request may come."""
+        """Write the answer to the request and reset, so that the next request can be taken."""
         self._clock.listener = None
         answer = {"version": 1, "id": self._asked, "outcome": outcome, "words": words}
         with contextlib.suppress(OSError):
@@ -135,7 +141,7 @@ class Profiling:
 
 
 def _checked(text: str) -> Mapping[str, Any]:
-    """What a request asks for. Raises InputError for one of another form."""
+    """Return the fields of a request. Raises InputError for a damaged request."""
     with contextlib.suppress(ValueError, RecursionError):
         asked = json.loads(text)
         if isinstance(asked, dict) and all(

@@ -1,4 +1,4 @@
-"""When to evaluate, which evaluation is best, and when there is no use in going on."""
+"""Evaluations of a run: when they are due, which is the best, and when to stop early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Scores:
-    """The evaluations of a run: due, best, without progress."""
+    """Evaluation schedule, best and last result, and early stopping of a run."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
@@ -41,7 +41,7 @@ class Scores:
         self.owed: str | None = None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+        """Return the state for a checkpoint."""
         return {
             "best": _without_time(self.best), "best_step": self.best_step, "since_best": self._since_best,
             "last": _without_time(self.last), "last_step": self.last_step,
@@ -49,7 +49,7 @@ class Scores:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any] | None, clock: Mapping[str, float]) -> None:
-        """Go on from a checkpoint's `state` and `clock`: a later evaluation is held against the best of all attempts."""
+        """Restore a checkpoint's `state` and `clock`; the best score is that of all attempts."""
         self._of_parent = {name: value for name, value in clock.items() if name != "training_s"}
         if state is None:
             return
@@ -59,20 +59,26 @@ class Scores:
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
 
     def clock(self, training_s: float) -> dict[str, float]:
-        """What a checkpoint holds of the time, and of the training that a fork's parent did, which its own throughput leaves out."""
+        """Return the training time for a checkpoint, with the totals of a fork's parent.
+
+        The throughput of a fork leaves the parent's training time, samples and items out.
+        """
         return {"training_s": training_s, **self._of_parent}
 
     def begin_fork(self, num_samples: int, training_s: float) -> None:
-        """Leave what the parent trained out of the throughput, as the records of the new folder do."""
+        """Leave the parent's training out of the throughput, as the new folder's records do."""
         items = {} if self.num_items is None else {"parent_items": self.num_items}
         self._of_parent = {"parent_s": training_s, "parent_samples": float(num_samples), **items}
 
     def count(self, num_items: float) -> None:
-        """Add what the losses of some steps counted."""
+        """Add the number of items that the losses of some steps counted."""
         self.num_items = None if self.num_items is None else self.num_items + num_items
 
     def take_owed(self) -> str | None:
-        """The split to evaluate before the next step, once: the best commit and a plateau schedule depend on it."""
+        """Return the split to evaluate before the next step, once; None if nothing is owed.
+
+        The best checkpoint and a plateau schedule depend on this evaluation.
+        """
         owed, self.owed = self.owed, None
         return owed
 
@@ -82,7 +88,7 @@ class Scores:
         return self._every_s is not None and time.perf_counter() - self._last_s >= self._every_s
 
     def add(self, step: int, result: Evaluation) -> bool:
-        """Take note of an evaluation; gives whether it is the best so far. Moves a plateau schedule."""
+        """Add an evaluation, advance a plateau schedule; return whether it is the best so far."""
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
         self._assembly.schedule.observe(math.nan if result.value is None else result.value)
@@ -106,13 +112,13 @@ class Scores:
         return f"no better {self.best.score} in {patience} evaluations"
 
     def score_of(self, step: int) -> dict[str, Any] | None:
-        """The score of exactly this step for its manifest, if it was evaluated."""
+        """Return the score for the manifest of `step`; None if that step was not evaluated."""
         if self.last is None or self.last_step != step:
             return None
         return {"name": self.last.score, "value": self.last.value, "better": self.last.better, "split": self.last.split}
 
     def ended(self, run: Run) -> events.Ended:
-        """The record that closes an attempt."""
+        """Return the Ended record of an attempt."""
         summary = run.summary
         return events.Ended(
             generation=run.generation, time_s=time.time(), step=run.step, outcome=run.outcome, cause=run.cause, exit_code=run.exit_code,
@@ -121,7 +127,7 @@ class Scores:
         )  # fmt: skip
 
     def summary(self, run: Run, timing: Timing) -> dict[str, Any]:
-        """What the final table shows; `timing` is of the whole attempt."""
+        """Return the rows of the final table; `timing` covers the whole attempt."""
         elapsed_s = time.perf_counter() - run.started_s
         last, best = self.last, self.best
         own_s = run.training_s - self._of_parent.get("parent_s", 0.0)
@@ -146,13 +152,13 @@ def _per_s(count: float | None, elapsed_s: float) -> float | None:
 
 
 def _noise_row(assembly: Assembly) -> dict[str, Any]:
-    """The noise of the gradient in the last steps with what follows from it, where that was asked for."""
+    """Return the gradient noise with advice on the batch size; empty if `observe.noise` is off."""
     noise = assembly.noise
     return {} if noise is None else {"noise": {**asdict(noise), "advice": noise.advise(assembly.feed.batch)}}
 
 
 def timing_rows(timing: Timing) -> dict[str, Any]:
-    """Where the time of an attempt went, for its summary; percentiles of no steps are None."""
+    """Return the timing part of a summary: phases, step time percentiles (None without steps)."""
     percentiles = quantiles(timing.step_s, (0.5, 0.95, 0.99)) if timing.step_s else (None,) * 3
     return {
         "phases": timing.phases, "step_s": dict(zip(("p50", "p95", "p99"), percentiles, strict=True)), "outliers": timing.outliers,
@@ -160,5 +166,5 @@ def timing_rows(timing: Timing) -> dict[str, Any]:
 
 
 def _without_time(result: Evaluation | None) -> dict[str, Any] | None:
-    """What the same steps give at any speed."""
+    """Return an evaluation's fields with elapsed_s = 0, so that they depend on the steps alone."""
     return None if result is None else {**asdict(result), "elapsed_s": 0.0}

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: records for `events.jsonl` and TensorBoard, words for a person. Timed as logging."""
+"""Output of a run: records in `events.jsonl`, TensorBoard, and console; its time is "logging"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from surefoot.train.record.noticed.movement import Movement
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """What is wrong in the folder of a run that goes on: damaged lines of its log, commits, and rows that its ledger has lost."""
+    """Damage in the folder of a resumed run: log lines, checkpoints, and lost ledger rows."""
 
     log: Sequence[str] = ()
     commits: Sequence[str] = ()
@@ -31,7 +31,7 @@ class Damage:
 
 
 class Telling:
-    """The sinks of one attempt; what the disk refuses is given up, said and recorded, and the run goes on without it."""
+    """Outputs of one attempt; an output with a storage error is dropped, and the run continues."""
 
     def __init__(
         self, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int,
@@ -46,12 +46,12 @@ class Telling:
             self.console.say(text)
 
     def warn(self, text: str) -> None:
-        """Say what was lost or is not done, even to who wants quiet."""
+        """Print a warning, even with `quiet`."""
         with self._clock.within(LOGGING):
             self.console.warn(text)
 
     def begin(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
-        """Say what a person should hear at the start; the warnings even to who wants quiet."""
+        """Print the notes at the start of a run, and the warnings even with `quiet`."""
         with self._clock.within(LOGGING):
             for warning in warnings:
                 self.console.warn(warning)
@@ -59,7 +59,7 @@ class Telling:
             self.say(note)
 
     def write(self, event: events.Event) -> None:
-        """Record what happened."""
+        """Write `event` to the log and to TensorBoard."""
         with self._clock.within(LOGGING):
             self._record(event)
             try:
@@ -68,7 +68,10 @@ class Telling:
                 self.give_up("TensorBoard", error, getattr(event, "step", 0))
 
     def judge(self, step: int) -> None:
-        """Record what the guard found in the steps up to `step`; rank 0 says it even to who wants quiet, as all ranks find the same."""
+        """Record the guard's findings in the steps up to `step`; rank 0 prints them, even if quiet.
+
+        All ranks find the same.
+        """
         for fault in self._guard.judge(step):
             self.write(environment.fault(self.generation, fault))
             if fault.is_printed and not place.here().rank:
@@ -77,7 +80,7 @@ class Telling:
             self._tell_compiled(self._compiling, step)
 
     def _tell_compiled(self, compiling: Compiling, step: int) -> None:
-        """Record what was compiled. Raises TaskError where it was compiled again more often than the spec lets it."""
+        """Record compilations. Raises TaskError if the spec allows fewer recompilations."""
         found = compiling.take(step)
         for each in found.compilations:
             self.write(events.Compiled(generation=self.generation, time_s=time.time(), step=step, **vars(each)))
@@ -88,32 +91,32 @@ class Telling:
         compiling.raise_if_over()
 
     def evaluated(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
-        """Record an evaluation, and say its score."""
+        """Record an evaluation and print its score."""
         with self._clock.within(LOGGING):
             self.write(event)
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
 
     def give_up(self, what: str, error: StorageError, step: int) -> None:
-        """Go on without what the disk refused, and say so."""
+        """Record and print that the output `what` is dropped because of a storage error."""
         self.fault(self._guard.storage_fault(step, error.message, what))
 
     def room_made(self, deleted: str, step: int) -> None:
-        """Record that older checkpoints were deleted since the disk had no room for another one."""
+        """Record that older checkpoints were deleted because the disk was full."""
         self.fault(self._guard.full_disk(step, deleted))
 
     def slow_save(self, step: int, words: str) -> None:
-        """Record that saves take longer than the time between them."""
+        """Record that a save takes longer than the time between two saves."""
         self.fault(self._guard.slow_save(step, words))
 
     def fault(self, fault: GuardFault) -> None:
-        """Record what went wrong, and say it even to who wants quiet."""
+        """Record and print a fault, even with `quiet`."""
         with self._clock.within(LOGGING):
             self._record(environment.fault(self.generation, fault))
             self.console.warn(f"{fault.detail}; {fault.action}")
 
     def tell_damage(self, damage: Damage, step: int) -> None:
-        """Record and say what is damaged in the folder of a run that goes on after `step`."""
+        """Record and print the damage in the folder of a run that resumes after `step`."""
         for line in damage.log:
             self.fault(self._guard.damaged_log(step, line))
         for trouble in damage.commits:
@@ -131,12 +134,15 @@ class Telling:
             self.console.warn(trouble)
 
     def hear(self, loader: Loader) -> Callable[[], None]:
-        """Tell what the loader of the data finds: a worker that was lost, steps that wait, how many workers it takes; gives its end."""
+        """Subscribe to the loader's notices (failed worker, waiting steps, number of workers).
+
+        Returns the function that ends the loader's workers.
+        """
         loader.tell = self._tell_of_data
         return loader.end
 
     def of_evaluation(self, split: str, step: int) -> Callable[[Told], None]:
-        """The same of an evaluation of the weights after `step`."""
+        """Return a function that reports loader notices of an evaluation after `step`."""
         return lambda told: self._tell_of_data(told._replace(step=step, what=f"evaluating on {split}: {told.what}"))
 
     def _tell_of_data(self, told: Told) -> None:
@@ -146,7 +152,7 @@ class Telling:
             self.fault(GuardFault(told.step, told.kind, told.then, f"step {told.step}: {told.what}"))
 
     def end(self, step: int) -> None:
-        """Say what only the end shows, and close what is written beside the log."""
+        """Report if no weight has moved, and close TensorBoard."""
         unmoved = self._movement.describe_none(step) if self._movement is not None else ""
         if unmoved:
             self.fault(GuardFault(step, "no-movement", "look at the learning rate, the gradient and optim.freeze", unmoved))

@@ -1,4 +1,4 @@
-"""Tells of a rank that the others wait for: a record and a line, once it is established, and a line once it keeps up again."""
+"""Report of a straggler: a record and a line when it is detected, a line when it has recovered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surefoot.train.step.pace import Paces
 
 @final
 class Waited:
-    """Does one step when called with its number, and tells what was heard in it of the step before."""
+    """Step function that reports the stragglers detected in the previous step."""
 
     def __init__(self, step: Callable[[int], StepReport], paces: Paces, telling: Telling) -> None:
         self._step, self._paces, self._telling = step, paces, telling

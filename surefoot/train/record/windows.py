@@ -1,4 +1,4 @@
-"""Windows of the profiler from outside: of a spec, of a run that is over, of one that goes on in another process."""
+"""Profiler windows for a spec, for a finished run, and for a run in another process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Tell = Callable[[str], None]
 
 
 def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False) -> Path:
-    """Take an attempt through a window and no further; gives the folder of its profile."""
+    """Run an attempt until its window is recorded; return the profile folder."""
     with attempt:
         fitted = attempt.profiling.begin(window, levels, attempt.step, nvtx=nvtx)
         if fitted != window:
@@ -47,10 +47,11 @@ def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, n
 def record_again(
     run: Path, window: Window, levels: Sequence[str], tell: Tell, *, warn: Tell, nvtx: bool = False, use: str | None = None
 ) -> Path:  # fmt: skip
-    """Repeat a run from its newest whole commit for as long as the window lasts, beside it: of its folder only `profile/` changes.
+    """Repeat a run from its newest whole checkpoint for the length of the window.
 
-    `warn` says what nobody should miss, `use` where its task is now (`file.py:Task`). Raises RunFolderError for a run without a commit,
-    InputError for one whose task was built in a script.
+    The repetition changes only `profile/` in the run folder. `warn` reports damaged checkpoints,
+    `use` is the current name of the task (`file.py:Task`). Raises RunFolderError for a run without
+    a checkpoint, InputError for a run whose task was built in a script.
     """
     spec = spec_file.read_of_run(run, task=use).spec
     if spec.task.use is None:
@@ -82,14 +83,17 @@ def record_again(
 
 
 def _clear_killed(folder: Path) -> None:
-    """Remove what repetitions left that were killed; one that goes on holds its lock."""
+    """Remove the folders of killed repetitions; one that still runs holds its lock."""
     for place in folder.glob(f"{REPEATED}*"):
         if (place / runlock.FILE).is_file() and not runlock.is_held(place):
             shutil.rmtree(place, ignore_errors=True)
 
 
 def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
-    """The spec, longer where too few steps are left. A step of another learning rate takes the same time, so the schedule may go."""
+    """Return the spec, lengthened if fewer steps are left than the window needs.
+
+    The schedule is then constant: the learning rate does not change the time of a step.
+    """
     tables = {
         name: table for name, table in spec.as_tables().items() if name not in ("checkpoint", "observe")
     }  # its store is the run's
@@ -103,9 +107,9 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
 
 
 def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
-    """Ask the process that writes `run` for a window, and wait for it.
+    """Request a window from the process that writes `run`, and wait for the profile.
 
-    Raises InputError where none came, or another process waits for one.
+    Raises InputError if the request fails or another process waits for a window.
     """
     folder = run / FOLDER
     asking = folder / ASKING
@@ -126,7 +130,7 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
 
 
 def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> dict[str, object]:
-    """Leave the request, and give the answer to it."""
+    """Write the request and return the answer."""
     name, folder = uuid.uuid4().hex, run / FOLDER
     request, answer = folder / REQUEST_FILE, folder / ANSWER_FILE
     asked = {"version": 1, "id": name, "active": window.active, "levels": list(levels)}

@@ -1,1 +1,1 @@
-"""Saving a run while it goes on, and going on from what was saved."""
+"""Saving the state of a run, and resuming from a checkpoint."""

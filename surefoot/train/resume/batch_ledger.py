@@ -1,4 +1,4 @@
-"""The ledger of a run whose data come as whole batches: the samples of each, where they are known, else its digest."""
+"""Ledger for data that come as whole batches: sample ids of each batch, else its digest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surefoot.contract.loop_ledger import LoopLedger
 
 
 class BatchLedger:
-    """Writes what each step consumed of an iterable. Raises as LoopLedger does."""
+    """Ledger of the batches of an iterable that each step consumed; raises as LoopLedger does."""
 
     def __init__(self, folder: Path, source: Iterated, feed: Feed, generation: int) -> None:
         self._folder, self._feed = folder, feed
@@ -26,7 +26,7 @@ class BatchLedger:
         self._read[row.epoch, row.number] = row
 
     def add(self, step: int, numbers: np.ndarray) -> None:
-        """Add the batches of a step, by their numbers in the epoch."""
+        """Add the batches of a step, by their indices in the epoch."""
         epoch = self._feed.window(step - 1).epoch
         for number in numbers.tolist():
             row = self._read.get((epoch, number))
@@ -34,7 +34,7 @@ class BatchLedger:
         self._read.clear()
 
     def count_lost(self, step: int) -> int:
-        """Return how many steps up to `step` are missing at the end."""
+        """Return the number of steps up to `step` that are missing at the end of the ledger."""
         kept = loop_ledger.consumed(loop_ledger.read(self._folder))[0]
         return max(0, step - max((row.step for row in kept), default=0))
 
@@ -46,5 +46,5 @@ class BatchLedger:
 
 
 def takes_batches(folder: Path, feed: Feed) -> bool:
-    """Whether the ledger of a run is one of batches: that of an older run goes on in the format that it has."""
+    """Whether the run's ledger is a ledger of batches; a resumed run keeps its ledger format."""
     return isinstance(feed.source, Iterated) and (loop_ledger.is_of_a_loop(folder) or not (folder / FILE).exists())

@@ -1,7 +1,8 @@
-"""What may change between a run and its continuation: in place, with a fork, or not at all. One table; the docs show it.
+"""Rules for changes of the spec between a run and its continuation, in one table.
 
-What counts in a spec's id changes what a run is, so it needs a fork. What does not (where the data lie, the device, what is observed
-or saved) may change in place.
+A change is possible in place, with a fork, or not at all; the docs show the table. Keys that count
+in the spec's id change what a run is, so their change needs a fork. Other keys (the data folder,
+the device, what is observed or saved) may change in place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Verdict = Literal["in place", "fork", "refused"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a change of the keys that match `pattern` needs, and why."""
+    """Verdict on a change of the keys that match `pattern`, and the reason."""
 
     pattern: str
     verdict: Verdict
@@ -82,7 +83,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Change:
-    """One key that is not what it was, and the rule for it."""
+    """A key whose value has changed, with both values and the rule for it."""
 
     key: str
     was: Any
@@ -94,12 +95,12 @@ class Change:
 
 
 def rule_for(key: str) -> Rule:
-    """The first rule that speaks of a key."""
+    """Return the first rule whose pattern matches the key."""
     return next(rule for rule in RULES if fnmatchcase(key, rule.pattern))
 
 
 def find(before: RunSpec, after: RunSpec) -> list[Change]:
-    """Every key whose value differs, in the order of the spec."""
+    """Return every key whose value differs, in the order of the spec."""
     ours, theirs = _values(before), _values(after)
     keys = list(dict.fromkeys((*ours, *theirs)))
     found = [Change(key, ours.get(key), theirs.get(key), rule_for(key)) for key in keys if ours.get(key) != theirs.get(key)]
@@ -110,7 +111,7 @@ def find(before: RunSpec, after: RunSpec) -> list[Change]:
 
 
 def _stated(spec: RunSpec) -> set[str]:
-    """What overrules a part of the task by being stated at all, whatever its value."""
+    """Return the given keys that override a part of the task, whatever their values."""
     tables = spec.as_tables()
     return {f"{table}.{key}" for table in ("optim", "schedule") for key in tables.get(table, {}) if key in ("name", "lr")}
 
@@ -123,7 +124,7 @@ def _values(spec: RunSpec) -> dict[str, Any]:
 
 
 def _named(use: str | None) -> str | None:
-    """A task's file may have moved: its name is what counts, as in the spec's id."""
+    """Return the task's name with the file name alone, as in the spec's id: the file may move."""
     if use is None:
         return None
     file, colon, name = use.partition(":")
@@ -131,7 +132,10 @@ def _named(use: str | None) -> str | None:
 
 
 def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -> RunFolderError:
-    """The refusal of a folder that holds the run of another spec: each key with both values, and what to type for each way to go on."""
+    """Return the error for a folder with a run of another spec.
+
+    It names each key with both values, and the command for each way to continue.
+    """
     found: list[Change] = []
     if now is not None:
         with contextlib.suppress(ValidationError, SurefootError):  # of a version that had other keys
@@ -146,7 +150,7 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
 
 
 def _ways(run: Path, found: Sequence[Change]) -> list[str]:
-    """What to type to resume with the old values, to go on with the new ones, and to train from step 0."""
+    """Return the commands to resume with the old values, use the new ones, or start at step 0."""
     name = shlex.quote(str(run))
     newest = max(manifest.steps(run), default=0)
     is_longer = [change.key for change in found] == ["train.length"]
@@ -167,7 +171,7 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
 
 
 def _as_option(change: Change) -> str | None:
-    """`--set KEY=VALUE`; None for a value that cannot be typed there, as one that is left out."""
+    """Return `--set KEY=VALUE`; None for a value that has no such form, as one that is left out."""
     if change.key == "task.use" or change.now in (None, "not stated") or isinstance(change.now, dict):
         return None
     try:
@@ -177,7 +181,7 @@ def _as_option(change: Change) -> str | None:
 
 
 def check_in_place(changes: Sequence[Change], how: str) -> None:
-    """Raise SpecError where a change needs a fork; `how` is the command that makes one."""
+    """Raise SpecError if a change needs a fork; `how` is the command that makes the fork."""
     wrong = [change for change in changes if change.rule.verdict != "in place"]
     if wrong:
         check_fork(changes)  # or the hint would name what is refused next
@@ -185,7 +189,7 @@ def check_in_place(changes: Sequence[Change], how: str) -> None:
 
 
 def check_fork(changes: Sequence[Change]) -> None:
-    """Raise SpecError where a change does not go together with the state that is taken over."""
+    """Raise SpecError if a change is not compatible with the state that the fork takes over."""
     wrong = [change for change in changes if change.rule.verdict == "refused" or _switches_average(change)]
     if wrong:
         raise SpecError(
@@ -198,10 +202,10 @@ def _switches_average(change: Change) -> bool:
 
 
 def starts_scores_anew(changes: Sequence[Change]) -> bool:
-    """Whether an evaluation now measures something else than before."""
+    """Whether an evaluation now measures another quantity than before."""
     return any(change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.") for change in changes)
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:
-    """Whether the groups of the optimiser must be those of the new spec, not as they were saved."""
+    """Whether the optimizer's group settings must be those of the new spec, not the saved ones."""
     return any(change.key.startswith(("optim.", "schedule.")) for change in changes)

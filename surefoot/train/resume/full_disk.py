@@ -1,4 +1,4 @@
-"""A disk without room for a checkpoint: the oldest makes room for the newest, and a run that cannot save for long ends."""
+"""Saving to a full disk: delete the oldest checkpoints, and end a run that fails too long."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from surefoot.runtime.comm import ALONE, Group
 
 
 def list_steps(steps: list[int]) -> str:
-    """`step 20`, or `steps 20, 40`."""
+    """Return `step 20`, or `steps 20, 40`."""
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(f'{step:,}' for step in steps)}"
 
 
 class RoomMaker:
-    """Writes a checkpoint a second time where the first attempt found the disk full and older checkpoints could make room."""
+    """Writer that retries a checkpoint after deleting older ones if the disk was full."""
 
     def __init__(
         self, run: Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 0, group: Group = ALONE
     ) -> None:  # fmt: skip
-        """The best `keep_best`, multiples of `every` and milestones of `every_s` stay. With a `group` all its ranks write together."""
+        """Keep the best `keep_best`, multiples of `every` and milestones of `every_s` seconds.
+
+        With a `group` all its ranks write together.
+        """
         self._run, self._every, self._every_s, self._keep_best, self._group = run, every, every_s, keep_best, group
         self._deleted: list[int] = []
 
     def write(self, write: Callable[[], Manifest]) -> Manifest:
-        """Return what `write` returns. Raises StorageError as it does, once no room can be made."""
+        """Return what `write` returns; retry after deleting checkpoints.
+
+        Raises the StorageError of `write` if the disk is not full or nothing can be deleted.
+        """
         try:
             return write()
         except StorageError as error:
@@ -45,13 +51,13 @@ class RoomMaker:
         return bool(deleted) if self._group.is_alone else self._group.most([float(bool(deleted))])[0] > 0
 
     def take_deleted(self) -> list[int]:
-        """The steps that were deleted to make room since the last call."""
+        """Return the steps whose checkpoints were deleted since the last call."""
         deleted, self._deleted = self._deleted, []
         return deleted
 
 
 class Patience:
-    """How long a run goes on although each of its saves is refused."""
+    """Time limit for a run whose saves all fail."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
@@ -59,7 +65,7 @@ class Patience:
         self._ending: StorageError | None = None
 
     def saved(self) -> None:
-        """Begin to count anew."""
+        """Reset the time after a successful save."""
         self._first = None
 
     def is_over(self, error: StorageError) -> bool:
@@ -67,7 +73,7 @@ class Patience:
         return error is self._ending
 
     def refused(self, error: StorageError, step: int) -> None:
-        """Raise StorageError where saves were refused for longer than the limit, or where `error` already says so."""
+        """Raise StorageError if saves have failed for longer than the limit, or `error` says so."""
         if error is self._ending:
             raise error
         self._first = self._first or (step, time.monotonic())

@@ -1,4 +1,4 @@
-"""When a run is saved, by whom, and what became of it: the run says where it stands, the keeper does the rest."""
+"""Checkpoints of a run: when to save, on which rank, the result of a save, and loading."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class Keeper:
-    """Saves one run into its folder, and loads it back."""
+    """Saves the checkpoints of one run into its folder, and loads them."""
 
     def __init__(
         self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None, group: Group = ALONE
     ) -> None:  # fmt: skip
-        """Of several ranks the first one saves, or each of them the rows that it holds; all of them load."""
+        """Set up saving by rank 0, or by every rank if state is sharded; all ranks load."""
         self._folder, self._lock, self._assembly, self.parent, self._group = folder, lock, assembly, parent, group
         self._table = table = assembly.spec.checkpoint
         every = None if table.every == "never" else assembly.course.duration(table.every)
@@ -70,7 +70,10 @@ class Keeper:
     # ---- when
 
     def is_due(self, step: int) -> bool:
-        """Whether the spec, or `ask`, wants a save after this step; where all ranks take part in it, whether one of them wants it."""
+        """Whether the spec or `ask` requires a save after this step.
+
+        If all ranks take part in a save, whether one of them requires it.
+        """
         if not self._state.is_shared:
             if self._group.is_first:
                 return self._is_due(step)
@@ -86,11 +89,11 @@ class Keeper:
         return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s and not self._saver.is_busy
 
     def ask(self) -> None:
-        """Save after this step, whatever the spec says."""
+        """Request a save after this step, whatever the spec says."""
         self.is_asked = True
 
     def disk_note(self) -> tuple[str, ...]:
-        """A warning where the commits that will be kept do not fit on the disk."""
+        """Return a warning if the checkpoints to be kept do not fit on the disk."""
         one = self._state.num_bytes()
         count = self._table.keep + self._table.keep_best + 1  # the one that is being written, too
         free = shutil.disk_usage(self._folder).free
@@ -103,7 +106,7 @@ class Keeper:
 
     @property
     def _layout(self) -> dict[str, int]:
-        """What a manifest says of the ranks that wrote it."""
+        """Layout of the ranks that wrote a checkpoint, for its manifest."""
         if not self._all_save:
             return {"world_size": 1}
         table = self._assembly.spec.layout
@@ -115,7 +118,11 @@ class Keeper:
 
     @contextlib.contextmanager
     def alike(self) -> Iterator[None]:
-        """What each rank writes before a save that all take part in: where the disk refuses it to one, none of them saves."""
+        """Return a context for the writes before a save.
+
+        If all ranks take part in the save and the writes fail on one rank, all ranks raise
+        StorageError.
+        """
         problem: StorageError | None = None
         try:
             yield
@@ -130,12 +137,14 @@ class Keeper:
         self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
         tell: Callable[[Saved], None], *, last: bool = False, asked: bool = False, copied: bool = False,
     ) -> None:  # fmt: skip
-        """Save the state after `step`; `tell` hears what became of it, sooner or later. The last one is written at once.
+        """Save the state after `step`; `tell` is called with the result, now or later.
 
-        Where ranks hold parts of the state each (`LiveState.is_shared`), every rank calls it, else rank 0 at least.
+        The `last` save is written before this returns. If ranks hold different parts of the state
+        (`LiveState.is_shared`), every rank must call this, else at least rank 0.
 
-        A step that was saved before is saved again where a tensor has changed since; `asked` for by a user, where anything has. With
-        `copied` the state may change once this returns, also by what leaves no trace (`Tensor.data`).
+        A step that was saved before is saved again if a tensor has changed since; if a user has
+        `asked` for the save, if anything has changed. With `copied` the state may change as soon as
+        this returns, also through writes that leave no trace (`Tensor.data`).
         """
         with contextlib.nullcontext() if self._group.flight is None else self._group.flight.busy():
             self._save(step, more, clock, score, tell, last=last, asked=asked, copied=copied)
@@ -177,7 +186,7 @@ class Keeper:
         return not self._group.most([float(not is_there)])[0] if self._all_save else is_there
 
     def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
-        """Whether the commit of this step holds every tensor of `content`, and every text but the clock's, byte for byte."""
+        """Whether this step's checkpoint holds all tensors and texts of `content` but the clock."""
         try:
             held = {entry.name: entry for entry in manifest.read(manifest.step_folder(self._folder, content.step)).files}
         except RunFolderError:
@@ -222,7 +231,7 @@ class Keeper:
         )  # fmt: skip
 
     def report(self, telling: Telling, step: int) -> None:
-        """Record what a save has cost besides itself: checkpoints that made room for it, time, and what the store refused."""
+        """Record side effects of a save: deleted checkpoints, slow saves, errors of the store."""
         if deleted := self._room.take_deleted():
             telling.room_made(list_steps(deleted), step)
         if self._group.is_first:
@@ -235,18 +244,18 @@ class Keeper:
             telling.give_up("its copy in the store", trouble, step)
 
     def refused(self, telling: Telling, error: StorageError, step: int) -> None:
-        """Record a save that the disk refused. Raises StorageError where that has lasted for `checkpoint.max_unsaved`."""
+        """Record a failed save. Raises StorageError after `checkpoint.max_unsaved` without one."""
         if not self._patience.is_over(error):
             telling.give_up("this commit", error, step)
         self._patience.refused(error, step)
 
     def before_update(self) -> None:
-        """Wait until weights and optimiser state were copied; called before anything changes them."""
+        """Wait for the copy of weights and optimizer state; called before the optimizer step."""
         self._saver.before_update()
         self._assembly.engine.stepper.before_update = None
 
     def settle(self, tell: Callable[[Saved], None], *, wait: bool = False) -> None:
-        """Tell what became of the save in flight, once it is known."""
+        """Report the result of the save in flight, if it is known or `wait` is true."""
         if wait:
             self.before_update()
         done = self._saver.finish(wait=wait)
@@ -262,7 +271,10 @@ class Keeper:
         return saved
 
     def check_saved(self, step: int) -> None:
-        """Raise StorageError unless the state after `step`, where the run ends, is on disk: a lost save in the middle costs only itself."""
+        """Raise StorageError unless the final state, after `step`, is on disk.
+
+        A failed save in the middle of a run costs only that checkpoint.
+        """
         if step != self.saved_step:
             raise StorageError(
                 f"the state after step {step:,} was not saved",
@@ -270,17 +282,21 @@ class Keeper:
             )
 
     def abandon(self) -> None:
-        """Let a save in flight end, and say nothing of it."""
+        """Let a save in flight finish without reporting it."""
         self._saver.abandon()
 
     def digests(self, more: Mapping[str, Any]) -> dict[str, str]:
-        """A digest of each component of the state as it is now."""
+        """Return a digest of each component of the current state."""
         return self._state.digests(more)
 
     # ---- loading
 
     def resume(self) -> tuple[dict[str, Any] | None, int, list[str]]:
-        """Load the newest whole commit: what was saved beside it (None where there is none), its step, and what was damaged."""
+        """Load the newest whole checkpoint.
+
+        Returns what was saved beside the objects (None without a checkpoint), its step, and damage
+        found.
+        """
         found: dict[str, Any] = {}
         lost, forget = self._fetch() if self._group.is_first else [], self._assembly.spec.fault.forget
         gone = find_gone(self._folder) if self._group.is_first and (self._folder / events.FILE).is_file() else []
@@ -317,7 +333,7 @@ class Keeper:
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:
-        """Raise RunFolderError for the commit of another run, which somebody put here."""
+        """Raise RunFolderError for a checkpoint of another spec, copied into the folder."""
         theirs, ours = commit.manifest.spec_id, self._assembly.spec.id
         if theirs != ours:
             raise RunFolderError(
@@ -326,7 +342,7 @@ class Keeper:
             )
 
     def _fetch(self) -> list[str]:
-        """Take over the store's newest commit where it is newer than the folder's; gives what was damaged there."""
+        """Copy the store's newest checkpoint if it is newer; return damage found in the store."""
         if self._store is None:
             return []
         _, troubles = self._store.pull_newest(self._folder, self._assembly.spec.id)
@@ -341,7 +357,7 @@ def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Cont
 
 
 def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float | None]:
-    """What `checkpoint.keep_every` says: so many steps, or so many seconds of training."""
+    """Return `checkpoint.keep_every` as (steps, None) or (None, seconds of training)."""
     if text is None:
         return None, None
     duration = assembly.course.duration(text)

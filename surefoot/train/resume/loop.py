@@ -1,4 +1,4 @@
-"""Saving a loop of the user's own, and going on in it: its objects, its place in the data, its random states."""
+"""Checkpoints of a user-defined loop: its objects, its position in the data, its random states."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 class LoopKeeper:
-    """Saves a foreign loop between two of its steps, and puts it back where it was."""
+    """Saves a user's loop between two of its steps, and restores it."""
 
     def __init__(
         self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None, group: Group = ALONE
@@ -75,7 +75,10 @@ class LoopKeeper:
     # ---- going on
 
     def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-        """Load the newest whole commit: the counters of the loop (None where there is none), and what was damaged."""
+        """Load the newest whole checkpoint; return the loop's counters and messages on damage.
+
+        The counters are None without a checkpoint.
+        """
         if self._group.is_first:
             checkpoint.clear_drafts(self._folder)
         gone = find_gone(self._folder) if self._group.is_first else []
@@ -100,7 +103,10 @@ class LoopKeeper:
         return loop, found.troubles
 
     def _check_kinds(self, step: int, kinds: Mapping[str, str]) -> None:
-        """Raise RunFolderError where the loop gives less than was saved, or another kind of it: torch itself takes some in silence."""
+        """Raise RunFolderError if the loop passes fewer objects than saved, or of another type.
+
+        torch itself loads some mismatches without an error.
+        """
         for name, kind in kinds.items():
             given = type(self._objects[name]).__name__ if name in self._objects else "nothing"
             if given != kind:
@@ -110,7 +116,7 @@ class LoopKeeper:
                 )
 
     def _set_trained(self, saved: Mapping[str, Mapping[str, bool]]) -> tuple[str, ...]:
-        """Let each parameter train or not, as it did when the checkpoint was made; a note of those that differed."""
+        """Set requires_grad of each parameter as saved; return a note on those that differed."""
         changed: list[str] = []
         for name, module in self._modules.items():
             trained = saved.get(name, {})
@@ -122,7 +128,7 @@ class LoopKeeper:
 
     @property
     def first_pass(self) -> int:
-        """The number of the pass that the loop goes on in, from 0: those before it were whole, or left."""
+        """Index of the epoch in which the loop resumes; earlier ones are finished or broken off."""
         return self.pass_number + self._is_between
 
     _saves_itself = False
@@ -130,7 +136,7 @@ class LoopKeeper:
     unfrozen: tuple[str, ...] = ()  # a note of the parameters that `resume` let train or froze
 
     def begin_pass(self) -> Iterator[Any]:
-        """An iterator over the data that stands where the loop was left; from the second pass on, at the beginning."""
+        """Return an iterator over the data, after a resume at the saved position."""
         wanted, self._wanted = self._wanted, None
         self._watched.begin_pass()
         self.difference = None
@@ -171,12 +177,12 @@ class LoopKeeper:
         return self._watched.iterate()
 
     def take(self, batch: Any) -> tuple[int, ...]:
-        """Count a batch that was read; returns its samples, or a digest of it as four numbers where they are not known."""
+        """Count a batch that was read; return its sample ids, or its digest as four numbers."""
         self.position += 1
         return self._watched.record(batch, self.seen)
 
     def _compare_first(self) -> None:
-        """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
+        """Between two epochs, read the last one's first batch again and compare the two reads."""
         if self._before is None or self._saves_itself or not self._last_random or not self._before.count:
             return
         self._restore(self._last_random)
@@ -188,12 +194,12 @@ class LoopKeeper:
             return
 
     def end_pass(self) -> None:
-        """A commit that is made now goes on with the next pass."""
+        """Record the end of an epoch: a checkpoint saved now resumes with the next one."""
         self._last_random = self._pass_random
         self.position, self._is_between, self._pass_random = 0, True, self._random()
 
     def _random(self) -> dict[str, Any]:
-        """The random states from which this pass over the data draws its order."""
+        """Return the current random states, from which an epoch draws its order."""
         return {**checkpoint.random_states(), "own": self._watched.generator_states()}
 
     def _restore(self, states: Mapping[str, Any]) -> None:
@@ -213,16 +219,16 @@ class LoopKeeper:
         return self._is_regular
 
     def take_slow(self) -> SlowSave | None:
-        """A save that took longer than the time to the next one, once, as of a run."""
+        """Return, once, a save that took longer than the time to the next one; see `SaveRhythm`."""
         return self._pace.take()
 
     def take_deleted(self) -> str | None:
-        """The steps whose checkpoints were deleted to make room since the last call, in words."""
+        """Return the steps whose checkpoints were deleted since the last call, or None."""
         deleted = self._room.take_deleted()
         return list_steps(deleted) if deleted else None
 
     def _attributes(self) -> dict[str, Any]:
-        """What a checkpoint holds of the attributes of each module, by its name."""
+        """Return the changed attributes of each module for a checkpoint, by object name."""
         found, self._unsaved = {}, []
         for name, tracker in self._trackers.items():
             found[name], unsaved = checkpoint.encode_storable(self._objects[name], tracker.find_changed())
@@ -230,11 +236,14 @@ class LoopKeeper:
         return found
 
     def take_unsaved(self) -> list[str]:
-        """A line for each kind of attribute that changes and that no checkpoint holds, once."""
+        """Return a warning, once each, on changing attributes that no checkpoint can hold."""
         return [f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)]
 
     def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
-        """Commit the loop after `step`; gives the manifest and the seconds that it took. Raises StorageError."""
+        """Save a checkpoint of the loop after `step`; return its manifest and the seconds taken.
+
+        Raises StorageError.
+        """
         started_s = self._last_s = time.monotonic()
         is_regular, self._is_regular = self._is_regular, False
         period_s = self._pace.measure(is_regular=is_regular)
@@ -264,7 +273,10 @@ class LoopKeeper:
 
 
 def check_given(model: Any, optimizer: Any, data: Any, state: Any) -> list[Any]:
-    """The optimizers of what a loop gives to `attach`. Raises TaskError or DataError for what is of no such kind."""
+    """Check the arguments of `attach` and return the optimizers as a list.
+
+    Raises TaskError or DataError for an argument of the wrong type.
+    """
     if not isinstance(model, nn.Module):
         raise TaskError(f"model is {checkpoint.name_kind(model)}", hint="give the torch.nn.Module that the loop trains")
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -283,7 +295,7 @@ def check_given(model: Any, optimizer: Any, data: Any, state: Any) -> list[Any]:
 
 
 def as_loss(loss: Any) -> Tensor:
-    """A loss of one number as a tensor that holds no graph. Raises TaskError for any other."""
+    """Return a scalar loss as a tensor without a graph. Raises TaskError for any other value."""
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise TaskError(
             f"step_done was given a loss of shape {tuple(loss.shape)}", hint="give its mean over the batch: loss.mean()"
@@ -303,7 +315,7 @@ def _find_trained(module: nn.Module) -> dict[str, bool]:
 
 
 def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
-    """What the script gives at the start: every setting of each parameter group, and the size of a batch, by the code that reads it."""
+    """Return the parameter group settings and batch size that the script sets, by expression."""
     found = {
         f"{name}.param_groups[{number}][{key!r}]": value
         for name, each in objects.items() if name.startswith("optimizer")
@@ -316,7 +328,7 @@ def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> list[str]:
-    """A note for each setting that the script gives now and did not give in the attempt before, with what to write for either value."""
+    """Return a note on each setting that differs from the last attempt, and how to set either."""
     notes = []
     for key in [key for key in now if before.get(key, now[key]) != now[key]]:
         told = f"the script gives {key} = {now[key]}, and gave {before[key]} in the attempt before"
@@ -337,9 +349,11 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
 def name_objects(
     model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any], variables: Iterable[tuple[str, Any]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """All that a loop's checkpoint holds, by name, and what to tell of it; what an optimizer trains besides is looked for in `variables`.
+    """Return the objects that a loop's checkpoint holds, by name, and messages for the user.
 
-    Raises TaskError for what cannot be put back in place, or saved, and for a trained parameter that is found nowhere.
+    Objects that an optimizer trains besides the model are looked up in `variables`. Raises
+    TaskError for an object that cannot be saved or restored, and for a trained parameter that no
+    object holds.
     """
     named = {"model": model, **{f"optimizer-{number}" if number else "optimizer": each for number, each in enumerate(optimizers)}}
     for name, value in more.items():
@@ -358,7 +372,7 @@ def name_objects(
 
 
 def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
-    """What can be promised of going on in the middle of `data`, and why: proven, replayed or none."""
+    """Return the guarantee (proven, replayed or none) of a resume within `data`, and why."""
     if saves_its_place(data):
         return "proven", "they save and restore their own place"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -371,7 +385,10 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
 
 
 def saves_its_place(data: Any) -> bool:
-    """Whether it really does: some loaders have the methods and raise unless they were built for it (Accelerate's)."""
+    """Whether `data` can save its position.
+
+    Some loaders (Accelerate's) have the methods and raise unless they were built for it.
+    """
     if not checkpoint.has_state(data):
         return False
     try:

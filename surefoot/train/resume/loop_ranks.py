@@ -1,8 +1,9 @@
-"""The ranks of a loop of the user's own: they share a folder that rank 0 writes, and each commit holds what every one of them has.
+"""Ranks of a user-defined loop: one folder, written by rank 0, and one checkpoint of all ranks.
 
-A tensor that is the same on all ranks is written once, by rank 0. A rank writes the rows that it holds of a sharded weight, and into
-`rank-00001.safetensors` and `rank-00001.json` what it has otherwise than rank 0: random states, its place in the data, shards of the
-optimizer's state, buffers that no rank shares.
+A tensor that is the same on all ranks is written once, by rank 0. Each rank writes its rows of a
+sharded weight, and into `rank-00001.safetensors` and `rank-00001.json` the state in which it
+differs from rank 0: random states, position in the data, shards of the optimizer state, buffers
+that are not shared.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ Row = tuple[int, int, int, tuple[int, ...]]  # of the ledger: step, pass, place 
 
 
 def find_group(given: Path | None) -> Group:
-    """The ranks that the loop has joined by torch.distributed; a group of one where it has not, or where each gives its own folder.
+    """Return the ranks that the loop has joined by torch.distributed.
 
-    Every rank calls it. Raises LostRank where not all of them do within five minutes.
+    The group has one rank without torch.distributed, or if each rank passes a different folder.
+    Every rank must call this. Raises LostRank if not all of them do within five minutes.
     """
     if not environment.has_process_group() or dist.get_world_size() == 1:
         return ALONE
@@ -67,20 +69,23 @@ def find_group(given: Path | None) -> Group:
 
 
 def bare(model: nn.Module, group: Group) -> nn.Module:
-    """The model inside of DistributedDataParallel, so that a commit names its weights as the model does."""
+    """Return the model inside DistributedDataParallel, for the weight names of a checkpoint."""
     inner: Any = model.module if not group.is_alone and isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner  # type: ignore[no-any-return]
 
 
 def describe(group: Group) -> tuple[str, ...]:
-    """A note for the log on what it holds where a loop has several ranks."""
+    """Return a note that says which ranks the log covers; nothing for one rank."""
     if group.is_alone:
         return ()
     return (f"rank {group.rank} of {group.size}: losses and samples are this rank's; the other ranks log in {files.RANKS}/",)
 
 
 def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
-    """A note for a resume where DDP lays out its buckets anew: the sum of three gradients or more depends on where in a bucket they are."""
+    """Return a note for a resume after which DDP may rearrange its buckets.
+
+    The rounding of a sum of three or more gradients depends on their order in a bucket.
+    """
     if group.size < 3 or not isinstance(model, nn.parallel.DistributedDataParallel):
         return ()
     if model.find_unused_parameters and not model.static_graph:
@@ -92,7 +97,7 @@ def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def taken(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
-    """The folder of the loop, as `folder.taken` by rank 0; where it is refused, all ranks end."""
+    """Return a context in which rank 0 holds the loop's folder; if it cannot, all ranks raise."""
     with contextlib.ExitStack() as stack:
         mine = group.settle(lambda: stack.enter_context(_taken_by_first(group, choice)) if group.is_first else None)
         row: dict[str, Any] = {}
@@ -120,7 +125,7 @@ def _taken_by_first(group: Group, choice: Callable[[], Chosen]) -> Iterator[tupl
 
 
 def begin_journal(group: Group, root: Path, started: Callable[[], events.Started]) -> Journal:
-    """The log of this rank: rank 0's is that of the run, each of the others has one in a folder below it, as in a Run."""
+    """Open this rank's log: rank 0's in the run folder, the others' in a folder below it."""
 
     def begin() -> Journal:
         try:
@@ -144,14 +149,20 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
 
 @final
 class SaveTimer:
-    """Whether a save is due by the time of rank 0. Ranks agree every few steps, so that no step waits for it."""
+    """Timer that decides by rank 0's clock whether a save is due.
+
+    Ranks agree only every few steps, so that no step waits for it.
+    """
 
     def __init__(self, group: Group, every_s: float) -> None:
         self._group, self._every_s = group, every_s
         self._last_s, self._last_step, self._next = time.monotonic(), 0, 0
 
     def is_due(self, step: int, since_s: float) -> bool:
-        """Whether `since_s`, the time since the last save, is over on rank 0. All ranks call it after the same steps."""
+        """Whether `since_s`, the time since the last save, exceeds the limit on rank 0.
+
+        All ranks must call this after the same steps.
+        """
         if self._group.is_alone:
             return since_s >= self._every_s
         if step < self._next:
@@ -167,7 +178,7 @@ class SaveTimer:
 
 
 def check_same_step(group: Group, steps: Sequence[int]) -> None:
-    """Raise TaskError, on all ranks, where they have done different numbers of steps."""
+    """Raise TaskError, on all ranks, if they have done different numbers of steps."""
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise TaskError(
@@ -177,9 +188,9 @@ def check_same_step(group: Group, steps: Sequence[int]) -> None:
 
 @final
 class RankedLedger:
-    """The ledger of a loop, which rank 0 writes: of several ranks a row holds the samples of all, in the order of ranks.
+    """Ledger of a loop, written by rank 0; a row holds the samples of all ranks, in rank order.
 
-    What the others consumed comes to rank 0 with each save, so the rows after the last one are left out.
+    Rank 0 receives the rows of the others at each save, so rows after the last save are left out.
     """
 
     def __init__(self, group: Group, root: Path, promise: Promise, generation: int) -> None:
@@ -195,12 +206,12 @@ class RankedLedger:
             self._rows.append((step, number_of_pass, place, ids))
 
     def take_rows(self) -> list[Row]:
-        """The rows of this rank since the last save."""
+        """Return the rows of this rank since the last save."""
         rows, self._rows = self._rows, []
         return rows
 
     def add_all(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Write the rows of all ranks: one for each place in a pass."""
+        """Write the rows of all ranks, merged by position in the epoch."""
         joined: dict[tuple[int, int, int], list[int]] = {}
         for each in rows:
             for step, number_of_pass, position, ids in each:
@@ -219,9 +230,10 @@ class RankedLedger:
 
 
 def prepare_save(group: Group, step: int, ledger: RankedLedger, lock: RunLock, write: Callable[[], None]) -> None:
-    """Bring to disk what a commit of `step` presupposes: the log, and the ledger of what all ranks consumed.
+    """Write to disk what a checkpoint of `step` relies on: the log, and the ledger of all ranks.
 
-    Raises StorageError on all ranks where the disk refuses one of them, or the folder was taken over; TaskError for different steps.
+    Raises StorageError on all ranks if one of them cannot write or the folder was taken over;
+    TaskError for different steps.
     """
     problem: StorageError | None = None
     try:
@@ -250,7 +262,7 @@ def save(
     run: Path, step: int, state: Mapping[str, Any], stamp: Stamp, group: Group, lock: RunLock,
     attributes: Mapping[str, Mapping[str, Any]],
 ) -> Manifest:  # fmt: skip
-    """Commit `state` as a step of `run`, on every rank what it has. Raises as `checkpoint.save`, on all ranks."""
+    """Save `state` as a checkpoint, on every rank its part. Raises as `checkpoint.save`."""
     if group.is_alone:
         return checkpoint.save(run, step, state, stamp, attributes)
     stamp = replace(stamp, layout={"world_size": group.size})
@@ -259,7 +271,11 @@ def save(
 
 
 def _share_of(group: Group, content: Content, own: Mapping[str, Tensor]) -> Callable[[], Content]:
-    """What this rank writes of `content`; what is returned asks rank 0 for the digests of its tensors."""
+    """Return a function that returns the part of `content` that this rank writes.
+
+    Every rank must call the function: it broadcasts the digests of rank 0's tensors, and a tensor
+    with the same digest is left out.
+    """
     parts = content.parts
     rows = {name: tensor for name, tensor in content.tensors.get(MODEL, {}).items() if name in parts}
     whole = {
@@ -293,7 +309,7 @@ def _share_of(group: Group, content: Content, own: Mapping[str, Tensor]) -> Call
 
 
 def name_of(rank: int) -> str:
-    """What the files of a rank's own state are called, without their endings."""
+    """Return the name, without suffix, of the files with the state of a single rank."""
     return f"rank-{rank:05d}"
 
 
@@ -301,9 +317,9 @@ def name_of(rank: int) -> str:
 
 
 def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.Restored | None:
-    """Read the newest whole commit of `run` into the objects of `state`, on every rank; None where there is none.
+    """Load the newest whole checkpoint of `run` into `state` on every rank; None without one.
 
-    Raises RunFolderError where the commit is that of another number of ranks.
+    Raises RunFolderError if the checkpoint is that of another number of ranks.
     """
     found: list[tuple[int, Mapping[str, Any]]] = []
 
@@ -331,7 +347,7 @@ def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.Restor
 
 
 def check_num_ranks(run: Path, made: Manifest, size: int) -> None:
-    """Raise RunFolderError where a loop resumes on another number of ranks than those that wrote the commit."""
+    """Raise RunFolderError if the number of ranks differs from that of the checkpoint."""
     saved = made.layout["world_size"]
     if saved != size:
         raise RunFolderError(

@@ -1,4 +1,4 @@
-"""Which program a run is of: the file of the task, the modules of its project that are imported, the git commit, the versions."""
+"""Code of a run: the task's file, imported modules of its project, git commit, versions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ _FOREIGN = (_SUREFOOT, *{f"{folder}{os.sep}" for folder in (*_STANDARD, *map(os.
 
 @dataclass(frozen=True)
 class Program:
-    """The code that a run trains with. `digest` is the SHA-256 of the task's `file`, or of the class's name where there is no file."""
+    """Code that a run trains with.
+
+    `digest` is the SHA-256 of the task's `file`, or of the class's name if there is no file.
+    """
 
     digest: str
     file: Path | None
 
     @classmethod
     def of(cls, use: str | None, task: object) -> Program:
-        """The program of `task`, which `use` names; a name of None is looked up."""
+        """Return the program of `task`; `use` is its import name, looked up if None."""
         known = use or find_use(task)
         path = signature.find_source(known) if known else None
         if path is not None and path.is_file():
@@ -45,7 +48,10 @@ class Program:
 
     @property
     def project(self) -> Path:
-        """The folder of the task's project: the nearest one above the task's file that git or a build tool marks, else the file's own."""
+        """Folder of the task's project: the nearest one above its file with a git or build file.
+
+        Without such a folder it is the folder of the file.
+        """
         if self.file is None or str(self.file).startswith(_SUREFOOT):
             return Path.cwd()
         folder = self.file.parent
@@ -55,11 +61,14 @@ class Program:
         return next(marked, folder)
 
     def modules(self) -> dict[str, str]:
-        """The SHA-256 of the file of every module of the project that is imported now, by the module's name; the task's own is left out."""
+        """Return the SHA-256 of each imported module of the project, except the task's own."""
         return {name: digest for name, path in self._files().items() if (digest := _digest(path)) is not None}
 
     def changes(self, before: Started) -> list[str]:
-        """The files that are not what they were in the attempt `before`, as far as that attempt recorded them and they are imported now."""
+        """Return the files that have changed since the attempt `before`.
+
+        Only files that the attempt recorded and that are imported now are compared.
+        """
         task = [] if before.code_digest == self.digest else [self._shown(self.file) if self.file else "the class of the task"]
         files = self._files()
         others = {name: _digest(files[name]) for name in before.modules.keys() & files.keys()}
@@ -76,7 +85,7 @@ class Program:
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
-    """The name and the file of each imported module that is neither installed, nor of Python, nor of surefoot."""
+    """Yield (name, file) of each imported module except installed, standard and surefoot ones."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if not isinstance(file, str) or name in SCRIPTS:
@@ -89,7 +98,7 @@ def _sources() -> Iterator[tuple[str, Path]]:
 
 
 def _digest(path: Path) -> str | None:
-    """None for a file that is gone, or cannot be read."""
+    """Return the SHA-256 of a file; None for a file that is missing or cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -97,13 +106,13 @@ def _digest(path: Path) -> str | None:
 
 
 def tell_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """A note for each package, and for Python, whose version is not that of the attempt before."""
+    """Return a note for each package, and for Python, whose version has changed."""
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     return [f"{name} is version {now[name]}, was {before[name]}: results may differ in the last bits" for name in changed]
 
 
 def find_commit(folder: Path, *, asks_git: bool = True) -> tuple[str | None, bool | None]:
-    """The git commit that `folder` is at, and whether a tracked file differs from it; None where that is not known."""
+    """Return the git commit of `folder`, and whether a tracked file differs; None if unknown."""
     if asks_git and (found := _ask_git(folder)) is not None:
         return found
     return _read_commit(folder), None
@@ -134,7 +143,7 @@ def _ask_git(folder: Path) -> tuple[str, bool] | None:
 
 
 def _read_commit(folder: Path) -> str | None:
-    """From the files of the repository, for a machine without git, and for all ranks but the first."""
+    """Return the commit from the files in .git, without git and on ranks other than 0."""
     for each in (folder, *folder.parents):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if not (each / ".git" / "HEAD").is_file():

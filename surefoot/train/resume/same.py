@@ -1,4 +1,7 @@
-"""Do all ranks go on from the same commit, and hold the same once it is loaded? Who does not is named with its host, before step 1."""
+"""Check that all ranks resume from the same checkpoint and hold the same state afterwards.
+
+A rank that differs is named with its host before step 1.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ HINT = "give all ranks one folder on a disk that they share, or each of them a c
 
 
 def open_same(group: Group, run: Path, step: int) -> Commit:
-    """The commit of `step` in this rank's `run`; rank 0 has verified its own. Every rank calls it.
+    """Return the checkpoint of `step` in this rank's `run`; rank 0 has verified its own.
 
-    Raises RunFolderError, on all ranks, where one has none, another one, or a newer one than rank 0.
+    Every rank must call this. Raises RunFolderError, on all ranks, if one rank has no such
+    checkpoint, a different one, or a newer one than rank 0.
     """
     if group.is_alone:
         return Commit(run, step)
@@ -43,7 +47,10 @@ def open_same(group: Group, run: Path, step: int) -> Commit:
 
 
 def check_none(group: Group, run: Path) -> None:
-    """Raise RunFolderError, on all ranks, where rank 0 begins from the start and another one has commits. Every rank calls it."""
+    """Raise RunFolderError, on all ranks, if rank 0 has no checkpoint and another rank has.
+
+    Every rank must call this.
+    """
     if not group.is_alone:
         _compare(group, run, "begins from the start", "")
 
@@ -66,10 +73,11 @@ def _compare(group: Group, run: Path, what: str, seen: str) -> None:
 
 
 def load_together(group: Group, state: LiveState, step: int, load: Callable[[], None]) -> None:
-    """Load the commit of `step`, and hold side by side what ranks have of it then. Every rank calls it.
+    """Load the checkpoint of `step`, then compare the loaded state between ranks.
 
-    Raises what a rank's own loading raises, LostRank on the others; NumbersError where a rank holds something else than those whose copy it
-    is. Ranks that hold parts give each other rows while they load, so that one which fails there is missed by the others.
+    Every rank must call this. Raises the error of a rank's loading, LostRank on the other ranks;
+    NumbersError if a rank differs from its replicas. Ranks that hold parts exchange rows while they
+    load, so that a failed rank is noticed by the others.
     """
     if state.is_shared:
         load()
@@ -79,7 +87,10 @@ def load_together(group: Group, state: LiveState, step: int, load: Callable[[], 
 
 
 def check_alike(group: Group, state: LiveState, step: int) -> None:
-    """Raise NumbersError, on all ranks, with the rank, its host and the tensor, where one holds something else after loading `step`."""
+    """Raise NumbersError, on all ranks, if a rank holds another state after loading `step`.
+
+    The error names the rank, its host and the tensor.
+    """
     if group.is_alone:
         return
     found: dict[int, str] = {}
@@ -95,7 +106,7 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
 
 
 def _find(group: Group, among: Group, words: str, tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    """The ranks that differ from those that should hold the same, and in what."""
+    """Return the ranks that differ from their replicas, with the name of what differs."""
     if among.is_alone:
         return {}
     names = hashlib.sha256("\n".join(tensors).encode()).hexdigest()

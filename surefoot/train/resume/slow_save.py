@@ -1,4 +1,7 @@
-"""Saves that take longer than the time from one to the next: the training then waits for the disk, which is said once."""
+"""Detection of saves that take longer than the time between them; reported once.
+
+Training then waits for the disk.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ class SlowSave(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What was measured, as one sentence."""
+        """The measurement as one sentence."""
         took, period = format_seconds(self.took_s), format_seconds(self.period_s)
         return f"the save after step {self.step:,} took {took}, and the next one was due after {period}"
 
 
 class SaveRhythm:
-    """Compares the time of each regular save with the time of training that follows it before the next one."""
+    """Comparison of each regular save's time with the training time before the next save."""
 
     def __init__(self, every_s: float | None) -> None:
-        """`every_s` is how often a run is saved, where that is a time: a save is then not due before the one before it is done."""
+        """Set the save interval `every_s` in seconds, None if it is given in steps.
+
+        With a time, a save is not due before the previous one is done.
+        """
         self._every_s = every_s
         self._since_s: float | None = None
         self._late_s = 0.0
@@ -36,15 +42,18 @@ class SaveRhythm:
         self._is_told = False
 
     def measure(self, *, is_regular: bool) -> float | None:
-        """The seconds since the save before, if both are regular: none of them was asked for, is the best, or the last."""
+        """Return the seconds since the previous save, if both are regular.
+
+        A save that a user asked for, that of the best score and the last one are not regular.
+        """
         return None if self._since_s is None or not is_regular else time.monotonic() - self._since_s
 
     def resumed(self, *, is_regular: bool) -> None:
-        """The training goes on: the save is done, or is written beside it."""
+        """Start the time of training, when the save is done or is written in the background."""
         self._since_s = time.monotonic() if is_regular else None
 
     def compare(self, step: int, took_s: float, period_s: float | None) -> None:
-        """Add a save after `step` that took longer than `period_s`, or than the spec leaves between two."""
+        """Add the save after `step` if it took longer than `period_s` or the spec's interval."""
         limits = [each for each in (period_s, self._every_s) if each is not None]
         if not limits or took_s <= min(limits):
             return
@@ -53,7 +62,7 @@ class SaveRhythm:
             self._found = SlowSave(step, took_s, min(limits))
 
     def take(self) -> SlowSave | None:
-        """A slow save, once, when all of them together cost more than two seconds."""
+        """Return a slow save, once, if all of them together cost more than two seconds."""
         if self._found is None or self._is_told:
             return None
         self._is_told = True

@@ -1,4 +1,4 @@
-"""A run that begins where another one stood: a fork with all of its state, or a new run with its weights alone."""
+"""Start of a run from another run's checkpoint: a fork with all state, or the weights alone."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class Start:
-    """The commit that a new run begins with: all of the state, or with `weights_only` what fits of its weights, from step 0.
+    """Checkpoint from which a new run starts, with all of its state.
 
-    Without `partial` the weights must fit the model by name and shape, all of them.
+    With `weights_only` the run starts at step 0 with those weights that fit. Without `partial` all
+    weights must fit the model by name and shape.
     """
 
     run: Path
@@ -49,7 +50,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Begun:
-    """Where the new run stands: after `step`, with what was `saved` beside the state; `parent` goes into its manifests."""
+    """Start of the new run: `step`, the counters `saved`; `parent` goes into its manifests."""
 
     step: int
     parent: Mapping[str, Any]
@@ -58,7 +59,11 @@ class Begun:
 
 
 def begin(start: Start, assembly: Assembly) -> Begun:
-    """Put the state of the commit into the new run's objects. Raises RunFolderError where it is damaged or does not fit, SpecError."""
+    """Load the checkpoint into the new run's objects.
+
+    Raises RunFolderError if the checkpoint is damaged or does not fit, SpecError if the spec does
+    not.
+    """
     ranks = assembly.engine.stepper.ranks
     group = ALONE if ranks is None else ranks.group
     commit = same.open_same(group, start.run, start.step)
@@ -99,12 +104,12 @@ def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembl
 
 
 def spec_of(run: Path) -> RunSpec:
-    """The spec of a run, from its folder. Raises RunFolderError for a folder that is no run."""
+    """Return the spec of a run folder. Raises RunFolderError for a folder that is no run."""
     return spec_file.read_of_run(run, checks_task=False).spec
 
 
 def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
-    """What the changed spec says anew is not taken from the old state."""
+    """Remove the state that the changed keys of the spec replace from `tree`."""
     if changes.changes_settings(found):
         for update in tree["optimizer"].values():
             for each in update["optimizers"]:
@@ -127,7 +132,7 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
 
 
 def _others(run: Path, assembly: Assembly) -> list[str]:
-    """What is not in a spec and is another than in the run that is forked: its data, the task's code."""
+    """Return notes on changes outside the spec: training data, the task's code, versions."""
     starts = [event for event in events.read(run, Started) if isinstance(event, Started)] if (run / events.FILE).is_file() else []
     if not starts:
         return []
@@ -142,9 +147,9 @@ def _others(run: Path, assembly: Assembly) -> list[str]:
 
 
 def newest_sound(run: Path) -> tuple[int, list[str]]:
-    """The newest commit of a run that is whole and undamaged, and what was wrong with newer ones; nothing is set aside.
+    """Return the step of the newest undamaged checkpoint, and errors in newer ones.
 
-    Raises RunFolderError where there is none.
+    Nothing is moved or deleted. Raises RunFolderError if there is none.
     """
     troubles: list[str] = []
     for step in reversed(manifest.steps(run)):
@@ -158,9 +163,10 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
 
 
 def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
-    """Raise SpecError where a default that is stated now, or no more, overrules another part of the task than when the run was begun.
+    """Raise SpecError if the spec now overrides another part of the task than at the start.
 
-    The id of a spec does not tell: it is over what the spec means by itself.
+    A default that is given explicitly overrides the task's part, and the spec's id does not show
+    it.
     """
     if not chosen.stated:
         return
@@ -174,7 +180,7 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
 
 
 def _overruled(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
-    """What of the task's own a spec overrules by stating it at all, whatever the value."""
+    """Return which parts of the task the spec overrides by giving the key, whatever the value."""
     table = tables.get("optim", {})
     is_named = task.optimizer is not None and table.get("name", "task") != "task"
     has_rate = task.optimizer is not None and not is_named and "lr" in table
@@ -182,7 +188,7 @@ def _overruled(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
 
 
 def check_same_data(chosen: Chosen, digest: str) -> None:
-    """Raise RunFolderError where the run that goes on was begun with other data."""
+    """Raise RunFolderError if the resumed run started with other data."""
     if chosen.data_digest is not None and chosen.data_digest != digest:
         raise RunFolderError(
             f"the training data are not those that {chosen.folder} was begun with",
@@ -191,8 +197,10 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
 
 
 def check_can_begin_anew(chosen: Chosen) -> None:
-    """Raise RunFolderError where a run of which no commit is left is finished, or began with another run's: its own start is not where it
-    began."""
+    """Raise RunFolderError if a run without a whole checkpoint cannot restart at step 0.
+
+    This is so if the run is finished or started from another run's checkpoint.
+    """
     if chosen.done is not None:
         raise RunFolderError(
             f"{chosen.folder} is {chosen.done[0]}, and none of its checkpoints is whole",
@@ -211,9 +219,9 @@ def check_can_begin_anew(chosen: Chosen) -> None:
 
 
 def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
-    """Read what fits by name and shape; gives what was loaded and what was not, in words.
+    """Load the weights that fit by name and shape; return text on what was loaded and what not.
 
-    Raises RunFolderError where some tensors do not fit, unless `partial`, and where none does.
+    Raises RunFolderError if no weight fits, or, unless `partial`, if one does not fit.
     """
     stored = commit.pieces(checkpoint.MODEL)
     own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()}
@@ -245,7 +253,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
 
 @torch.no_grad()
 def _follow(assembly: Assembly) -> None:
-    """An average of the weights begins with the weights."""
+    """Reset the average of the weights to the loaded weights."""
     average = assembly.engine.average
     if average is not None:
         average.begin_again()

@@ -1,7 +1,8 @@
-"""Everything that a run must not forget, as files of a commit; and back into the objects that train.
+"""The state of a run as files of a checkpoint, and its restoration into the live objects.
 
-What moves only in an update (weights, optimiser state, their average) is handed over as it lives, to be copied beside the next pass.
-All else is copied at once: buffers, random states, counters, the task's own state.
+Tensors that change only in an optimizer step (weights, optimizer state, weight average) are passed
+by reference, to be copied during the next forward pass. The rest is copied at once: buffers, random
+states, counters, the task's state.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Files = dict[str, dict[str, Tensor]]
 
 
 class LiveState:
-    """The state of a run's objects: `take` names its parts, `restore` puts a commit's into place."""
+    """State of a run's objects: `take` returns its parts, `restore` loads a checkpoint."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model = assembly, assembly.model
@@ -59,7 +60,10 @@ class LiveState:
         self.unsaved_attributes: tuple[str, ...] = ()  # that change and that no checkpoint can hold
 
     def num_bytes(self) -> int:
-        """About how large a commit is: weights, buffers and average; the optimiser as two numbers a trained one, until it has state."""
+        """Return the approximate size of a checkpoint: weights, buffers, average, optimizer state.
+
+        Two values per trained weight are assumed for the optimizer.
+        """
         held = {id(tensor): tensor for tensor in checkpoint.held_by(self._model).tensors.values()}
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
         trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
@@ -74,14 +78,14 @@ class LiveState:
 
     @property
     def is_shared(self) -> bool:
-        """Whether each rank holds a part of it that no other has: then all of them take part in a save."""
+        """Whether each rank holds state that no other rank has; all ranks then save together."""
         if self._ranks is None:
             return False
         return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names)) or self._has_words
 
     @property
     def _has_words(self) -> bool:
-        """Whether several ranks train, and the task says how they hold its `state()`."""
+        """Whether several ranks train and the task defines `state_on_ranks`."""
         return not self._group.is_alone and bool(self._assembly.task.state_on_ranks)
 
     @property
@@ -89,9 +93,10 @@ class LiveState:
         return ALONE if self._ranks is None else self._ranks.group
 
     def gather(self) -> Gathered:
-        """What ranks hold of it each, by file, at rank 0; nothing at the others. Every rank calls it.
+        """Return the state that only single ranks hold, by file, on rank 0; nothing on the others.
 
-        Raises NumbersError where ranks differ in what the task calls replicated.
+        Every rank must call this. Raises NumbersError if ranks differ in an entry that the task
+        declares replicated.
         """
         found = rank_state.gather(self._group, self._assembly.task) if self._has_words else Gathered()
         return found._replace(tensors=found.tensors | unsent.gather(self._ranks, self._names))
@@ -99,10 +104,11 @@ class LiveState:
     def take(
         self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], of_ranks: Gathered | None = None
     ) -> tuple[Content, Files]:  # fmt: skip
-        """What a commit of `step` holds: what was copied just now, with `more` beside, and what the next update will change.
+        """Return the contents of a checkpoint of `step`: copies, and tensors that are still live.
 
-        `clock` stands in a file of its own: all the others have the same bytes whenever the same steps were done. `of_ranks` is what was
-        gathered.
+        The live tensors change in the next optimizer step. `more` is stored beside the state.
+        `clock` has a file of its own: all other files are bitwise identical whenever the same steps
+        were done. `of_ranks` is the result of `gather`.
         """
         self._assembly.trained.take_new(self._assembly)
         weights, moving = self._weights()
@@ -126,7 +132,7 @@ class LiveState:
         return content, {file: held for file, held in moving.items() if held}
 
     def _of_this_rank(self, content: Content, moving: Files, sharded: Sharded) -> tuple[Content, Files]:
-        """What this rank writes: its rows, in files of its own, and rank 0 all else. Replicas write nothing."""
+        """Return the part that this rank writes: its rows; rank 0 the rest; a replica nothing."""
         is_first = sharded.group.is_first and sharded.replicas.is_first
         mine: Files = {}
         parts: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -145,24 +151,27 @@ class LiveState:
         )
 
     def _part_of(self, name: str, tensor: Tensor) -> Part | None:
-        """Which rows of a whole a tensor of the state is: an optimiser keeps of each parameter tensors of its shape."""
+        """Return the rows that a tensor of the state holds of the whole; None for a whole tensor.
+
+        Optimizer state has tensors of the parameter's shape.
+        """
         if not name.startswith(OPTIMIZER_ROOT):
             return part_of(tensor)
         moved = self._moved(name)
         return None if moved is None or tensor.ndim == 0 or tensor.shape != moved.shape else part_of(moved)
 
     def _moved(self, name: str) -> Tensor | None:
-        """The rows of the parameter that a tensor of an optimiser's state belongs to; None where ranks hold wholes."""
+        """Return the local rows of an optimizer state tensor's parameter; None if not sharded."""
         return self._held.get(name.partition("/state/")[2].rpartition("/")[0])  # a parameter's own name may have a "/"
 
     def check(self) -> None:
-        """Raise TaskError for what a commit cannot hold, before there is any."""
+        """Raise TaskError for state that a checkpoint cannot hold, before the first save."""
         for name, tensor in checkpoint.held_by(self._model).tensors.items():
             checkpoint.check_storable(name, tensor)
         self._split({})
 
     def _split(self, more: Mapping[str, Any], without: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
-        """The tree and its tensors; `without` names entries of the task's `state()` that are left out."""
+        """Return the tree and its tensors, without the `without` entries of `state()`."""
         tree = self._tree()
         task = {name: value for name, value in tree["task"].items() if name not in without}
         skeleton, tensors = checkpoint.split({**tree, "task": task, **more}, ROOT)
@@ -171,7 +180,7 @@ class LiveState:
         return skeleton, tensors
 
     def _weights(self) -> tuple[Files, Files]:
-        """The model's tensors by file: buffers copied, parameters as they live; frozen ones in a file of their own."""
+        """Return the model's tensors by file: buffers copied, parameters live, frozen apart."""
         copied: Files = {}
         moving: Files = {}
         averages = self._averages()
@@ -200,18 +209,18 @@ class LiveState:
         return copied, moving
 
     def _averages(self) -> dict[int, Tensor]:
-        """The average of each parameter and buffer that has one, by its id."""
+        """Return the average of each parameter and buffer that has one, by id."""
         average = self._assembly.engine.average
         return {} if average is None else average.by_id()
 
     def _file_names(self) -> tuple[str, str]:
-        """Of trained weights and of frozen ones, as Hugging Face names the parts of a model."""
+        """Return the file names for trained and frozen weights, in Hugging Face's scheme."""
         if all(parameter.requires_grad for parameter in self._model.parameters()):
             return "model.safetensors", ""
         return "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
     def _texts(self, weights: Files, moving: Files) -> dict[str, bytes]:
-        """What lets others open the folder: the index of a model in parts, and a Hugging Face model's own config."""
+        """Return files for other libraries: index of a split model, and Hugging Face config."""
         texts = {}
         parts = {
             file: {**weights.get(file, {}), **moving.get(file, {})} for file in {*weights, *moving} if file.startswith("model-")
@@ -245,7 +254,7 @@ class LiveState:
         }
 
     def _attributes(self, task_state: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes of modules that have changed since the model was built, detached; nothing where none has."""
+        """Return the module attributes that have changed since the model was built, detached."""
         changed = self._assembly.engine.stepper.attributes.find_changed(task_state)
         stored, self.unsaved_attributes = checkpoint.encode_storable(self._model, changed)
         self.attributes = tuple(stored.get("values", ()))
@@ -259,7 +268,7 @@ class LiveState:
         return {update.name: update.guarded.state(self._names) for update in self._assembly.updates}
 
     def digests(self, more: Mapping[str, Any]) -> dict[str, str]:
-        """A digest of each component of the state, as a commit would hold it: two runs that agree in all are at the same place."""
+        """Return a digest of each component of the state; equal for runs with identical state."""
         content, moving = self.take(0, more, {})
         skeleton = json.loads(content.texts["state.json"])
         found = {"parameters": {}, "optimizer": moving.get(OPTIMIZER, {}), "buffers": {}}  # type: dict[str, dict[str, Tensor]]
@@ -276,9 +285,10 @@ class LiveState:
         return {part: _digest(found.get(part, {}), words.get(part)) for part in dict.fromkeys((*found, *words))}
 
     def compared(self, group: Group) -> list[tuple[Group, str, dict[str, Tensor]]]:
-        """What ranks hold alike: among which of them, a digest of all that is no tensor, and the tensors by name.
+        """Return the state that ranks hold alike: the group, a digest of non-tensors, the tensors.
 
-        All ranks of `group` hold the buffers, and the weights where they are whole; replicas also what the optimiser moves and keeps.
+        All ranks of `group` hold the buffers, and unsharded weights; replicas also hold the master
+        weights, the optimizer state and the average.
         """
         skeleton, kept = self._split({}, without=rank_state.find_per_rank(self._assembly.task))
         of_all = {f"buffers/{name}": each for name, each in self._model.named_buffers()}
@@ -297,10 +307,12 @@ class LiveState:
     def restore(
         self, commit: Commit, adapt: Callable[[dict[str, Any]], None] | None = None, *, keep_buffers: bool = False
     ) -> dict[str, Any]:
-        """Read a commit into the objects; gives what was saved beside. Raises RunFolderError, before anything moves, for a misfit.
+        """Load a checkpoint into the objects; return what was saved beside them.
 
-        `adapt` may change the tree of what is neither weight nor tensor of the optimiser: a fork takes some of it from its own spec.
-        With `keep_buffers` those of another shape that no state dict holds stay the model's own: its task is another.
+        Raises RunFolderError, before anything changes, for a checkpoint that does not fit. `adapt`
+        may change the tree of the small state: a fork takes some of it from its spec. With
+        `keep_buffers` the model keeps its non-persistent buffers whose shape differs, for a changed
+        task.
         """
         skeleton = commit.json("state.json")
         with checkpoint.taken_from(commit.folder):
@@ -339,7 +351,10 @@ class LiveState:
         return tree
 
     def forgetting(self, parts: Collection[str]) -> Callable[[dict[str, Any]], None]:
-        """What leaves these parts of a commit as they are now, before it is read: for a lab that shows what each is for."""
+        """Return a function that keeps the current values of these parts when a checkpoint is read.
+
+        Used by `fault.forget` to show what each part is needed for.
+        """
         now = copy.deepcopy(self._tree())
 
         def forget(tree: dict[str, Any]) -> None:
@@ -354,7 +369,10 @@ class LiveState:
         return forget
 
     def _fitting(self, name: str, held: Tensor | None, piece: Piece) -> Tensor:
-        """Read in place where there is a place; a counter of steps may be one for many parameters, so it is read beside."""
+        """Return the tensor into which `piece` is read: in place if shapes match, else a new one.
+
+        A step counter may be shared by many parameters, so it is read into a new tensor.
+        """
         moved = self._moved(name)
         part = None if moved is None else part_of(moved)
         if moved is None or part is None or piece.shape != part.whole:
@@ -391,14 +409,14 @@ class LiveState:
             self._scaler.load_state_dict(tree["scaler"])
 
     def _take_microbatch(self, saved: int | None) -> None:
-        """Steps that ran out of memory may have halved it: those that follow are the same ones, wherever they are done."""
+        """Use the saved microbatch if it is smaller: a step that ran out of memory halved it."""
         feed = self._assembly.feed
         if saved is not None and saved < feed.microbatch:
             self._assembly.told.append(f"microbatch {saved:,}, not {feed.microbatch:,}: memory had run out with that")
             feed.microbatch = saved
 
     def _put_back_of_task(self, extra: Any, task: Mapping[str, Any]) -> None:
-        """What the user's own code takes back."""
+        """Restore the state that user code handles: get_extra_state and the task's `state()`."""
         checkpoint.put_back_extra(self._model, extra)
         state = self._task_state()
         if missing := [name for name in state if name not in task]:

@@ -1,4 +1,4 @@
-"""How a run begins on several ranks: at one place, with one folder, alike in all that decides numbers. Rank 0 alone writes the run."""
+"""Start of a run on several ranks: one folder, written by rank 0, and equal settings on all."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ UNWATCHED = (
 
 @contextlib.contextmanager
 def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
-    """The ranks of this run; what a person should hear of how they are joined goes to `notes`. Raises InputError for a layout that they
-    do not make up, for what several ranks cannot do, and for a rank that does not come."""
+    """Return a context with the ranks of this run; messages on the transport go to `notes`.
+
+    Raises InputError for a layout that does not fit the ranks, for features that do not work on
+    several ranks, and for a rank that does not join.
+    """
     place.check_launcher()
     here = place.here()
     layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
@@ -66,13 +69,13 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
 
 
 def meshed(group: Group, spec: RunSpec) -> Mesh:
-    """The ranks as `[layout]` says."""
+    """Return the mesh of the ranks as `[layout]` says."""
     table = spec.layout
     return lay_out(group, layout.fit(group.size, table.replicate, table.shard, table.stage), timeout_s=table.timeout)
 
 
 def check_shared(spec: RunSpec) -> None:
-    """Raise SpecError for what only one rank can do so far."""
+    """Raise SpecError for features that are not supported on several ranks."""
     table = spec.as_tables()
     refused = {
         "compile.what": (spec.compile.what == "step", "the gradients are summed between backward pass and update"),
@@ -97,7 +100,7 @@ def check_shared(spec: RunSpec) -> None:
 
 
 def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
-    """Raise SpecError for what would not have the same bits on other numbers of ranks."""
+    """Raise SpecError for features whose results depend on the number of ranks."""
     check_virtual(size, world_size)
     refused = {
         "train.threads": (spec.train.threads is None, "kernels may sum in another order with other numbers of threads: state it"),
@@ -117,14 +120,16 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
 
 
 def _is_time(spec: RunSpec, text: str) -> bool:
-    """A share of a run whose length is a time is one too."""
+    """Whether `text` is a duration in time; a share of a run with a time length is one too."""
     unit = None if text == "never" else Duration.parse(text).unit
     return unit == "s" or (unit == "%" and Duration.parse(spec.train.length).unit == "s")
 
 
 def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
-    """Raise SpecError, with field and rank, where a rank would compute something else, or was told of another folder `run`; then every
-    rank starts with rank 0's weights."""
+    """Check that all ranks agree on everything that decides results; broadcast rank 0's weights.
+
+    Raises SpecError, with field and rank, if a rank differs or has another run folder `run`.
+    """
     rank_state.check_words(assembly.task, assembly.spec)
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
@@ -165,7 +170,10 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
 
 @contextlib.contextmanager
 def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
-    """The folder of the run, as `folder.taken` by rank 0; the others follow it, and write nothing there but what `home_of` names."""
+    """Return a context in which rank 0 holds the run folder.
+
+    The other ranks get its path and write only to the folder that `home_of` returns.
+    """
     if group.is_first:
         with folder.taken(choice, spec) as (chosen, lock):
             row = {
@@ -183,15 +191,16 @@ def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> I
 
 
 def clear_drafts(group: Group, run: Path) -> None:
-    """Remove what saves that were cut off have left; rank 0 does it, before anyone saves."""
+    """Remove unfinished saves, on rank 0, before any rank saves."""
     if group.is_first:
         checkpoint.clear_drafts(run)
 
 
 def home_of(group: Group, run: Path) -> Path:
-    """Where this rank keeps its own events: the folder of the run for rank 0, for each of the others a folder in it.
+    """Return the folder for this rank's events: the run folder, or for ranks > 0 one in it.
 
-    They come to be once rank 0 has begun its own: a folder that holds no run yet stays one that a run can begin in.
+    The folder of a rank > 0 is made after rank 0 has opened the run, so that a folder without a run
+    stays usable for a new one.
     """
     if group.is_first:
         return run
@@ -204,7 +213,7 @@ def home_of(group: Group, run: Path) -> Path:
 
 
 def let_follow(group: Group, assembly: Assembly) -> Callable[[], None]:
-    """Rank 0 has written its first record; gives what takes this run's hooks off the parameters."""
+    """Signal that rank 0 has written its first record; return what removes the gradient hooks."""
     if group.is_first:
         group.from_first("begun")
     ranks = assembly.engine.stepper.ranks
@@ -212,7 +221,7 @@ def let_follow(group: Group, assembly: Assembly) -> Callable[[], None]:
 
 
 class NoLedger:
-    """Of a rank that is not the first: what a step consumes, all ranks consume, and rank 0 writes it down."""
+    """Ledger of ranks other than 0, which write nothing: rank 0 records the samples of all."""
 
     def add(self, step: int, ids: np.ndarray) -> None: ...
 
@@ -225,7 +234,7 @@ class NoLedger:
 
 
 def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) -> Any:
-    """The ledger of the run, which rank 0 writes."""
+    """Open the ledger of the run, which rank 0 writes."""
     if not group.is_first:
         return NoLedger()
     if takes_batches(run, assembly.feed):
@@ -234,7 +243,10 @@ def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) ->
 
 
 def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
-    """Write the ledger that a fork begins with. Raises StorageError, and RunFolderError where the parent's cannot be read."""
+    """Write the ledger of a fork up to `step`.
+
+    Raises StorageError, and RunFolderError if the parent's ledger cannot be read.
+    """
     if isinstance(feed.source, Iterated) and loop_ledger.is_of_a_loop(parent):
         loop_ledger.begin_fork(parent, run, step)
     else:
@@ -242,9 +254,10 @@ def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
 
 
 def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
-    """Bring the data to step `number` where they are read forwards; returns how they differ from those trained on, if that is accepted.
+    """Advance data that can only be read in sequence to step `number`.
 
-    Raises OtherDataError where it is not.
+    Returns how the data differ from those trained on, "" if they do not. Raises OtherDataError if
+    they differ and `accept` is false.
     """
     try:
         assembly.engine.stepper.loader.seek(number)
@@ -256,7 +269,7 @@ def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
 
 
 def state_of(loader: Loader) -> dict[str, Any]:
-    """What a checkpoint holds of the loader; an iterable whose own state no checkpoint can hold is replayed instead."""
+    """Return the loader's state for a checkpoint, or for a replay if it cannot be saved."""
     state = loader.state()
     try:
         checkpoint.split(state)
@@ -267,7 +280,7 @@ def state_of(loader: Loader) -> dict[str, Any]:
 
 
 class Asked(Protocol):
-    """Who saves: whether a signal asked for it, and whether it was done since ranks agreed last."""
+    """Save requests: whether a signal asked for one, and whether one was done since then."""
 
     is_asked: bool
     has_saved: bool
@@ -276,9 +289,9 @@ class Asked(Protocol):
 def is_over(
     group: Group, stop: tuple[str, str] | None, code: int, is_time: bool, keeper: Asked
 ) -> tuple[tuple[str, str] | None, int, bool]:  # fmt: skip
-    """What all ranks do next: why they stop, if one of them wants it, the exit code, and whether the time of the run is over.
+    """Return what all ranks do next: the reason to stop, the exit code, and whether time is over.
 
-    A save that one of them was asked for is asked of rank 0, which saves, or begins to.
+    The run stops if one rank wants to. A save requested on any rank is passed to rank 0.
     """
     if group.is_alone:
         return stop, code, is_time

@@ -1,4 +1,4 @@
-"""One optimiser step: told in order, or as one graph."""
+"""An optimizer step, as a sequence of operations or as one compiled graph."""
 
 from surefoot.train.step.counts import check_count, check_splittable
 from surefoot.train.step.stepper import LiveUpdate, Stepper

@@ -1,9 +1,9 @@
-"""The end of a step as arithmetic that a compiler sees into: norm, guard, clip, and the rules of Adam, AdamW, SGD, LARS and LAMB, without
-a branch.
+"""Optimizer step as branch-free tensor arithmetic for a compiler.
 
-The formulas are those of torch's fused kernels (`components/optim/fused`) and of `components/optim/kinds/layerwise`, so both give the
-same numbers but for rounding. Where the
-norm or a loss is not finite every tensor keeps its value.
+Contains the norm, the non-finite check, clipping, and the rules of Adam, AdamW, SGD, LARS and LAMB.
+The formulas are those of torch's fused kernels (`components/optim/fused`) and of
+`components/optim/kinds/layerwise`, so results agree up to rounding. If the norm or a loss is not
+finite, every tensor keeps its value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a group of parameters is moved by, apart from its rate."""
+    """Optimizer name and hyperparameters of a parameter group, without the learning rate."""
 
     name: str
     decay: float
@@ -47,12 +47,12 @@ def move(
     rules: Sequence[Rule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor | None], rates: Sequence[Tensor],
     losses: Sequence[Tensor], clip: float, clip_value: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    """Move every tensor of `held` (parameters, counters, first, second moments, momentum, of each group) by its gradient, in place.
+    """Apply one optimizer step to every tensor of `held` in place.
 
-    A parameter without one stays as it is, with all that is kept of it.
-
-    Returns the global norm of the gradients, not a number where a loss is none, whether it is finite (where not, nothing moves), and
-    the gradients as they were applied, which is what the fused kernels leave behind, too.
+    `held` holds parameters, step counters, first and second moments and momentum of each group. A
+    parameter without a gradient keeps its value and its state. Returns the global gradient norm
+    before clipping (NaN if a loss is non-finite), whether the norm is finite (if not, nothing
+    changes), and the gradients as applied, after clipping, which the fused kernels return too.
     """
     norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in grads]
     found = [each for each in norms if each is not None]
@@ -75,7 +75,7 @@ def move(
 
 
 def _once(scalars: Tensor) -> Tensor:
-    """`scalars`, so that a compiler computes them once, before the loop over a tensor that they go into, and not for every element."""
+    """Return `scalars` so that a compiler computes them once, not for every element of a tensor."""
     return torch.as_strided(scalars, scalars.shape, scalars.stride())
 
 
@@ -87,7 +87,7 @@ def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor
 def _move_group(
     rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[tuple[Tensor | None, Tensor | None]], rate: Tensor, finite: Tensor
 ) -> None:
-    """`grads` holds each gradient with its norm."""
+    """Apply one optimizer step to a group; `grads` holds each gradient with its norm."""
     params, counters, first, second, momentum = tensors
     wide = functools.reduce(torch.promote_types, (each.dtype for each in params), torch.float32)
     if len(counters) < len(params):  # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
@@ -113,7 +113,7 @@ def _move_group(
 
 
 def _rate(rule: Rule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dtype) -> Tensor:
-    """The rate of a layer whose gradient has the norm `size`: LARS looks at the norm of its weights, too."""
+    """Return a layer's learning rate; `size` is its gradient norm, which LARS divides by."""
     if rule.name == "lars" and rule.adapt:
         weights = torch.linalg.vector_norm(param)
         rate = rate * torch.where((weights > 0) & (size > 0), rule.trust * weights / (size + rule.decay * weights), 1.0)
@@ -121,7 +121,7 @@ def _rate(rule: Rule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dty
 
 
 def _move_by_momentum(rule: Rule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor) -> None:
-    """SGD, whose rate stands outside of the momentum, and LARS, whose rate of each layer stands inside."""
+    """Apply SGD, or LARS, whose momentum includes the layer's learning rate."""
     grad = grad + rule.decay * param
     if rule.name == "lars":
         grad = rate * grad
@@ -133,7 +133,7 @@ def _move_by_momentum(rule: Rule, param: Tensor, grad: Tensor, kept: Tensor | No
 
 
 def _corrections(rule: Rule, counts: Tensor, wide: torch.dtype) -> Tensor:
-    """What corrects the two moments after each of `counts` steps: 1 - beta1^t, and the root of 1 - beta2^t. (2, counts)"""
+    """Return the bias corrections (2, counts): 1 - beta1^t and sqrt(1 - beta2^t) for each count."""
     first, second = (1.0 - beta**counts for beta in rule.betas)
     return _once(torch.stack((first, second.sqrt())).to(wide))
 
@@ -141,7 +141,7 @@ def _corrections(rule: Rule, counts: Tensor, wide: torch.dtype) -> Tensor:
 def _move_by_moments(
     rule: Rule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor], corrections: Tensor, rate: Tensor, finite: Tensor
 ) -> None:
-    """Adam, AdamW and LAMB."""
+    """Apply Adam, AdamW or LAMB."""
     (first, second), (of_mean, root) = kept, corrections.unbind()
     beta1, beta2 = rule.betas
     grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad

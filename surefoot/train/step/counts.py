@@ -1,4 +1,4 @@
-"""What a loss counts, and whether it may be split over microbatches and ranks."""
+"""Checks of a loss: its counts, and whether it may be split over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Count = float | Tensor
 
 
 def check_count(name: str, count: Count) -> None:
-    """Raise TaskError for the count of a term that is no finite number of 0 or more."""
+    """Raise TaskError unless the count of a term is finite and at least 0."""
     if not 0 <= float(count) < math.inf:
         raise TaskError(f"the count of term {name} is {float(count):g}", hint="count the items that the total sums over")
 
 
 def check_gathered(counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]) -> None:
-    """Raise TaskError where each rank counts the gathered rows of all ranks, and `counts(batch)` counts its own."""
+    """Raise TaskError if the loss counts the rows of all ranks and `counts(batch)` its own."""
     for name, (_, count, _) in mine.items():
         said = counts.get(name) if isinstance(counts, Mapping) else counts
         if said is not None and said != float(count):
@@ -33,7 +33,8 @@ def check_gathered(counts: Mapping[str, float] | float, mine: Mapping[str, tuple
 def check_splittable(name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False) -> None:
     """Raise TaskError for a loss that may not be split over microbatches and ranks.
 
-    `joins_ranks` says that each rank has one microbatch, and that the loss gathers those of all ranks.
+    `joins_ranks` says that each rank has one microbatch and that the loss gathers those of all
+    ranks.
     """
     if not loss.additive and not joins_ranks:
         raise TaskError(

@@ -1,4 +1,4 @@
-"""How long a run is, and what the durations of its spec are in it."""
+"""Length of a run, and the durations of its spec converted to steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from surefoot.core.units import Duration
 
 @dataclass(frozen=True)
 class Course:
-    """How long the run is; `total_steps` is None where its length is a time."""
+    """Length of a run; `total_steps` is None if the length is a time."""
 
     length: Duration
     total_steps: int | None
@@ -21,20 +21,23 @@ class Course:
     tokens_per_sample: float | None
 
     def duration(self, text: str) -> Duration:
-        """A duration of the spec; a share of this run is steps of it, or a time where its length is one."""
+        """Return a duration of the spec; a share of the run becomes steps, or a time.
+
+        It becomes a time if the length of the run is a time.
+        """
         return resolve(Duration.parse(text), self.length, self.total_steps)
 
     def to_steps(self, text: str) -> int | None:
-        """A duration of the spec in steps of this run; None for one in time."""
+        """Return a duration of the spec in steps of this run; None for a time."""
         return to_steps(self.duration(text), self.feed, self.tokens_per_sample)
 
     def to_steps_or_refuse(self, text: str) -> int:
-        """The same for a schedule, which has no use for a time. Raises SpecError for one."""
+        """Return a duration of a schedule in steps. Raises SpecError for a time."""
         steps = self.to_steps(text)
         if steps is None:
             raise SpecError(f"a schedule cannot use the time {text!r}", hint="say it in steps, epochs, samples or tokens")
         return steps
 
     def rhythm(self, text: str) -> Callable[[int], bool]:
-        """Whether what comes every so often, which is no time, is due after a step."""
+        """Return a function of the step: whether the interval `text`, which is no time, is due."""
         return find_rhythm(self.duration(text), self.feed, self.tokens_per_sample)

@@ -1,8 +1,9 @@
-"""Hooks on gradients of a user's own: they see what they see in a plain loop, the mean gradient of this rank's microbatch.
+"""User gradient hooks receive the mean gradient of this rank's microbatch, as in plain PyTorch.
 
-The backward pass of a step with several microbatches or ranks gives sums times a factor of the step's own. A hook is called with that
-made a mean, and what it returns, or leaves in `grad`, is taken back by the same factor. With the loss scale of fp16 a hook sees
-gradients times the scale, as beside torch.amp.GradScaler.
+The backward pass of a step with several microbatches or ranks gives sums times a factor that the
+step chooses. A hook is called with the gradient converted to a mean, and the gradient that it
+returns or leaves in `grad` is converted back with the same factor. With fp16 loss scaling a hook
+receives scaled gradients, as with torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _OF_GRADIENT, _OF_PARAMETER = attrgetter("_backward_hooks"), attrgetter("_post_a
 
 
 class GradientHooks:
-    """The hooks of a model's parameters and modules, found anew before each backward pass: they may come and go in the loop."""
+    """Hooks of a model's parameters and modules, collected before each backward pass.
+
+    Hooks may be added and removed in the loop.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._of_modules = hooks_of_modules(model)
@@ -32,9 +36,9 @@ class GradientHooks:
         self._count: Factor = 0.0
 
     def begin(self, *, is_split: bool) -> None:
-        """The passes of an update begin. A forward pass takes the hooks of modules with it, so those come before it.
+        """Wrap the module hooks before the forward passes of an update, which capture them.
 
-        Gradients that are not split are means: hooks are left as they are.
+        If gradients are not split they are means, and hooks are left unchanged.
         """
         self.is_split = is_split
         self._count, self.of_pass, self.of_sum = 0.0, 1.0, 1.0
@@ -45,7 +49,10 @@ class GradientHooks:
     def begin_pass(
         self, leaves: Sequence[Tensor], terms: Sequence[Term], count_of: Callable[[Term], Factor], *, adds: bool
     ) -> None:
-        """A backward pass comes, in which a term's total is divided by `count_of(term)`; with `adds` gradients add to those before."""
+        """Wrap the tensor hooks before a backward pass.
+
+        The pass divides a term's total by `count_of(term)`; with `adds` it accumulates gradients.
+        """
         term = next((each for each in terms if not each.fixed), terms[0])
         self._count = self._count + term.count if adds else term.count
         divisor = count_of(term)
@@ -57,7 +64,7 @@ class GradientHooks:
 
 
 def hooks_of_modules(model: nn.Module) -> list[MutableMapping[int, Any]]:
-    """Where the modules of a model keep their hooks on gradients, to be looked at in each step."""
+    """Return the dicts in which the modules of a model keep their gradient hooks."""
     return [hooks for module in model.modules() for hooks in (module._backward_hooks, module._backward_pre_hooks)]
 
 
@@ -87,7 +94,7 @@ def _times(value: Any, factor: Factor, *, divides: bool = False) -> Any:
 
 
 class _OnGradient:
-    """A hook of a tensor: it may return another gradient."""
+    """Wrapper of a tensor hook, which may return another gradient."""
 
     def __init__(self, hook: Any, factors: GradientHooks) -> None:
         self._hook, self._factors = hook, factors
@@ -102,7 +109,7 @@ class _OnGradient:
 
 
 class _OnModule:
-    """A hook of a module's backward pass: it may return other gradients."""
+    """Wrapper of a module's backward hook, which may return other gradients."""
 
     def __init__(self, hook: Any, factors: GradientHooks) -> None:
         self._hook, self._factors = hook, factors
@@ -117,9 +124,10 @@ class _OnModule:
 
 
 class _OnParameter:
-    """A hook that is called once a gradient is there: it may change `grad`.
+    """Wrapper of a post-accumulate hook, which may change `grad`.
 
-    FSDP2 calls those of a sharded parameter with its rows, summed over all ranks; they were called with the whole one before.
+    FSDP2's call with a sharded parameter, whose `grad` is its rows summed over all ranks, is
+    ignored: the hook was called before with the whole gradient.
     """
 
     def __init__(self, hook: Any, factors: GradientHooks) -> None:

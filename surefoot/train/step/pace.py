@@ -1,4 +1,4 @@
-"""What each rank did in a step without waiting for the others: measured by itself, told to all with what a step sums over them anyway."""
+"""Compute times of each rank per step, exchanged as part of the sum of the next step's losses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Mark = tuple[int, int]  # the time, and what had been waited in collectives unti
 
 @final
 class Paces:
-    """The pace of this rank, step by step, and of all of them one step later.
+    """Compute time of this rank per step, and one step later the times of all ranks.
 
-    The numbers of a step stand in places of their own in the sum of the next one's losses, with zeros from the other ranks: no message is
-    sent for them. What the host spends in collectives is left out; of a device that works beside the host the passes alone are
-    timed, by its own events. Rank 0 keeps what it hears: `told` are the ranks that were named since
-    somebody took them, and those that keep up again.
+    The values of a step have separate entries in the sum of the next step's losses, with zeros from
+    the other ranks, so that no extra message is sent. Host time in collectives is left out; on a
+    device that runs asynchronously only the forward and backward passes are timed, with its events.
+    Rank 0 keeps the results: `told` holds the detected stragglers, and the ranks that have
+    recovered, since the last call of `take_told`.
     """
 
     def __init__(self, group: Group, make_event: Callable[[], Any] = make_cuda_event) -> None:
@@ -44,27 +45,27 @@ class Paces:
         return time.perf_counter_ns(), self._group.waiting.ns
 
     def begin(self) -> None:
-        """A step begins, with the reading of its samples."""
+        """Start a step, when its samples are requested."""
         self._began, self._num_items = self._now(), 0.0
 
     def ready(self, num_samples: int, batches: Sequence[Batch]) -> None:
-        """Its samples are there: these batches are this rank's."""
+        """Record that the samples of the step, this rank's `batches`, have been read."""
         self._ready = self._now()
         if self._passes:
             self._passes[0].record()
         self._work = float(num_samples), float(sum(map(count_numbers, batches)))
 
     def passed(self) -> None:
-        """The passes of the step are over, as far as this rank computes by itself."""
+        """Record the end of this rank's forward and backward passes."""
         if self._passes:
             self._passes[1].record()
 
     def count(self, terms: Iterable[Mapping[str, tuple[Any, float | Tensor, float]]]) -> None:
-        """The loss terms of this rank, of which the first says what it counts."""
+        """Set the item count of the step from this rank's loss terms, by the first term."""
         self._num_items = sum(float(next(iter(row.values()))[1]) for row in terms if row)
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         now = self._now()
         other_s = 0.0 if self._ended is None else _between(self._ended, self._began)
         compute_s = _between(self._ready, now)
@@ -74,7 +75,7 @@ class Paces:
         self._ended = now
 
     def row(self) -> list[float]:
-        """What goes into the sum: a place for each number of each rank, zeros but for this one's."""
+        """Return this rank's entries of the sum: all ranks' values, zero except for this rank's."""
         found = [0.0] * (0 if self._group.is_alone else NUM_FIELDS * self._group.size)
         if found and self._mine is not None:
             first = NUM_FIELDS * self._group.rank
@@ -82,7 +83,7 @@ class Paces:
         return found
 
     def hear(self, summed: Sequence[float]) -> None:
-        """What came of it: the pace of every rank in the step before."""
+        """Add the summed entries: the times of every rank in the previous step."""
         if not summed or not self._group.is_first or self._mine is None:
             return
         paces = [Pace(*summed[at : at + NUM_FIELDS]) for at in range(0, len(summed), NUM_FIELDS)]
@@ -92,13 +93,16 @@ class Paces:
             self.told.append(found)
 
     def take_told(self) -> list[tuple[list[Straggler], list[int]]]:
-        """Who was named, and who keeps up again, since the last call."""
+        """Return the stragglers detected, and the ranks recovered, since the last call."""
         told, self.told = self.told, []
         return told
 
     def take(self) -> dict[str, tuple[float, ...]]:
-        """What was heard since the last call, for a record: of each rank in how many steps it was the last, what the median of the others
-        waited for it then, and the sums of its numbers. Nothing where nothing was heard."""
+        """Return the statistics since the last call for a record; empty without data.
+
+        For each rank: the number of steps in which it was the slowest, the seconds that the median
+        of the other ranks waited for it in these steps, and the sums of its values.
+        """
         window, self._window = self._window, []
         if not window:
             return {}
@@ -115,5 +119,5 @@ class Paces:
 
 
 def _between(earlier: Mark, later: Mark) -> float:
-    """Seconds from one mark to another, without those spent waiting in collectives."""
+    """Return the seconds between two marks without those spent waiting in collectives."""
     return max(0, later[0] - earlier[0] - (later[1] - earlier[1])) / 1e9

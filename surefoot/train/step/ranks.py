@@ -1,4 +1,4 @@
-"""What a step does together with the other ranks: gradients, sums, buffers."""
+"""Parts of a step that involve the other ranks: gradients, sums, buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The parts of a step that all ranks take part in. Each of them calls the same methods in the same order."""
+    """Collective parts of a step; every rank must call the same methods in the same order."""
 
     def __init__(
         self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, sharded: Sharded | None = None,
@@ -56,10 +56,11 @@ class Ranks:
         self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
 
     def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
-        """Gradients go in buckets of so many bytes from now on, the first of a step apart; between two steps.
+        """Set the gradient bucket size in bytes, that of the first bucket apart; between two steps.
 
-        They stand in the order of the model, not of the optimiser's groups: biases and norms, which come from every layer and are a group,
-        would fill a first bucket that is whole when the backward pass is over, and nothing be on its way until then.
+        Parameters are in the order of the model, not of the optimizer's groups: biases and norms
+        form a group and come from every layer, so that a first bucket of them would be complete
+        only at the end of the backward pass, and no reduction could start before.
         """
         self.close()
         place = {id(each): number for number, each in enumerate(self._model.parameters())}
@@ -90,18 +91,18 @@ class Ranks:
         self._ordered = [Ordered(each) for each in leaves] if is_exact else []
 
     def step(self, number: int) -> None:
-        """A step begins, with the reading of its samples."""
+        """Start a step, when its samples are requested."""
         self.paces.begin()
         if self.group.flight is not None:
             self.group.flight.step(number)
 
     def microbatch(self, position: int) -> None:
-        """The pass of a microbatch begins."""
+        """Record that the pass of a microbatch starts."""
         if self.group.flight is not None:
             self.group.flight.microbatch(position)
 
     def begin(self, num_samples: int, batches: Sequence[Batch]) -> None:
-        """The samples of a step are there, so many on this rank, in these batches."""
+        """Start the computation of a step, with this rank's `num_samples` samples in `batches`."""
         self.paces.ready(num_samples, batches)
         self._mine, self._was_told = num_samples, False
         if self.sharded is not None:
@@ -116,19 +117,19 @@ class Ranks:
         return self._virtual is not None
 
     def open(self, index: int, first: int, num_microbatches: int) -> None:
-        """The passes of an update begin, from microbatch `first` on of so many on all ranks."""
+        """Start the passes of an update at microbatch `first`, of `num_microbatches` in all."""
         if self._virtual is not None:
             self._virtual.begin(num_microbatches)
             self._rows = []
             self.passed(index, first, {})
 
     def arm(self, index: int) -> None:
-        """The last backward pass comes: gradients go out as they come, unless they are first added in their order."""
+        """Start to reduce gradients as the last backward pass computes them; not if exact."""
         if self._virtual is None:
             self.replicas[index].arm()
 
     def passed(self, index: int, done: int, mine: dict[str, Row]) -> None:
-        """So many microbatches of the step are done, or another rank's; `mine` are the terms of those since a virtual rank was over."""
+        """Record that `done` microbatches are done; `mine` holds the virtual rank's terms."""
         for _ in range(0 if self._virtual is None else self._virtual.count_over(done)):
             self._ordered[index].end_one()
             self.buffers.end_one()
@@ -136,7 +137,10 @@ class Ranks:
             mine.clear()
 
     def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
-        """The loss terms of all ranks for an update, by its place; and its gradients, where they need not be told their factor first."""
+        """Return the loss terms of update `index` over all ranks; finish its gradient reduction.
+
+        Gradients that need a factor first are left to `finish`.
+        """
         if not self._was_told:
             self.paces.passed()
         if self._virtual is not None:
@@ -147,12 +151,15 @@ class Ranks:
         return self.add(self.names[index], mine)
 
     def finish(self, index: int, factor: float | Tensor) -> None:
-        """The gradients, where they must be told what they are multiplied by."""
+        """Finish the reduction of gradients that need the factor of their multiplication."""
         if self.replicas[index].asks_factor:
             self.replicas[index].finish(factor)
 
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
-        """The loss terms of all ranks; with the first of a step go the samples, and the pace of the step before."""
+        """Return the loss terms summed over ranks.
+
+        The first sum of a step includes the sample counts, and the times of the previous step.
+        """
         rows = [mine] if self._virtual is None or not update else self._rows
         used = self.replicas[0].used() if self.sharded is not None and self.sharded.is_even else []
         extra = () if self._was_told else (float(self._mine), *self.paces.row(), *used)
@@ -169,7 +176,7 @@ class Ranks:
         return found
 
     def end(self, number: int) -> None:
-        """All passes and updates of a step are over."""
+        """Finish the collectives of a step after all passes and updates."""
         if not self._was_told:
             self.paces.passed()
             self.add("", {})
@@ -178,10 +185,11 @@ class Ranks:
         self.buffers.join()
 
     def look(self, number: int, applied: bool | Tensor) -> None:
-        """A step is over, and what it moved stays, or was put back. Raises NumbersError where a rank's weights are no longer those of the
-        others, where they are no numbers, which is asked when a step was skipped, and where a running statistic is none.
+        """Check the state after a step that was applied or skipped.
 
-        Where the host would wait for a device it is asked as often as replicas are held side by side.
+        Raises NumbersError if this rank's weights differ from those of its replicas, if weights are
+        non-finite (checked after a skipped step), or if a running statistic is non-finite. A check
+        that would synchronize the device runs as rarely as the comparison of replicas.
         """
         is_due = self.checks_after(number)
         if (is_due or self.group.device.type == "cpu") and applied and (spoiled := self.buffers.find_spoiled()) is not None:
@@ -208,18 +216,20 @@ class Ranks:
 
     @property
     def is_even(self) -> bool:
-        """Whether no rank may pass through the model more often than another."""
+        """Whether all ranks must run the same number of forward passes."""
         return self.sharded is not None and self.sharded.is_even
 
     def num_passes(self, num_own: int, num_all: int) -> int:
-        """The passes of a step on this rank, with so many microbatches of its own of all: where weights are gathered in each, as many as
-        on any other."""
+        """Return this rank's number of passes in a step, for `num_own` of `num_all` microbatches.
+
+        If weights are gathered in each pass, the number is the same on every rank.
+        """
         if not self.is_even:
             return num_own
         return -(-num_all // self.group.size)
 
     def _join_norm(self, norm: Tensor) -> Tensor:
-        """The norm of all rows from that of this rank's; of several, each by itself."""
+        """Return the norm over the rows of all ranks from that of this rank's rows, elementwise."""
         assert self.sharded is not None
         square = self.sharded.group.add(norm.detach().double().square().reshape(-1).to(self.group.device))
         return square.sqrt().reshape(norm.shape).to(norm)

@@ -1,4 +1,4 @@
-"""What a spec says of the data, made: the source of a split, the order of its samples, and who reads them."""
+"""Data of a run as its spec says: source of a split, sample order, and loader settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ INSTEAD_OF_A_LOADER = ", in place of a DataLoader TorchDataset(loader.dataset, l
 
 
 def read_split(task: Resolved, split: str) -> Source:
-    """The task's data of `split`. Raises DataError for one it does not know, or cannot read, TaskError for an error in its code."""
+    """Return the task's data of `split`.
+
+    Raises DataError for a split that is unknown or cannot be read, TaskError for an error in the
+    task's code.
+    """
     try:
         return as_source(task.task.data(split))
     except SurefootError:
@@ -55,7 +59,11 @@ def _failed_data(split: str, error: BaseException) -> TaskError:
 
 
 def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
-    """The order of the samples; a source of whole batches gives one a step, or `train.batch` of them with `train.microbatch = 1`."""
+    """Return the order of the samples.
+
+    A source of whole batches gives one batch per step, or `train.batch` of them with
+    `train.microbatch = 1`.
+    """
     train, batch = spec.train, spec.train.batch
     if isinstance(source, Iterated):
         batch = batch if "batch" in train.model_fields_set else 1
@@ -89,7 +97,7 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
 
 
 def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
-    """Raise SpecError where the samples of a step cannot be dealt to so many ranks."""
+    """Raise SpecError if the samples of a step cannot be divided among the ranks."""
     if source.guarantee != "proven":
         raise SpecError(
             f"{num_ranks} ranks share the samples of each step, and the source is read in its own order: {source.describe()}",
@@ -99,7 +107,10 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
 
 
 def _chunk_of(spec: RunSpec, source: Source) -> int:
-    """The samples of the largest shard: of equal ones each chunk is a shard. Raises SpecError for a source without any."""
+    """Return the size of the largest shard; with equal shards each chunk is a shard.
+
+    Raises SpecError for a source without shards.
+    """
     sizes = getattr(source, "shard_sizes", None)
     if not sizes or not spec.data.shuffle:
         why = "data.shuffle is false" if sizes else f"the source has no shards: {source.describe()}"
@@ -111,13 +122,11 @@ def read_once(
     spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None],
     share: Share = WHOLE, seed: int = 0,
 ) -> Iterator[tuple[Batch, int | None]]:  # fmt: skip
-    """Every sample of a source once, in order, `batch` at a time, with the number of samples; read ahead as `settings` say.
+    """Yield every sample once, in order, in batches with their sample counts, read ahead.
 
-    What a dataset draws depends on `seed` and the samples.
-
-    Of several ranks each reads every so manieth batch.
-
-    What cannot be read is left out where `data.on_bad` says so; `tell` hears of it, and of workers that were lost.
+    `settings` control the read-ahead. Random draws of a dataset depend on `seed` and the samples.
+    Each rank reads every `share.size`-th batch. With `data.on_bad = "skip"` unreadable samples are
+    left out; `tell` is called with each of them and with failed workers.
     """
     num_batches = -(-len(source) // batch)
     mine = len(range(share.rank, num_batches, share.size))
@@ -144,7 +153,7 @@ def read_once(
 
 
 def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None:
-    """Raise SpecError where a step has a rank compute fewer passes than another, which would wait for it in a joint BatchNorm."""
+    """Raise SpecError if ranks run different numbers of passes, which a joint BatchNorm needs."""
     train = spec.train
     rest = num_samples % train.batch if spec.data.last_batch == "keep" else 0
     check_equal_passes({train.batch, *([rest] if rest else [])}, train.microbatch, num_ranks, has_ramp=bool(train.ramp))
@@ -152,7 +161,7 @@ def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None
 
 @dataclass(frozen=True)
 class _EveryNth(Order):
-    """In order, and of `share.size` batches the one that is this rank's."""
+    """Sequential order of every `share.size`-th batch, starting at batch `share.rank`."""
 
     batch: int = 1
     share: Share = WHOLE
@@ -163,7 +172,10 @@ class _EveryNth(Order):
 
 
 def make_settings(spec: RunSpec, source: Source) -> Settings:
-    """How the loader reads, as `[loader]` says it. Raises SpecError for a source that is read in its own order."""
+    """Return the loader settings of `[loader]`.
+
+    Raises SpecError for workers with a source that is read in sequence.
+    """
     table = spec.loader
     if table.workers and isinstance(source, Iterated):
         raise SpecError(

@@ -1,4 +1,4 @@
-"""What the shard axis of a run splits, as its spec says; and what cannot be split."""
+"""Sharding of a run as its spec says, and the features that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Ad
 
 
 class Paced(Protocol):
-    """How long a run is, and what is due when."""
+    """Length of a run, and its intervals."""
 
     @property
     def feed(self) -> Feed: ...
@@ -36,9 +36,10 @@ class Paced(Protocol):
 
 
 def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded | None:
-    """Split what `layout.stage` says over the shard ranks; None without any. `blocks` are the model's, where it says which.
+    """Shard the state that `layout.stage` says over the shard ranks; return None without any.
 
-    Raises SpecError for what cannot be split.
+    `blocks` are the model's blocks if the task or spec names them. Raises SpecError for a model or
+    key that cannot be sharded.
     """
     if not mesh.is_sharded:
         return None
@@ -50,7 +51,7 @@ def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], me
 
 
 def check_keys(spec: RunSpec, num_ranks: int) -> None:
-    """Raise SpecError for keys that do not go with a state that is split over `num_ranks` ranks."""
+    """Raise SpecError for keys that are not supported with state sharded over `num_ranks` ranks."""
     stage = spec.layout.stage
     table = {
         "precision.weights": (
@@ -104,7 +105,10 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
 
 
 def find_units(stage: int, model: nn.Module, blocks: Sequence[str | nn.Module]) -> dict[str, nn.Module]:
-    """The blocks whose weights stages 2 and 3 gather at a time. Raises SpecError where stage 3 finds none."""
+    """Return the blocks whose weights stages 2 and 3 gather one at a time.
+
+    Raises SpecError if stage 3 finds none.
+    """
     try:
         return find_blocks(model, blocks)
     except InputError as error:
@@ -119,7 +123,10 @@ def find_units(stage: int, model: nn.Module, blocks: Sequence[str | nn.Module]) 
 def make_ranks(
     spec: RunSpec, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], sharded: Sharded | None, course: Paced
 ) -> Ranks:  # fmt: skip
-    """What a step does together with the other ranks, as `[layout]` says. Raises SpecError for what split weights do not go with."""
+    """Return the collective parts of a step, as `[layout]` says.
+
+    Raises SpecError for a combination that sharding or virtual ranks do not support.
+    """
     if (sharded is not None or spec.layout.virtual_ranks is not None) and find_sparse(model):
         key = "virtual_ranks" if sharded is None else "shard"
         raise SpecError(
@@ -172,6 +179,6 @@ def _check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, 
 
 @torch.no_grad()
 def _digest_of(model: nn.Module) -> str:
-    """A digest of all parameters: ranks that begin with other weights are told apart by it."""
+    """Return a digest of all parameters, by which ranks with other initial weights are detected."""
     sums = torch.stack([bit_sum(each).cpu() for each in model.parameters()])
     return hashlib.sha256(sums.numpy().tobytes()).hexdigest()[:16]

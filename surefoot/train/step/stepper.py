@@ -1,8 +1,8 @@
-"""One optimiser step, told in order.
+"""An optimizer step, as a sequence of operations.
 
-The gradient of a step is the sum over every item of its global batch, divided once by the global count. Where counts are known
-before the backward pass each term is scaled by its own first; otherwise a single term is scaled by a power of two near 1/count
-(exact) and the rest of the division is folded into the pass that clips and updates.
+The gradient of a step is the sum over every item of its global batch, divided once by the global
+count. With counts known before the backward pass, each term is scaled by its count first; else a
+single term is scaled by a power of two near 1/count (exact), and clipping includes the rest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EAGER_STEPS = 5  # of a run: the first is looked at, the others are what a compi
 
 @dataclass(frozen=True)
 class LiveUpdate:
-    """One of the task's updates with its optimisers: what to minimise, and how to apply the gradient."""
+    """An `Update` of the task with its optimizers: the loss, and how to apply gradients."""
 
     name: str
     loss: Callable[[Any, Batch], Loss]
@@ -56,7 +56,7 @@ class LiveUpdate:
 
 
 class Stepper:
-    """Does one step when called with its number (from 1)."""
+    """Step function of a run; called with the number of the step (from 1)."""
 
     def __init__(
         self, *, model: Any, task: Resolved, feed: Feed, updates: list[LiveUpdate], seed: int, device: torch.device,
@@ -70,7 +70,7 @@ class Stepper:
         self._hooks = GradientHooks(model)
         self.record: DtypeRecord | None = None  # of the first step that was done here
         self._is_first = False
-        self.has_moved = False  # weights or the optimiser's state, in the step that goes on
+        self.has_moved = False  # weights or the optimizer's state, in the current step
         self.records = True  # whether the first step is looked at, and so not compiled
         self.whole: WholeStep | None = None  # set where the step is one graph
         self.ranks: Ranks | None = None  # set where it is shared
@@ -175,14 +175,14 @@ class Stepper:
         return report
 
     def take_back(self) -> None:
-        """Forget a step that broke off before anything moved, all but its gradients, which the next one clears."""
+        """Undo a step that failed before any weight changed; the next step clears gradients."""
         self._buffers.put_back()
         if self._is_first and self.record is not None:
             self.record.leave()
             self.record = None
 
     def look(self, number: int) -> None:
-        """The passes of a step once more, without the update, for whoever looks on; what `_seed_draws` does not seed draws anew."""
+        """Repeat a step's passes without the update, for an observer; unseeded draws differ."""
         batches = self._place(self.loader.read(number))
         self._buffers.keep()
         for index, update in enumerate(self._updates):
@@ -197,7 +197,7 @@ class Stepper:
         self._buffers.put_back()
 
     def _place(self, taken: Taken, peek: Callable[[int], Taken | None] | None = None) -> list[Batch]:
-        """What was read, on the device; what the next step reads begins to go there, where `peek` has it."""
+        """Return the batches on the device and start the copy of the next step's from `peek`."""
         batches = taken.batches
         if self._moves:
             self.clock.switch(COPY)
@@ -212,13 +212,13 @@ class Stepper:
         return batches
 
     def _count_samples(self, taken: Taken) -> list[int | None]:
-        """The samples of each batch that an iterable gave; None where it does not say."""
+        """Return the sample count of each batch of an iterable; None if the batch does not say."""
         source: Any = self._feed.source
         pairs = zip(taken.ids, taken.batches, strict=True)
         return [source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs]
 
     def _is_whole(self, number: int) -> bool:
-        """Whether a step is taken as one graph."""
+        """Whether a step is run as one compiled graph."""
         return self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS)
 
     def _update(
@@ -303,7 +303,7 @@ class Stepper:
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
 
     def _pass_along(self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int) -> None:
-        """Passes that add nothing, while other ranks have microbatches left and gather weights for them from all."""
+        """Run passes with zero gradients while other ranks still gather weights from all ranks."""
         batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
         held, attributes = [(buffer, buffer.clone()) for buffer in self._model.buffers()], AttributeSnapshot(self._model)
         self._hooks.is_on = False
@@ -322,7 +322,7 @@ class Stepper:
     def _as_one_graph(
         self, whole: WholeStep, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]
     ) -> tuple[float | Tensor, bool | Tensor] | None:
-        """All of the step at once, timed as its forward pass; None where it could not be compiled."""
+        """Run the step as one graph, timed as forward pass; return None if compilation failed."""
         if self.before_update is not None:
             self.clock.switch(CHECKPOINT)
             self.before_update()
@@ -337,7 +337,7 @@ class Stepper:
         return done[1:]
 
     def _update_in_backward(self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor]) -> tuple[float, bool]:
-        """Backward and update in one: what must be right is asked before, since nothing can be taken back."""
+        """Run backward pass and update in one; check first, since the update cannot be undone."""
         for term in terms:
             check_count(term.name, term.count)
         if not any(float(term.count) for term in terms):
@@ -355,7 +355,7 @@ class Stepper:
 
     @contextmanager
     def _inside(self) -> Iterator[Gathering]:
-        """Around the passes of an update: what they gather from other ranks, and whoever looks at the first step."""
+        """Return a context for an update's passes: all_gather, and the first step's observers."""
         with Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
             if self._look is None:
                 yield gathered
@@ -364,7 +364,7 @@ class Stepper:
                     yield gathered
 
     def _known_counts(self, batches: list[Batch], update: str = "") -> Mapping[str, float] | float | None:
-        """The counts of the whole global batch where the task knows them before the forward pass, else None."""
+        """Return the global batch's counts if known before the forward pass, else None."""
         if self._task.counts is None or (len(batches) == 1 and self.ranks is None):
             return None
         counted: list[Any] = [self._task.counts(batch) for batch in batches]
@@ -376,7 +376,7 @@ class Stepper:
 
     @staticmethod
     def _counts_of_all(ranks: Ranks, update: str, counted: list[Any]) -> Mapping[str, float] | float:
-        """The same over all ranks, of which one may have no batch."""
+        """Return the counts summed over all ranks, one of which may have no batch."""
         rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
         names = rows[0] if rows else {}
         if ranks.is_exact and not all(float(value).is_integer() for row in rows for value in row.values()):
@@ -388,7 +388,7 @@ class Stepper:
         return found[""] if list(found) == [""] else found
 
     def _remaining_factor(self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None) -> float | Tensor:
-        """What the gradients must still be multiplied by to be means; not a number where no item counts, which skips the update."""
+        """Return the factor that makes gradients means; NaN (skips the step) without items."""
         counts = [count for _, count, _ in totals.values()]
         is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
         if is_known:
@@ -412,19 +412,19 @@ class Stepper:
         self._hooks.begin_pass(leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds)
 
     def _power_of_two(self) -> float:
-        """About one over the samples of the step, and exact to multiply with; the same on every rank."""
+        """Return a power of two near 1 / num_samples: exact in products, equal on all ranks."""
         num_samples = sum(self._sizes) if self.ranks is None else len(self.consumed)
         return 2.0 ** -round(math.log2(max(1, num_samples)))
 
     @staticmethod
     def _divisor(term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Count:
-        """What a term's total is divided by in its backward pass, as `_factor` says."""
+        """Return the divisor of a term's total in its backward pass; see `_factor`."""
         if scale is not None:
             return 1.0 / scale
         return term.count if counts is None or term.fixed else counts[term.name] if isinstance(counts, Mapping) else counts
 
     def _factor(self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
-        """The gradient that flows into a term's total: weight over the global count, or weight times a power of two."""
+        """Return the gradient of a term's total: weight / global count, or weight * `scale`."""
         total = term.total
         if scale is not None:
             return self._scaled(self._constant(term.weight * scale, total))
@@ -440,11 +440,11 @@ class Stepper:
         )  # a term without items adds nothing
 
     def _scaled(self, factor: Tensor) -> Tensor:
-        """Times the loss scale where there is one: the whole step has the same."""
+        """Return `factor` times the loss scale, if any, which is constant within a step."""
         return factor if self._scaler is None else self._scaler.seed(factor)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        """A scalar tensor, kept: counts mostly repeat from step to step."""
+        """Return a cached scalar tensor: counts mostly repeat from step to step."""
         key = (value, like.dtype)
         if key not in self._constants:
             if len(self._constants) > MAX_CONSTANTS:
@@ -453,10 +453,10 @@ class Stepper:
         return self._constants[key]
 
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
-        """Dropout and other draws inside the model start from (seed, step, global microbatch).
+        """Seed dropout and other draws in the model from (seed, step, global microbatch).
 
-        Those by NumPy and Python only where another number of ranks must draw the same: elsewhere checkpoints hold their streams, which
-        are the user's own, and seeding them takes a tenth of a step of a small model.
+        NumPy and Python are seeded only if another number of ranks must draw the same: else
+        checkpoints hold these streams, and seeding them takes a tenth of a step of a small model.
         """
         key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1
         for generator in self._generators:
@@ -467,16 +467,16 @@ class Stepper:
 
 
 def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
-    """Whether the gradients are not finite though the losses are: only that is a matter of the loss scale."""
+    """Whether gradients are non-finite and losses finite, so that the loss scale must change."""
     if isinstance(norm, Tensor):
         return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
     return not math.isfinite(norm) and math.isfinite(float(factor))
 
 
 def _backward_of(terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool) -> None:
-    """The backward pass of all terms, but of those without items whose total is a constant, as where there is nothing to compute.
+    """Run the backward pass of all terms except constant totals without items.
 
-    With `is_even` no rank may have fewer backward passes than another: raises TaskError where it would.
+    With `is_even` ranks need equal numbers of backward passes: raises TaskError if none is left.
     """
     pairs = zip(terms, factors, strict=True)
     kept = [(term.total, factor) for term, factor in pairs if term.total.requires_grad or float(term.count)]

@@ -1,4 +1,4 @@
-"""Parameters that a model begins to train after the run has begun: taken into the update, or named where that cannot be."""
+"""Parameters unfrozen after the start of a run: added to the optimizers, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FROM_START = "leave it unfrozen in model(); or train in two runs, the second of 
 
 @final
 class TrainedSet:
-    """What a run trains: all parameters of the model as it was built, and those that were unfrozen since, in turn."""
+    """Trained parameters: those of the model as built, and those unfrozen since, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -35,11 +35,11 @@ class TrainedSet:
         self.unfrozen: list[list[str]] = []  # by name, those of one moment together: a checkpoint names them
 
     def frozen(self) -> list[nn.Parameter]:
-        """The parameters that do not train now."""
+        """Return the parameters that do not train now."""
         return [each for each in self._model.parameters() if not each.requires_grad]
 
     def has_changed(self) -> bool:
-        """Whether a module has registered, replaced or lost a parameter or a module since this was asked last."""
+        """Whether modules or parameters were added, replaced or removed since the last call."""
         now = [*chain.from_iterable(map(dict.values, self._tables))]
         if now and len(now) == len(self._registered) and all(map(is_, now, self._registered)):
             return False
@@ -48,7 +48,10 @@ class TrainedSet:
         return True
 
     def take_new(self, assembly: Assembly) -> list[str]:
-        """Take what trains now and is in no optimizer into the update; gives the names. Raises UserCodeError where that cannot be."""
+        """Add trainable parameters that are in no optimizer to the update; return their names.
+
+        Raises UserCodeError if they cannot be added.
+        """
         held = {id(leaf_of(each)) for update in assembly.updates for each in update.guarded.parameters}
         new = {name: each for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in held}
         if not new:
@@ -68,21 +71,24 @@ class TrainedSet:
         return list(new)
 
     def state(self, assembly: Assembly) -> dict[str, Any]:
-        """What differs from the start, for a checkpoint: what was unfrozen, and what an optimizer holds and is frozen now."""
+        """Return the changes since the start for a checkpoint: unfrozen and frozen parameters."""
         names = {id(each): name for name, each in self._built.items()}
         held = [leaf_of(each) for update in assembly.updates for each in update.guarded.parameters]
         frozen = sorted({names[id(each)] for each in held if not each.requires_grad and id(each) in names})
         return {"unfrozen": self.unfrozen} | ({"frozen": frozen} if frozen else {}) if self.unfrozen or frozen else {}
 
     def restore(self, assembly: Assembly, tree: Mapping[str, Any]) -> None:
-        """Train again what did when the checkpoint was made, before its optimizers' state is read."""
+        """Set requires_grad as in the checkpoint, before its optimizer state is read."""
         self._take_again(assembly, tree.get("unfrozen", ()))
         for name in tree.get("frozen", ()):
             if name in self._built:
                 self._built[name].requires_grad_(False)
 
     def _take_again(self, assembly: Assembly, saved: Iterable[Sequence[str]]) -> None:
-        """Unfreeze what a checkpoint names, in its order. Raises UserCodeError as `take_new`, and for a name that the model lacks."""
+        """Unfreeze the parameters that a checkpoint names, in its order.
+
+        Raises UserCodeError as `take_new` does, and for a name that the model lacks.
+        """
         for names in list(saved)[len(self.unfrozen) :]:
             if lost := [name for name in names if name not in self._built]:
                 raise UserCodeError(
@@ -102,7 +108,7 @@ def _it(names: Sequence[str]) -> str:
 
 
 def _why_not(assembly: Assembly) -> str:
-    """What keeps a run from training more than it began with; nothing where it can."""
+    """Return why a run cannot train additional parameters; "" if it can."""
     spec, task, ranks = assembly.spec, assembly.task, assembly.engine.stepper.ranks
     reasons = {
         "the task has updates of its own": task.updates is not None,
@@ -117,7 +123,7 @@ def _why_not(assembly: Assembly) -> str:
 
 
 def _extend(assembly: Assembly, new: set[int]) -> None:
-    """Optimizers for the new parameters beside those that there are: by the same rules, with moments of their own."""
+    """Add optimizers for the new parameters, with the same rules and separate moments."""
     trained = [each for each in optim.find_trained(assembly.model) if id(leaf_of(each.parameter)) in new]
     (update,) = assembly.updates
     update.guarded.extend(_build(assembly, trained))

@@ -1,7 +1,7 @@
-"""The whole step as one graph: forward, backward, division by the count, norm, guard, clip and update, compiled together.
+"""A step compiled as one graph: forward, backward, division, norm, check, clipping and update.
 
-What takes an optimiser's step a hundred small operators takes a graph a few kernels. The numbers are those of the step told in order,
-but for rounding; where it cannot be compiled, that one is taken.
+A graph needs a few kernels for an optimizer step of a hundred small operators. Results equal those
+of the uncompiled step up to rounding; if compilation fails, the uncompiled step is used.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
 class WholeStep:
-    """Takes a step of one update and one pass when called with its batch; gives None where it could not be compiled.
+    """Compiled step of one update with one microbatch; None if it could not be compiled.
 
-    Compiled anew where the settings of a group are others than before, all but the rate.
+    The step is called with its batch, and compiled again if a group setting other than the learning
+    rate has changed.
     """
 
     def __init__(self, model: nn.Module, update: LiveUpdate, policy: Policy, table: CompileTable, *, deterministic: bool) -> None:
@@ -56,7 +57,7 @@ class WholeStep:
         return not (self.plan.is_eager or self.plan.failed)
 
     def __call__(self, batch: Batch) -> Done | None:
-        """The terms of the loss, the norm, and whether the update was applied."""
+        """Return loss terms, gradient norm and whether the step was applied; None if uncompiled."""
         guarded = self._update.guarded
         if self._hooks:
             _refuse(_problems_of(self._model, self._policy))
@@ -79,12 +80,14 @@ def compile_step(
     model: nn.Module, loss: Callable[[Any, Batch], Loss], update: GuardedUpdate, *, policy: Policy = PLAIN,
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default", dynamic: bool | None = None, deterministic: bool = True,
 ) -> WholeStep:  # fmt: skip
-    """A step as one graph for a loop of one's own: called with a batch, it gives the terms of the loss, the norm of the gradient, and
-    whether the update was applied.
+    """Return a step as one graph for a user-defined loop.
 
-    `loss(model, batch)` gives a `Loss`; `update` holds fused SGD, Adam, AdamW, LARS or LAMB. Compiled at the first call, in seconds, and
-    again after a setting of a group changed, all but its rate; no gradients need to be cleared. Raises SpecError for what no graph can
-    hold, and, when it is called, TaskError where the step cannot be compiled.
+    Called with a batch, the step returns the terms of the loss, the gradient norm, and whether the
+    update was applied. `loss(model, batch)` returns a `Loss`; `update` holds fused SGD, Adam,
+    AdamW, LARS or LAMB. The first call compiles, which takes seconds, as does a call after a change
+    of a group setting other than the learning rate; gradients need not be cleared. Raises SpecError
+    for parts that a graph cannot contain, and, when called, TaskError if the step cannot be
+    compiled.
     """
     if not isinstance(update, GuardedUpdate):
         raise SpecError(f"update is a {type(update).__name__}, no GuardedUpdate", hint="give GuardedUpdate([optimizer])")
@@ -104,7 +107,7 @@ def compile_step(
 
 
 class _Hooks:
-    """Whether a model has hooks on gradients by now, which its graph passes over: asked in each step, so it looks where they are kept."""
+    """Test for gradient hooks, which a graph would ignore; cheap enough for each step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = hooks_of_modules(model)
@@ -121,7 +124,7 @@ def _refuse(problems: Mapping[str, bool]) -> None:
 
 
 def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
-    """What the rules of the groups are made of: looked at in each step, so cheaper than to make them."""
+    """Return the group settings that the rules depend on; compared in each step, so kept cheap."""
     groups = (group for each in guarded.optimizers for group in each.param_groups)
     return [(*group.get("betas", ()), *(group.get(name) for name in SETTINGS)) for group in groups]
 
@@ -149,7 +152,7 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
 
 
 def _factor(term: Term) -> Tensor:
-    """The gradient that flows into a term's total: weight over count; a term without items adds nothing."""
+    """Return the gradient of a term's total, weight / count; 0 for a term without items."""
     count = term.count
     if isinstance(count, Tensor):
         count = count.to(torch.promote_types(term.total.dtype, torch.float32))
@@ -158,7 +161,10 @@ def _factor(term: Term) -> Tensor:
 
 
 def _validity(terms: tuple[Term, ...]) -> Tensor:
-    """0, or not a number where a count is none or all are 0, so that nothing moves before that is raised."""
+    """Return 0, or NaN if a count is invalid or all counts are 0.
+
+    NaN keeps all weights unchanged until the error is raised.
+    """
     like = terms[0].total.detach()
     counts = torch.stack([
         term.count.to(like) if isinstance(term.count, Tensor) else torch.full_like(like, term.count) for term in terms
@@ -167,7 +173,7 @@ def _validity(terms: tuple[Term, ...]) -> Tensor:
 
 
 def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
-    """Raise SpecError where the step cannot be one graph: asked before anything is compiled."""
+    """Raise SpecError if the step cannot be one graph; called before anything is compiled."""
     problem = next(
         (
             words
@@ -192,7 +198,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
 
 
 def _problems_of(model: nn.Module, policy: Policy) -> dict[str, bool]:
-    """What about a model and its formats is no part of a graph, in words, and whether it is so."""
+    """Return features of model and policy that a graph cannot contain, and whether each is used."""
     hooked = next((name for name, module in model.named_modules() if _has_hooks(module)), None)
     return {
         "fp16, whose gradients are scaled": policy.scaler is not None,

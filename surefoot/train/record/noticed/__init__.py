@@ -1,1 +1,1 @@
-"""What is noticed of a run and told: weights that do not move, data that a pass changes, state that no checkpoint holds."""
+"""Findings during a run: weights that do not move, changed data, state outside of checkpoints."""

@@ -1,4 +1,4 @@
-"""What to report of the attributes of modules that change in a step: those that no checkpoint can hold, and copies that ranks have."""
+"""Reports on module attributes that change in a step: unsaved ones, and copies on each rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MOST_NAMED = 8
 
 
 class AttributeNotes:
-    """Reports every attribute once."""
+    """Reports that name every attribute once."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
         self._reported: set[str] = set()
 
     def take(self, saved: Sequence[str], unsaved: Sequence[str]) -> list[tuple[str, str]]:
-        """What was not reported before, and what to do about it."""
+        """Return the reports on attributes not reported before, as (finding, action)."""
         notes = []
         if new := self._take_new(unsaved):
             notes.append((UNSAVED.format(names=new), KEEP_ALL))

@@ -1,4 +1,4 @@
-"""The first steps of an attempt, watched for writes into batches that are the data's own memory."""
+"""Check of the first steps of an attempt for in-place writes into the memory of the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ NUM_WATCHED = 2  # steps: the first batch of an iterable may be the copy that a 
 
 @final
 class WatchedForWrites:
-    """Does one step when called with its number; the first ones are watched, since a check in evaluation mode does not see all."""
+    """Step function that reports in-place writes into the data in the first steps.
+
+    A check in evaluation mode does not find all of these writes.
+    """
 
     def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling) -> None:
         self._step, self._telling, self._stepper = step, telling, assembly.engine.stepper

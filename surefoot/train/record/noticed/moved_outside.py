@@ -1,4 +1,4 @@
-"""What optimizers move outside of the model: found where the user's own objects hold it, so that checkpoints hold it too, or refused."""
+"""Tensors that optimizers train and the model does not register: saved if found, else refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ Holders = dict[str, nn.Module | Tensor]
 
 
 def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
-    """The trained tensors among `moved` that none of the objects `saved` holds, by themselves or in their state dicts."""
+    """Return the trained tensors of `moved` that no object in `saved` holds.
+
+    An object holds a tensor as itself, as a parameter or in its state dict.
+    """
     leaves = {id(leaf): leaf for leaf in map(leaf_of, moved) if leaf.requires_grad}
     others = []
     for each in saved:
@@ -55,7 +58,10 @@ def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
 
 
 def find_holders(outside: Sequence[Tensor], roots: Mapping[str, Any], saved: Sequence[Any]) -> tuple[Holders, list[Tensor]]:
-    """Modules, else tensors, that hold what is `outside`, by the code that reads them below `roots`; and what was not found."""
+    """Return the modules or tensors below `roots` that hold `outside`, and the tensors not found.
+
+    The keys are the code that reads each holder.
+    """
     left = {id(each): each for each in outside}
     taken = {id(parameter) for each in saved if isinstance(each, nn.Module) for parameter in each.parameters()}
     found: Holders = {}
@@ -70,13 +76,16 @@ def find_holders(outside: Sequence[Tensor], roots: Mapping[str, Any], saved: Seq
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors in plain attributes of modules, which checkpoints hold where they change."""
+    """Yield the tensors in plain attributes of modules; checkpoints store them if they change."""
     for value in named_attributes(module).values():
         yield from (leaf for leaf in find_leaves(value) or () if isinstance(leaf, Tensor))
 
 
 def _cover(name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken: set[int]) -> Iterator[tuple[str, Any]]:
-    """The module itself, or where it shares parameters with what is saved those parts of it that do not; takes them out of `left`."""
+    """Yield `value` or, if it shares parameters with saved objects, its parts that do not.
+
+    The tensors covered by the yielded parts are removed from `left`.
+    """
     if isinstance(value, Tensor):
         if left.pop(id(value), None) is not None:
             yield name, value
@@ -96,7 +105,10 @@ def _cover(name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken:
 
 
 def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Every module and tensor below `roots` with the code that reads it, the nearest first: in attributes, lists, tuples and dicts."""
+    """Yield every module and tensor below `roots` with the code that reads it, the nearest first.
+
+    Attributes, lists, tuples and dicts are searched.
+    """
     todo, seen = deque((name, value, 0) for name, value in roots.items()), set[int]()
     while todo:
         name, value, depth = todo.popleft()
@@ -126,7 +138,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe_kept(holders: Mapping[str, Any]) -> list[str]:
-    """A line on what is saved beside the model, since an optimizer moves it."""
+    """Return a message that names the objects saved in addition to the model."""
     if not holders:
         return []
     told = ", ".join(f"{name} ({type(value).__name__})" for name, value in holders.items())
@@ -134,7 +146,7 @@ def describe_kept(holders: Mapping[str, Any]) -> list[str]:
 
 
 def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
-    """Raise TaskError for trained tensors that were not found anywhere."""
+    """Raise TaskError if there are trained tensors that no known object holds."""
     if left:
         shapes = ", ".join(str(list(each.shape)) for each in left[:3]) + (" ..." if len(left) > 3 else "")
         raise TaskError(
@@ -151,9 +163,10 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
 def keep_outside(
     task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate], *, is_split: bool
 ) -> tuple[Resolved, list[str]]:
-    """The task with what its optimizers train outside of the model in its `state()`, and a line that says so.
+    """Return the task, with tensors trained outside of the model in its `state()`, and a message.
 
-    Raises TaskError for what is found nowhere, or where `is_split` the ranks hold rows of the model's parameters alone.
+    Raises TaskError for a tensor that no object holds, and with `is_split` for any such tensor,
+    because ranks hold rows of the model's parameters alone.
     """
     own = task.state
     moved = [parameter for update in updates for parameter in update.guarded.parameters]
@@ -181,7 +194,7 @@ def keep_outside(
 
 
 def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> list[str]:
-    """A line where modules of a plain list or dict, which the model does not register, have parameters that no optimizer trains."""
+    """Return a warning on modules in a plain list or dict whose parameters no optimizer trains."""
     known, registered = {id(each) for each in model.parameters()}, {id(each) for each in model.modules()}
     known |= {id(leaf_of(each)) for update in updates for each in update.guarded.parameters}
     found: dict[int, str] = {}
@@ -198,23 +211,26 @@ def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> lis
 
 
 class _AsSaved:
-    """A module by its state dict alone, which may leave parameters out."""
+    """Module reduced to its state dict, which may leave parameters out."""
 
     def __init__(self, module: nn.Module) -> None:
         self.state_dict = module.state_dict
 
 
 def roots_of_task(task: Resolved, model: nn.Module) -> dict[str, Any]:
-    """Where a task keeps what its optimizer trains: plain attributes of the model, its own attributes, globals of its file."""
+    """Return the objects in which a task may keep trained tensors, by the code that reads them.
+
+    These are the model, the attributes of the task, and the globals of its file.
+    """
     attributes = {f"self.{name}": value for name, value in getattr(task.task, "__dict__", {}).items()}
     module = sys.modules.get(type(task.task).__module__)
     return {"model": model, **attributes, **(vars(module).copy() if module is not None else {})}
 
 
 def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None:
-    """Give what was trained outside of the model its weights of a checkpoint, so that a loaded task computes what the run did.
+    """Load the weights that were trained outside of the model from a checkpoint into the task.
 
-    Raises RunFolderError where the task no longer has it.
+    Raises RunFolderError if the task no longer has them.
     """
     one = checkpoint.Commit(run, step)
     if not any(entry.name == TREE for entry in one.manifest.files):
@@ -247,9 +263,9 @@ def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None
 def find_beside(
     objects: Mapping[str, Any], optimizers: Sequence[Any], variables: Iterable[tuple[str, Any]]
 ) -> tuple[Holders, list[str]]:
-    """What the optimizers of a loop train that none of its objects holds, by names that files can have; and a line that says so.
+    """Return the trained objects that no object of the loop holds, by file name, and a message.
 
-    Raises TaskError for what is found in no variable of the loop.
+    Raises TaskError for a trained tensor that no variable of the loop holds.
     """
     moved = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     saved = list(objects.values())
@@ -268,7 +284,7 @@ def find_beside(
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's numbers are; of one without a place of its own, which it is."""
+    """Return the memory location of a tensor, or its identity if it has no storage of its own."""
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
         return (id(tensor),)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -1,4 +1,4 @@
-"""Whether training moved any weight: a run that trains nothing must not end like one that did."""
+"""Check that training has moved a weight: a run that trains nothing must not end like others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOKED_AT = 4096  # numbers of each parameter, at even strides
 
 
 class Movement:
-    """What the trained parameters were at the start of an attempt, after `step`, as far as they are looked at."""
+    """Sampled values of the trained parameters at the start of an attempt, after `step`."""
 
     def __init__(self, model: nn.Module, step: int) -> None:
         self._step = step
@@ -17,7 +17,7 @@ class Movement:
         self._before = [_some_of(parameter) for parameter in self._parameters]
 
     def describe_none(self, step: int) -> str:
-        """Return in words that no parameter has moved up to `step`; nothing where one has, and where nothing was trained."""
+        """Return a message if no trained parameter has moved up to `step`, else ""."""
         held = [before for before in self._before if before.numel()]
         if (
             step <= self._step
@@ -36,7 +36,7 @@ def _is_same(now: Tensor, before: Tensor) -> bool:
 
 
 def _some_of(parameter: Tensor) -> Tensor:
-    """Of one that lies on several ranks the part of this one."""
+    """Return a sample of a parameter's values, of a sharded parameter those on this rank."""
     own: Tensor = parameter.detach()
     own = own.to_local() if hasattr(own, "to_local") else own
     flat = own.reshape(-1) if own.is_contiguous() else own.flatten()

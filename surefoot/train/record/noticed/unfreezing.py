@@ -1,4 +1,4 @@
-"""Before each step: whether the reader's loop, or a module, has unfrozen parameters or made new ones since the step before."""
+"""Check before each step for parameters that were unfrozen or added since the previous step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ NUM_LOOKED_AT = 2  # steps whose modules are all looked at afterwards: many a la
 
 @final
 class Unfreezing:
-    """Does one step when called with its number. What was frozen is looked at each time, all modules after the windows of the log."""
+    """Step function that starts to train parameters that the user's loop has unfrozen.
+
+    Frozen parameters are checked before each step, all modules after each log window.
+    """
 
     def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling) -> None:
         self._step, self._assembly, self._telling = step, assembly, telling

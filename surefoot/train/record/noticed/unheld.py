@@ -1,4 +1,4 @@
-"""Objects with a state that no checkpoint holds: schedulers, scalers, averages and the like that were not named to surefoot."""
+"""Objects with a state that no checkpoint holds: schedulers, scalers, averages and the like."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNLESS = "; a copy that never changes needs none"
 
 
 class Unheld:
-    """Finds what an attached loop moves beside the objects that it has given."""
+    """Search for objects with a state that an attached loop did not pass to `attach`."""
 
     def __init__(self, objects: Mapping[str, Any], optimizers: Sequence[Any], data: Any) -> None:
         self._model: nn.Module = objects["model"]
@@ -43,7 +43,7 @@ class Unheld:
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
 
     def find_untrained(self) -> list[str]:
-        """A line for parameters that take gradients since they were unfrozen or added, which none of the optimizers applies; once each."""
+        """Return a warning, once each, on parameters with gradients that are in no optimizer."""
         held = {id(each) for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]}
         trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad and name not in self._told}
         self._told |= trained.keys()
@@ -51,7 +51,10 @@ class Unheld:
         return [UNTRAINED.format(names=name_some(new, 3))] if new else []
 
     def find(self, caller: FrameType | None = None) -> list[str]:
-        """A line for each object that was not reported before: of the variables of the caller, and schedulers of these optimizers."""
+        """Return a warning on each unsaved object of the caller's variables, and on each scheduler.
+
+        Every object is reported once.
+        """
         names = dict(variables(caller))
         found = {id(each): each for each in names.values() if self._is_state(each)}
         found |= {id(each): each for each in self._schedulers()}
@@ -76,7 +79,7 @@ class Unheld:
         return isinstance(value, AveragedModel) or bool(parameters & self._apart) or _is_copy(value, self._model)
 
     def _schedulers(self) -> Iterator[Any]:
-        """Whatever has a state and refers to one of the optimizers as its own, wherever it was made."""
+        """Yield all objects with a state whose attribute `optimizer` is one of the loop's."""
         optimizers, kinds = {id(each) for each in self._optimizers}, dict[type, bool]()
         for each in gc.get_objects():
             kind = type(each)
@@ -89,7 +92,7 @@ class Unheld:
 
 
 def has_state(value: Any) -> bool:
-    """Whether an object, and no class or module of Python, can save its state and take it back."""
+    """Whether an object, not a class or Python module, can save and load a state."""
     return _saves_state(type(value))
 
 
@@ -98,7 +101,10 @@ def _saves_state(kind: type) -> bool:
 
 
 def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of a frame by the code that reads them, those of `self` too; without a frame those of the script."""
+    """Yield a frame's variables by the code that reads them, with attributes of `self`.
+
+    Without a frame these are the globals of the script.
+    """
     if caller is None:
         yield from vars(sys.modules["__main__"]).copy().items()
         return
@@ -108,7 +114,7 @@ def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _with_parts(objects: Iterable[Any]) -> set[int]:
-    """The identity of objects, and of what they hold directly or in a list: a state_dict of theirs is that of their parts."""
+    """Return the ids of objects and of their direct parts, whose state their state_dict holds."""
     found = set()
     for each in objects:
         found.add(id(each))
@@ -119,7 +125,7 @@ def _with_parts(objects: Iterable[Any]) -> set[int]:
 
 
 def _is_copy(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module is of the class and the shapes of the model, as an average that is made by hand."""
+    """Whether a module has the class and shapes of the model, as a user-written weight average."""
     shapes, own = ([each.shape for each in one.parameters()] for one in (module, model))
     return type(module) is type(model) and bool(own) and shapes == own
 
@@ -133,7 +139,7 @@ def _describe(value: Any, name: str) -> str:
 
 
 def describe_task(assembly: Assembly) -> list[str]:
-    """A line for each attribute of the task that has a state, which its `state()` does not name and the run does not hold."""
+    """Return a warning on each attribute of the task with a state that the run does not save."""
     task, source = assembly.task, assembly.feed.source
     named = list((task.state() if task.state is not None else {}).values())
     optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
@@ -153,7 +159,7 @@ def describe_task(assembly: Assembly) -> list[str]:
 
 
 def _is_apart(module: nn.Module, model: nn.Module, named: Sequence[Any]) -> bool:
-    """Whether a module has parameters, and none of them is the model's or named by itself."""
+    """Whether a module has parameters, none of which is in the model or in `named`."""
     held = {id(each) for each in (*model.parameters(), *named)}
     parameters = list(module.parameters())
     return bool(parameters) and not any(id(each) in held for each in parameters)

@@ -1,1 +1,1 @@
-"""What each rank holds that the others do not: entries of the task's state, and what it has not yet sent of its gradients."""
+"""State that differs between ranks: the task's per-rank entries, and PowerSGD residuals."""

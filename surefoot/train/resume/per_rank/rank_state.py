@@ -1,8 +1,8 @@
-"""A task's `state()` on several ranks, by the words of `state_on_ranks`: "replicated" entries are compared at each save, and of
-"per_rank" entries each rank's is saved and restored.
+"""A task's `state()` on several ranks, as `state_on_ranks` declares its entries.
 
-Rank 0's entries are in the tree of `state.json` as on one rank. Those of the other ranks are in `task-ranks.json`, a tree for each rank,
-whose tensors are in `task-rank-<rank>.safetensors`.
+"replicated" entries are compared at each save; of "per_rank" entries each rank's is saved and
+restored. Rank 0's entries are in the tree of `state.json` as on one rank. Those of the other ranks
+are in `task-ranks.json`, a tree for each rank, whose tensors are in `task-rank-<rank>.safetensors`.
 """
 
 from __future__ import annotations
@@ -32,24 +32,28 @@ DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, t
 
 
 class Gathered(NamedTuple):
-    """What other ranks give to the commit of rank 0: tensors by file, and texts by file."""
+    """Parts of other ranks for the checkpoint that rank 0 writes: tensors and texts, by file."""
 
     tensors: dict[str, dict[str, Tensor]] = {}  # noqa: RUF012 - never changed
     texts: dict[str, bytes] = {}  # noqa: RUF012
 
 
 def is_of_task(file: str) -> bool:
-    """Whether a file of tensors holds a rank's `per_rank` entries, which need not be finite."""
+    """Whether a safetensors file holds `per_rank` entries, which need not be finite."""
     return file.startswith(OF_RANK)
 
 
 def find_per_rank(task: Resolved) -> list[str]:
-    """The entries of which each rank has its own."""
+    """Return the names of the entries that are "per_rank"."""
     return [name for name, word in task.state_on_ranks.items() if word == "per_rank"]
 
 
 def check_words(task: Resolved, spec: RunSpec) -> None:
-    """Raise TaskError for a word about an entry that `state()` does not name, SpecError for `per_rank` where ranks are only virtual."""
+    """Check `state_on_ranks`.
+
+    Raises TaskError for an entry that `state()` does not name, SpecError for "per_rank" with
+    virtual ranks.
+    """
     names = [] if task.state is None else list(task.state())
     if unknown := [name for name in task.state_on_ranks if name not in names]:
         raise TaskError(
@@ -65,8 +69,10 @@ def check_words(task: Resolved, spec: RunSpec) -> None:
 
 
 def describe(group: Group, task: Resolved) -> list[str]:
-    """Return what a person should know of `state()` on several ranks: each entry with its word, or with the words to choose from. Every
-    rank calls it."""
+    """Return messages on how `state()` is held on several ranks. Every rank must call this.
+
+    An entry without a declaration is named with the declarations to choose from.
+    """
     if group.is_alone or task.state is None:
         return []
     words = task.state_on_ranks
@@ -95,13 +101,13 @@ def _list(names: list[str]) -> str:
 
 
 def digest_entries(task: Resolved, names: list[str]) -> dict[str, str]:
-    """A digest (SHA-256, hex) of each of these entries as this rank holds it."""
+    """Return the SHA-256 (hex) of each of these entries on this rank."""
     state = {} if task.state is None or not names else task.state()
     return {name: _digest(name, state[name]) for name in names}
 
 
 def digest_replicated(task: Resolved) -> dict[str, str]:
-    """The same of the entries that all ranks hold alike."""
+    """Return the SHA-256 (hex) of each "replicated" entry on this rank."""
     return digest_entries(task, [name for name, word in task.state_on_ranks.items() if word == "replicated"])
 
 
@@ -119,9 +125,10 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def gather(group: Group, task: Resolved) -> Gathered:
-    """Compare the replicated entries, and give rank 0 the per-rank entries of all others. Every rank calls it.
+    """Compare the replicated entries and send the per-rank entries to rank 0.
 
-    Raises NumbersError, on all ranks, where one of them no longer holds what rank 0 does of a replicated entry.
+    Every rank must call this. Raises NumbersError, on all ranks, if a replicated entry differs from
+    that on rank 0.
     """
     facts = digest_replicated(task)
     if facts and (apart := group.check_equal(facts)):
@@ -152,7 +159,7 @@ def gather(group: Group, task: Resolved) -> Gathered:
 
 
 def _send_to_first(group: Group, held: Mapping[str, Tensor], most_bytes: int) -> Tensor | None:
-    """The tensors of all ranks as rows of bytes, at rank 0."""
+    """Return the tensors of all ranks as rows of bytes on rank 0, None on the others."""
     row = torch.zeros(max(1, most_bytes), dtype=torch.uint8)
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in held.values() if tensor.numel()]
     if flat:
@@ -176,12 +183,12 @@ def _unpack(table: Mapping[str, Any], content: Tensor) -> dict[str, Tensor]:
 
 
 def count_saved(commit: Commit) -> int:
-    """Of how many ranks a commit holds `per_rank` entries; 1 where one rank wrote it, or the task said nothing of its ranks."""
+    """Return for how many ranks a checkpoint holds `per_rank` entries; 1 if it has none."""
     return 1 + (len(commit.json(TREES)) if any(entry.name == TREES for entry in commit.manifest.files) else 0)
 
 
 def check_fit(group: Group, task: Resolved, commit: Commit) -> None:
-    """Raise RunFolderError where the commit has per-rank entries of another number of ranks than this run."""
+    """Raise RunFolderError if the per-rank entries are those of another number of ranks."""
     names, saved = find_per_rank(task), count_saved(commit)
     if names and saved != group.size:
         raise RunFolderError(
@@ -192,7 +199,7 @@ def check_fit(group: Group, task: Resolved, commit: Commit) -> None:
 
 
 def read(group: Group, task: Resolved, commit: Commit) -> dict[str, Any]:
-    """This rank's own entries as a commit holds them; none on rank 0, whose entries are in the tree of `state.json`."""
+    """Return this rank's entries of a checkpoint; none on rank 0 (they are in `state.json`)."""
     if group.is_first or not find_per_rank(task):
         return {}
     skeleton = commit.json(TREES)[str(group.rank)]

@@ -1,6 +1,6 @@
-"""What each rank has not yet sent of its gradients (PowerSGD): into a commit, and back to the ranks that go on with it.
+"""PowerSGD residuals, the gradients not yet sent: saved per rank in a checkpoint, and restored.
 
-The commit of rank 0 holds a file for each rank, one beside for what all ranks have alike, and is whole or not there, as ever.
+Rank 0 writes a file for each rank and one for the state that all ranks share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Names = Mapping[int, str]  # of a parameter, by its id
 
 
 def held_by(ranks: Ranks | None, names: Names) -> dict[str, Held]:
-    """What PowerSGD remembers, by update and parameter."""
+    """Return the PowerSGD state by update and parameter name."""
     if ranks is None:
         return {}
     pairs = zip(ranks.names, ranks.replicas, strict=True)
@@ -33,7 +33,7 @@ def held_by(ranks: Ranks | None, names: Names) -> dict[str, Held]:
 
 
 def num_bytes(ranks: Ranks | None) -> int:
-    """Of what all ranks have not sent."""
+    """Return the bytes of the residuals of all ranks."""
     if ranks is None:
         return 0
     held = [each.residual for replicas in ranks.replicas for each in replicas.held()]
@@ -41,7 +41,10 @@ def num_bytes(ranks: Ranks | None) -> int:
 
 
 def gather(ranks: Ranks | None, names: Names) -> Files:
-    """The files of all ranks at rank 0, none at the others; every rank calls it. Tensor by tensor: no rank but 0 needs memory for it."""
+    """Return the files of all ranks on rank 0, none on the others. Every rank must call this.
+
+    Tensors are sent one at a time, so that only rank 0 needs memory for them.
+    """
     files: Files = {}
     for name, each in held_by(ranks, names).items():
         assert ranks is not None
@@ -57,9 +60,10 @@ def gather(ranks: Ranks | None, names: Names) -> Files:
 
 @torch.no_grad()
 def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
-    """Take back what is this rank's; gives what a person should know where it is not exactly that. Every rank calls it.
+    """Load this rank's residuals; return messages if they are not exactly restored.
 
-    Of another number of ranks rank 0 takes the sum, which alone decides what will have been sent in the end.
+    Every rank must call this. With another number of ranks rank 0 takes the sum of all residuals:
+    only the sum decides which gradients are sent in the end.
     """
     held = held_by(ranks, names)
     for each in held.values():
