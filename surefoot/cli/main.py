@@ -1,4 +1,4 @@
-"""The command line: verbs in groups, each imported by its own file only when it runs."""
+"""The command line: verbs in groups. Each verb imports what it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ app.add_typer(data.app, name="data", rich_help_panel=OPERATE)
 
 
 def main() -> None:
-    """Run a verb; an error is told in words, with its exit code, and shows a traceback only on `--traceback`."""
+    """Run a verb and exit with its code; print errors as text, and tracebacks on `--traceback`."""
     _open_closed_streams()
     _allow_any_text()
     try:
@@ -99,14 +99,20 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """A process started without stdout or stderr (a daemon, `>&-`) speaks to nobody; what it does is not changed by that."""
+    """Replace a missing stdout or stderr (in a daemon, or after `>&-`) by the null device.
+
+    A verb then does the same as with open streams.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
 def _allow_any_text() -> None:
-    """Write as `\\xe9` what a screen that knows ASCII alone cannot show, and as `\\udcff` what a name of a file has that is no text."""
+    """Escape characters that a stream cannot encode, instead of raising an error.
+
+    An ASCII terminal gets `\\xe9`; an undecodable byte in a file name becomes `\\udcff`.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # a rank's was a file when it began and is a pipe now: once the change is made, it asks where it stands in the file
@@ -115,7 +121,10 @@ def _allow_any_text() -> None:
 
 
 def _flush(code: int) -> int:
-    """Write what is still held back; a reader who left early, as `head` does, is no failure, a full disk is."""
+    """Flush standard output; return `code`, or a storage error's code if the disk is full.
+
+    A reader that closed the pipe early, as `head` does, is no failure.
+    """
     try:
         sys.stdout.flush()
         return code
@@ -126,7 +135,11 @@ def _flush(code: int) -> int:
 
 
 def _tell_no_memory(error: Exception, message: str = "") -> int:
-    """What the host, the container or `ulimit -v` refused outside of a step, such as the parts of torch or the weights of a model."""
+    """Print an out-of-memory error for an allocation outside of a step; return its exit code.
+
+    The host, the container or `ulimit -v` refused the memory, for example for the import of torch
+    or for the weights of a model.
+    """
     text = next(iter(str(error).strip().splitlines()), "")
     message = message or f"memory was refused: {type(error).__name__}: {text}"
     try:
@@ -140,14 +153,20 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
 
 
 def _tell_unwritten(error: OSError) -> int:
-    """What a full, broken or read-only disk refused, outside of what a verb writes itself: standard output above all."""
+    """Print a storage error for a write that no verb handles; return its exit code.
+
+    A full, broken or read-only disk refused the write, most often to standard output.
+    """
     where = error.filename or "standard output"
     _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint=hint_unwritten(error, "write elsewhere")))
     return StorageError.exit_code
 
 
 def _tell_refused(error: OSError) -> int:
-    """What the disk or the rights of the user refuse is no fault of ours; anything else is."""
+    """Print an OSError; return its exit code.
+
+    What the disk or the user's permissions refuse is not a fault of surefoot; anything else is.
+    """
     if error.errno in DISK_REFUSES:
         return _tell_unwritten(error)
     if error.errno not in FORBIDDEN or error.filename is None:
@@ -158,7 +177,10 @@ def _tell_refused(error: OSError) -> int:
 
 
 def _left(leave: SystemExit) -> int:
-    """The code of an exit that is ours; one of a task's code is told as an error of it, whatever code it gave."""
+    """Return the exit code of a SystemExit, or raise it again if surefoot or Typer raised it.
+
+    An exit by a task's code is reported as an error of the task, whatever code it gave.
+    """
     if isinstance(leave.__context__, BrokenPipeError):
         return EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
     if "torch" not in sys.modules:
@@ -188,7 +210,7 @@ def _tell(error: SurefootError) -> None:
 
 
 def _harmless(text: str) -> str:
-    """Lines without characters that steer a terminal: a message may name a tensor of a stranger's."""
+    """Return the text without terminal control characters: it may name a foreign tensor."""
     from surefoot.cli.table import without_control
 
     return "\n".join(map(without_control, text.split("\n")))

@@ -1,4 +1,4 @@
-"""`surefoot bench step`; `bench comm` stands in a file of its own."""
+"""`surefoot bench step`; `bench comm` is in `comm.py`."""
 
 from __future__ import annotations
 
@@ -134,5 +134,5 @@ def _write_csv(path: Path, found: Bench) -> None:
 
 
 def _cells(row: Timed, names: Sequence[str]) -> list[Any]:
-    """The values as they are; what is not known is an empty cell."""
+    """Return the values of a row for the CSV; None becomes an empty cell."""
     return ["" if (value := getattr(row, name)) is None else value for name in names]

@@ -87,7 +87,7 @@ def resume(
 
 
 def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -> Start | None:
-    """The commit that a new run begins with; None where the run goes on in its own folder."""
+    """Return the checkpoint from which a new run starts; None if the run resumes in its folder."""
     from surefoot.contract import commits
     from surefoot.train.resume.start import Start, newest_sound
 
