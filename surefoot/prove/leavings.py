@@ -1,7 +1,9 @@
-"""What two runs of a script left, held against each other: tensors and plain values by name where they can be read, others by SHA-256.
+"""Comparison of the files that two runs of a script left.
 
-A link is compared by the text of its target, never by what is behind it: a file inside the folder is compared where it stands.
-What holds times or attempts by its nature (surefoot's own logs, locks and manifests, TensorBoard's files) is left out by name.
+Tensors and plain values are compared by name where they can be read, other files by SHA-256. A link
+is compared by the text of its target, never by the file behind it; files inside the folder are
+compared themselves. Files that hold times or attempts by nature (surefoot's logs, locks and
+manifests, TensorBoard's files) are left out by name.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ RANDOM = {
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files and links below, by their path in it; a link is not followed, and what goes away meanwhile is left out."""
+    """Return the files and links below `folder` by relative path.
+
+    Links are not followed; files that vanish meanwhile are left out.
+    """
     found = []
     for place, folders, names in os.walk(folder):
         paths = (Path(place) / name for name in (*folders, *names))
@@ -39,7 +44,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def list_unfollowed(folder: Path) -> tuple[str, ...]:
-    """The links to what is not compared where it stands: out of `folder`, or to nothing."""
+    """Return the links to what is not compared: targets outside of `folder`, or missing ones."""
     links = (name for name in list_files(folder) if (folder / name).is_symlink())
     return tuple(name for name in links if not _is_inside(folder, name))
 
@@ -52,12 +57,12 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def list_timed(folder: Path) -> tuple[str, ...]:
-    """Those of them that no two runs have alike."""
+    """Return the files and links below `folder` that no two runs have alike."""
     return tuple(name for name in list_files(folder) if _is_timed(folder / name))
 
 
 def compare(one: Path, two: Path) -> tuple[str | None, tuple[str, ...]]:
-    """The first difference in words, and the files that could only be compared as a whole."""
+    """Return the first difference in words, and the files that could only be compared whole."""
     names, others = ([name for name in list_files(folder) if not _is_timed(folder / name)] for folder in (one, two))
     if names != others:
         name = next(iter(sorted(set(names) ^ set(others))))
@@ -105,7 +110,10 @@ def _told_link(target: str | None) -> str:
 
 
 def _contents(path: Path) -> Mapping[str, Any] | None:
-    """The tensors and plain values of a file by name; None for a file of another kind, or with more in it than can be read."""
+    """Return the tensors and plain values of a file, by name.
+
+    Return None for a file of another kind, or one that holds more than can be read.
+    """
     if path.name == "state.json" and _is_commit(path.parent):
         return {"": _without_random(manifest.parse_json(path.read_bytes(), path))}
     if path.suffix == ".safetensors":
@@ -126,7 +134,7 @@ def _without_random(tree: Any) -> Any:
 
 
 def _apart(one: Any, two: Any) -> str | None:
-    """By how much two contents differ, in words; None where they do not."""
+    """Describe by how much two contents differ; None where they do not."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return _tensors_apart(one.detach(), two.detach())
     if isinstance(one, Tensor) or isinstance(two, Tensor):
@@ -166,7 +174,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
-    """By how much numbers differ, or in how many one is nan; None where only their bits do, as those of 0 and -0."""
+    """Describe by how much values differ, or how many are NaN in one tensor alone.
+
+    Return None where only the bits differ, as those of 0 and -0.
+    """
     in_one = int((one.isnan() != two.isnan()).sum())
     if in_one:
         return f": {in_one} of its {one.numel()} numbers {'is' if in_one == 1 else 'are'} nan in one of them alone"
