@@ -74,7 +74,7 @@ def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | 
 
 @dataclass
 class Killer:
-    """Kills this process group `after_ms` milliseconds after it is made.
+    """A thread that kills this process group `after_ms` milliseconds after it is made.
 
     With `in_save` the time counts from the start of a save. `strike` kills at once.
     """

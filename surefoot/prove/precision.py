@@ -1,4 +1,4 @@
-"""Does lower precision change what is learned? The scores of runs in both are compared.
+"""Comparison of runs in lower precision with runs in fp32, by their scores.
 
 Runs have the same seeds, and each is a fresh process.
 """

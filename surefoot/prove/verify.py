@@ -1,4 +1,4 @@
-"""Is a task deterministic, and does a run that is killed and resumed end with the same bits?
+"""Test that a task is deterministic, and that a killed and resumed run ends with the same bits.
 
 Every attempt is a separate process. First two uninterrupted runs (A/A); then one that is killed and
 resumed. After each step the digests of parameters, optimizer state, weight average, buffers, random

@@ -216,7 +216,7 @@ class _Bench:
         """Return the seconds of a step with each layout, one value per round.
 
         A value is the median of a few steps, on the slowest rank. Every round measures every layout
-        and begins with another one.
+        and starts with another one.
         """
         found: dict[Laid, list[float]] = {way: [] for way in ways}
         for number in range(rounds):

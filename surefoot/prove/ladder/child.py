@@ -2,8 +2,8 @@
 
 It reports the tensors of a few steps, or the scores of short runs.
 
-`python -m surefoot.prove.ladder.child tensors|scores|states SPEC --steps N --report FILE --run DIR
---seed N ...`
+    python -m surefoot.prove.ladder.child tensors|scores|states SPEC
+        --steps N --report FILE --run DIR --seed N ...
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
 
 
 class _Blurred(torch.autograd.Function):
-    """Blurs a tensor in the forward pass, and its gradient in the backward pass."""
+    """Autograd function that blurs a tensor, and in the backward pass its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, blurred: Any) -> Tensor:

@@ -86,7 +86,7 @@ class Ladder:
 
 
 class Climb:
-    """Decides about one rung after the other, each on top of the kept rungs."""
+    """The decisions about one rung after the other, each on top of the kept rungs."""
 
     def __init__(self, start: RunSpec, bench: Workbench, tell: Tell) -> None:
         self.start = self.below = self._ground = start
@@ -259,9 +259,9 @@ class Climb:
 def is_settled(ratios: Sequence[float], most: int) -> bool:
     """Return whether the pairs so far, of at most `most`, settle a rung.
 
-    They do at a look where the interval is clear, or a gain can no longer be shown. A rung that
-    gains less than a hundredth so far is not pursued: to show so little takes more runs than it
-    saves.
+    They do at an interim analysis where the interval is clear, or a gain can no longer be shown. A
+    rung that gains less than a hundredth so far is not pursued: to show so little takes more runs
+    than it saves.
 
     >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15), is_settled([0.9] * 5 + [1.1] * 2, 15)
     (True, False, True, False)

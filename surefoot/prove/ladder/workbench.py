@@ -41,8 +41,8 @@ class Settings:
     """How a ladder is measured: at most `pairs` pairs of runs per rung, `samples` per run.
 
     With `samples` None, the measured steps of the baseline take TARGET_S seconds. With
-    `measures_refused`, a rung whose results failed is measured for one look, to show what it would
-    have gained.
+    `measures_refused`, a rung whose results failed is measured up to the first interim analysis, to
+    show what it would have gained.
     """
 
     pairs: int = 15
@@ -61,7 +61,7 @@ class Settings:
 
 
 class Workbench:
-    """Runs specs in fresh processes beside the baseline `start`.
+    """Measurements of specs in fresh processes beside the baseline `start`.
 
     Every raw outcome is written to `folder`, one per line.
     """
@@ -123,7 +123,7 @@ class Workbench:
         }[measure]  # fmt: skip
 
     def ratio(self, trial: Trial, arm: str, baseline: str, measure: Measure) -> Interval | None:
-        """Return the paired ratio of a measure, with an interval that is valid at any look.
+        """Return the paired ratio of a measure, with an interval valid at interim analyses.
 
         Return None where no pair has both values.
         """
@@ -137,10 +137,10 @@ class Workbench:
     ) -> Trial:
         """Run interleaved rounds of a rung, the rung below and the baseline until `is_over`.
 
-        `is_over` is called after each whole round, and after a failure. After the first look the
-        baseline is left out: the ratio to it is reported from the pairs so far. Without `decides`
-        the measurement ends there, since further pairs would not change the decision about the
-        rung.
+        `is_over` is called after each whole round, and after a failure. After the first interim
+        analysis the baseline is left out: the ratio to it is reported from the pairs so far.
+        Without `decides` the measurement ends there, since further pairs would not change the
+        decision about the rung.
         """
         arms = [self._arm(BELOW, below), self._arm(name, spec)]
         names = (BELOW, name, START)

@@ -1,4 +1,4 @@
-"""Records operators with outputs narrower than float64, and operators that draw random numbers.
+"""Recording of operators with outputs narrower than float64, or that draw random numbers.
 
 Each has its module and line.
 

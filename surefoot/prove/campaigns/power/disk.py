@@ -69,7 +69,7 @@ Op = Entry | Data | Sync | Note
 
 
 class Recorder:
-    """Converts the system calls of a process to operations on files below `root`.
+    """A conversion of the system calls of a process to operations on files below `root`.
 
     `root` was empty when the trace began.
     """
