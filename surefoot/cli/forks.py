@@ -34,11 +34,11 @@ def serve(descriptor: int) -> None:
     """
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS
-    }  # a scheduler sends them to all: ranks hear them
+    }  # a scheduler sends these signals to all processes; the ranks handle them
     with socket.socket(fileno=descriptor) as link:
         _load()
         gc.collect()
-        gc.freeze()  # a rank neither looks through what was loaded before it began nor copies its pages
+        gc.freeze()  # garbage collection in a rank then skips these objects and copies none of their pages
         link.send(json.dumps({"fit": _is_fit()}).encode())
         while True:
             content, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_PASSED)
@@ -73,7 +73,7 @@ def leave(code: int) -> None:
     The teardown takes a third of a second, for which the other ranks would wait. Threads are
     joined, `atexit` callbacks run, and open files are flushed.
     """
-    _write_open_files()  # before anything is collected: of a cycle Python may close a file before the text for it has come
+    _write_open_files()  # before any collection: in a cycle Python may close a file before its buffered text is written
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _write_open_files()
@@ -81,7 +81,7 @@ def leave(code: int) -> None:
 
 
 def _write_open_files() -> None:
-    for each in gc.get_objects():  # what was loaded before the fork is frozen, and is not among them
+    for each in gc.get_objects():  # objects from before the fork are frozen, and not in this list
         if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             with contextlib.suppress(OSError, ValueError):
                 each.flush()
@@ -113,7 +113,7 @@ def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) 
     numbers = dict(zip(request["passed"], map(str, given), strict=False))
     for name, value in (request["variables"] | numbers).items():
         place.set_variable(name, value)
-    random.seed()  # as in a process that is begun by itself: not what the others draw
+    random.seed()  # a new seed, as in a new process
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     name_process(f"surefoot:{request['variables']['RANK']}")

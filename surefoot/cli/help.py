@@ -24,7 +24,7 @@ class Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         rest = super().parse_args(ctx, args)
-        if not ctx.resilient_parsing:  # as a shell does that completes a word
+        if not ctx.resilient_parsing:  # true while a shell completes a word
             _warn_of_repeated(self.make_parser(ctx).parse_args(list(given))[2], given)
         return rest
 

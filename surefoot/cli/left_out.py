@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.spec_file import Origin
 
-# what a key decides -> the keys, besides the parameters of the task, which every command uses
+# group -> its keys, except the parameters of the task, which every command uses
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "task": ("task.use",),
     "step": (
@@ -60,7 +60,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "observe.every", "observe.tensorboard", "memory.predict", "memory.on_oom", "fault.forget",
     ),
 }  # fmt: skip
-# command -> the keys that it sets itself, so that what has an effect only beside their other values is not refused
+# command -> keys that it sets itself: keys that need other values of these are not refused
 DECIDED: Mapping[str, tuple[str, ...]] = {
     "tune-loader": ("loader.workers",),
     "whatif --compile": ("compile.what",),
@@ -77,7 +77,7 @@ _ONE_PROCESS = (*OF_RANKS, "run", *_EVALUATING)  # single steps in this process
 _UNRECORDED = ("checkpoint.store", "observe.tensorboard", "observe.noise")
 _STEADY = ("train.length", "evaluate.every", "checkpoint.every", "checkpoint.keep_every", "checkpoint.store")
 
-# command -> the groups and keys that it does not use; with what it does instead where that must be known
+# command -> the groups and keys that it ignores, and what it does instead
 LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     "train": ((), ""),
     "resume": ((), ""),

@@ -37,7 +37,7 @@ app = typer.Typer(
     "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
 )  # fmt: skip
 
-# another user's file, a link in a run folder, a name that no disk takes, a file where a folder should be
+# another user's file, a link in a run folder, an invalid name, a file instead of a folder
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
@@ -115,7 +115,7 @@ def _allow_any_text() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a rank's was a file when it began and is a pipe now: once the change is made, it asks where it stands in the file
+            # a rank's stream was a file and is a pipe now: after the change it queries the file position
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
@@ -130,7 +130,7 @@ def _flush(code: int) -> int:
         return code
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try again at its end, and complain
+        os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter would flush again at exit, and print an error
         return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
 
 
@@ -147,7 +147,7 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
 
         most = f"this process may use at most {find_limit().words}"
         _tell(OutOfMemory(message, hint=f"{most}: raise that, or use a smaller model or batch"))
-    except (MemoryError, ImportError):  # even the words need memory
+    except (MemoryError, ImportError):  # even this message needs memory
         os.write(2, f"error: {message}\n".encode(errors="replace"))
     return OutOfMemory.exit_code
 
@@ -182,9 +182,9 @@ def _left(leave: SystemExit) -> int:
     An exit by a task's code is reported as an error of the task, whatever code it gave.
     """
     if isinstance(leave.__context__, BrokenPipeError):
-        return EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
+        return EXIT_OK  # Typer exits with 1 after a closed pipe, as by `head`; surefoot's 1 is a failed verdict
     if "torch" not in sys.modules:
-        raise leave  # no code of a task has run, as where a shell asks what fits: it is not kept waiting for torch
+        raise leave  # no task has run, for example in shell completion, which should not wait for torch
     from surefoot.train.failure import blame
 
     if blame.is_ours(leave) or blame.find_place(leave) is None:
@@ -203,7 +203,7 @@ def _tell(error: SurefootError) -> None:
         import traceback
 
         traceback.print_exception(error)
-    with contextlib.suppress(OSError):  # nobody hears it; the exit code tells
+    with contextlib.suppress(OSError):  # the stream may be closed; the exit code remains
         print(f"error: {_harmless(error.message)}", file=sys.stderr)
         if error.hint:
             print(f"hint: {_harmless(error.hint)}", file=sys.stderr)

@@ -17,7 +17,7 @@ from surefoot.core.units import format_number
 
 Values = Sequence[float | None]  # None leaves a gap
 
-PANEL = 18  # columns of a panel side by side, at least
+PANEL = 18  # least columns of a panel beside others
 WIDEST = 120
 NOTHING = "nothing to draw"
 LETTERS = string.ascii_lowercase
@@ -95,7 +95,7 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
     labels = _tick_labels(axis, style.height)
     margin = max(map(len, labels))
     in_row = max(1, min(len(curves), (style.width - margin) // PANEL))
-    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))  # four where three fit stand two by two
+    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))  # if three fit in a row, four are arranged two by two
     columns = (style.width - margin) // in_row - 2
     blocks: list[str] = []
     names = list(curves)
@@ -159,7 +159,7 @@ class _Canvas:
 
     def _character(self, column: int, row: int) -> str:
         if letters := sorted(set(self._letters.get((column, row), ()))):
-            return letters[column % len(letters)]  # curves that coincide take turns
+            return letters[column % len(letters)]  # letters of coinciding curves alternate
         return chr(_BRAILLE + dots) if (dots := self._cells.get((column, row), 0)) else " "
 
 

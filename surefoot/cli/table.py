@@ -11,8 +11,8 @@ from collections.abc import Container, Sequence
 from surefoot.core.units import UNKNOWN
 
 Rows = Sequence[Sequence[str]]
-GAP = 2  # columns of the screen between two of a table
-PROSE = 24  # a cell goes on in the next line where it is longer
+GAP = 2  # characters between two columns
+PROSE = 24  # a longer cell may wrap
 
 
 def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> None:
@@ -106,7 +106,7 @@ def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> li
             more = min(natural[column] - widths[column], max(spare, 0))
             widths[column] += more
             spare -= more
-        for _ in range(-spare):  # two columns, or one, that have no room even so
+        for _ in range(-spare):  # one or two columns that still do not fit
             widths[max(widths, key=widths.__getitem__)] -= 1
     return tables
 
@@ -142,7 +142,7 @@ def format_time(time_s: float | None) -> str:
         return UNKNOWN
     try:
         there, now = time.localtime(time_s), time.localtime()
-    except (OverflowError, ValueError, OSError):  # a stranger's log may hold any number
+    except (OverflowError, ValueError, OSError):  # a foreign log may hold any number
         return UNKNOWN
     return time.strftime("%m-%d %H:%M" if there.tm_year == now.tm_year else "%Y-%m-%d", there)
 

@@ -30,7 +30,7 @@ def main(words: str) -> None:
     try:
         ranks = [Rank(rank, Peer(each["pid"], told[rank].flight)) for rank, each in enumerate(row["ranks"])]
     except ProcessLookupError:
-        return  # a rank has ended: the others, or their launcher, notice that themselves
+        return  # a rank has ended; the others, or their launcher, detect that themselves
     while os.getppid() == row["parent"]:
         for each in ranks:
             each.code = each.process.poll()

@@ -79,7 +79,7 @@ def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, 
     for name in ("first", "second"):
         tell(f"{name} unbroken run")
         pace = _run_whole(words, state)
-        unfollowed = list_unfollowed(state)  # while it stands where its links lead from
+        unfollowed = list_unfollowed(state)  # before it is moved, since its links may be relative
         _keep(state, folder / name)
     found = CommandVerdict(
         seed=seed, num_files=len(list_files(folder / "first")), num_changes=pace.num_changes, elapsed_s=pace.took_s,
@@ -157,7 +157,7 @@ def _run_whole(words: list[str], state: Path) -> Pace:
             time.sleep(LOOK_S)
         if code := one.process.returncode:
             raise TaskError(f"the command ended with {code}{one.said()}", hint="make it run to its end first")
-    if state.is_symlink():  # the link alone would be moved away, and the next run begin where this one ended
+    if state.is_symlink():  # only the link would be moved, and the next run would resume this one
         raise TaskError(f"the command left a link in place of the folder {state}", hint="name the folder itself with --state")
     if not state.is_dir() or not list_files(state):
         raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
@@ -167,7 +167,7 @@ def _run_whole(words: list[str], state: Path) -> Pace:
 def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
     """Return the path, size and modification time of each file and folder below `state`."""
     found = []
-    for place, folders, names in os.walk(state):  # what goes away meanwhile is no error to it
+    for place, folders, names in os.walk(state):  # os.walk ignores folders that vanish meanwhile
         for name in (*folders, *names):
             with contextlib.suppress(OSError):
                 path = os.path.join(place, name)

@@ -28,7 +28,7 @@ FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 RANDOM = {
     "random",
     "pass_random",
-}  # streams that a script does not seed differ between any two processes; what they decided does not
+}  # random streams that a script does not seed differ between processes; their effects are compared
 
 
 def list_files(folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ def list_unfollowed(folder: Path) -> tuple[str, ...]:
 def _is_inside(folder: Path, name: str) -> bool:
     try:
         return (folder / name).resolve(strict=True).is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):  # to nothing, or in a circle
+    except (OSError, RuntimeError):  # a broken or circular link
         return False
 
 
@@ -154,9 +154,9 @@ def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
         return f" in {int((one != two).sum())} of its {one.numel()} values"
     try:
         apart = _numbers_apart(_wide(one), _wide(two))
-    except (RuntimeError, TypeError):  # a dtype that no number comes from, as float4: the bytes said that they differ
+    except (RuntimeError, TypeError):  # a dtype without conversion, such as float4: the bytes showed that they differ
         return ""
-    if apart is None and one.dtype in (torch.int64, torch.uint64):  # of numbers that float64 rounds to one
+    if apart is None and one.dtype in (torch.int64, torch.uint64):  # integers that float64 rounds to the same value
         return f" by {int((_bits(one, torch.int64) - _bits(two, torch.int64)).abs().max())} at most"
     return " in the bits of equal numbers" if apart is None else apart
 
@@ -166,7 +166,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(dtype)  # no arithmetic, which few operators do in every dtype
+    return tensor.contiguous().reshape(-1).view(dtype)  # no arithmetic, which few operators support in every dtype
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from surefoot.prove.ladder.gate import LEAST_SEEDS, Score, Scores, decide_by_sco
 from surefoot.trial import Arm, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
-WIDE, NARROW = "fp32", "bf16"  # what is compared with what, where the spec itself is fp32
+WIDE, NARROW = "fp32", "bf16"  # NARROW is compared with WIDE where the spec itself is fp32
 Tell = Callable[[str], None]
 
 

@@ -23,7 +23,7 @@ from surefoot.core.units import Duration
 from surefoot.prove.attempts import Interpreters, Kill
 
 LEAST_STEPS, SAVES = 4, 6
-KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0  # after the step, or the begin of its save, at most
+KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0  # longest time of a kill after the step, or after the start of its save
 
 Tell = Callable[[str], None]
 
@@ -198,7 +198,7 @@ def _rows(run: Path) -> list[tuple[int, object]]:
 def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
     names = [name for name, value in first["digests"].items() if row["digests"].get(name) != value]
     if "random states" in names:
-        return "random states"  # whatever else differs follows from them
+        return "random states"  # other differences follow from these
     is_same = row["loss"] == first["loss"] or not (_is_finite(row["loss"]) or _is_finite(first["loss"]))
     return names[0] if names else None if is_same else "the loss"
 

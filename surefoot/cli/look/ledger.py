@@ -38,7 +38,7 @@ def ledger(
     from surefoot.contract.ledger import FILE
 
     if not (run / FILE).exists():
-        next(events.read(run, events.Started), None)  # a folder that is no run is called that, and no run without a ledger
+        next(events.read(run, events.Started), None)  # raises the error for a folder that is not a run
     found = consumed.check(run)
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)

@@ -24,7 +24,7 @@ from surefoot.core.units import Duration, format_number
 
 NUM_POINTS, NUM_ROWS = 241, 11
 PLOT_ROWS, PANEL_ROWS = 14, 10
-UNKNOWN_LENGTH = 1000  # steps that a run is drawn as whose length in steps only its data or its clock knows
+UNKNOWN_LENGTH = 1000  # plotted steps of a run whose length is in tokens or seconds
 FINE = 27_720  # steps of an epoch when only ratios matter: divisible by 1 to 12
 
 
@@ -204,7 +204,7 @@ def check(origin: Origin) -> None:
     """
     spec, units = origin.spec, _units(origin.spec)
     if units - {"steps", "samples"} and units != {"epochs"}:
-        return  # only the data can tell; the run checks it before it begins
+        return  # only the data can tell; the run checks this before it starts
     scale = _scale(spec, FINE)
     try:
         schedule_plan.build(spec.schedule, scale.total_steps, scale.to_steps)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from surefoot.cli.look.past import Past
     from surefoot.control.report import RunRows, Table, Whole
 
-MAX_RUNS = 8  # as many as there are line styles to tell them apart
+MAX_RUNS = 8  # the number of distinct line styles
 MAX_SPEC_BYTES = 1 << 16
 ONE, SEVERAL = "report.html", "compared.html"
 
@@ -101,7 +101,7 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
         try:
             with files.open_new(file.parent, draft.name) as page:
                 page.write(text)
-            os.link(draft, file)  # unlike a rename it never takes the place of a file that came meanwhile
+            os.link(draft, file)  # unlike a rename it never replaces a file that was created meanwhile
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:

@@ -17,7 +17,7 @@ from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_per
 CURVE_ROWS = 12
 SPREAD = ("mean", "sd", "min", "p50", "p95", "p99", "max")
 MAX_OUTLIERS = 5
-MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
+MAX_ROWS = 12  # rows of evaluations, to which the best is added
 Pairs = list[tuple[str, str]]
 
 

@@ -20,13 +20,13 @@ from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
 TIMES = "clock.json"  # the one file that differs between equal runs
-# what numpy calls the dtypes of safetensors; those that it has not are read as bits and decoded here
+# NumPy dtypes for those of safetensors; dtypes that NumPy lacks are read as bits and decoded below
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "I16": np.int16, "U16": np.uint16,
     "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "U32": np.uint32, "F32": np.float32, "I64": np.int64, "U64": np.uint64,
     "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
-BLOCK = 1 << 20  # numbers compared at once
+BLOCK = 1 << 20  # values compared at once
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def compare(one: Path, other: Path) -> tuple[list[Difference], int]:
     same = 0
     with commits.hashing(commits.MANY_THREADS, nice=0) as pool:
         for folder, made in zip((one, other), manifests, strict=True):
-            for entry in made.files:  # what two manifests call equal need not lie on the disk
+            for entry in made.files:  # files that two manifests call equal may be damaged on the disk
                 commits.check_file(folder, entry, pool)
         for file in sorted(entries[0].keys() | entries[1].keys()):
             pair = entries[0].get(file), entries[1].get(file)
@@ -120,7 +120,7 @@ def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: 
             apart = _numbers(file, name, values[0], values[1], one.dtype)
             if apart.num_different:
                 found.append(apart)
-            else:  # cut in other ways
+            else:  # equal values, divided into other parts
                 same += 1
     return found, same
 

@@ -118,7 +118,7 @@ class Health:
     num_files: int = 0
     num_bytes: int = 0
     whole_state: bool = False
-    names: tuple[str, ...] = field(default=(), compare=False)  # of the damaged files
+    names: tuple[str, ...] = field(default=(), compare=False)  # names of the damaged files
 
     @property
     def is_sound(self) -> bool:
@@ -168,7 +168,7 @@ def check_not_written(run: Path) -> Any:
 
     try:
         return RunLock(run) if (run / FILE).is_file() else contextlib.nullcontext()
-    except RunFolderError as error:  # whose hints are those of a run that trains
+    except RunFolderError as error:  # its hints are for training
         is_disk = isinstance(error.__cause__, OSError)
         hint = "the disk must be writable, with some space" if is_disk else "wait until that process has ended"
         raise RunFolderError(error.message, hint=hint) from error
@@ -183,7 +183,7 @@ def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
     from surefoot.core.units import Duration
 
     duration = Duration.parse(text)
-    if not duration.value:  # as the spec refuses it
+    if not duration.value:  # the spec refuses 0, too
         raise InputError(f"--keep-every is {text!r}, which is nothing", hint="use at least 1 step, or leave it out")
     if duration.unit == "s":
         return None, duration.value

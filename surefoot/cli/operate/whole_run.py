@@ -55,7 +55,7 @@ def holding(run: Path) -> Iterator[None]:
     try:
         every = list(events.read(run))
     except RunFolderError:
-        every = []  # damaged: nothing of it says whether it is running, so that the lock has to
+        every = []  # damaged: it does not show whether the run is running, so the lock decides
     if any(isinstance(event, events.Started) for event in every) and find_health(owner, every).state == "unknown":
         raise RunFolderError(
             f"{run} may be running on {owner.host or 'another host'}, whose processes cannot be seen from this one",

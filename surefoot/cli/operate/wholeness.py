@@ -18,7 +18,7 @@ from surefoot.core.errors import RunFolderError, SurefootError
 from surefoot.core.units import format_bytes
 
 MOST_SHOWN = 10
-ATTACHED = "attached"  # the id of a loop of the user's own, which has no spec
+ATTACHED = "attached"  # spec id of a user's training loop, which has no spec
 WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
 
 
@@ -33,7 +33,7 @@ class Part:
     state: str
     found: str
     problems: tuple[str, ...] = ()
-    step: int | None = None  # of a commit
+    step: int | None = None  # step of a checkpoint
 
     @property
     def is_whole(self) -> bool:
@@ -85,7 +85,7 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:
     steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})
     folders = {step: commits.find_folder(run, step) for step in steps}
     healths = {step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None}
-    missing = {each.step: each for each in gone.find_gone(run, records)}  # also what retention deleted meanwhile
+    missing = {each.step: each for each in gone.find_gone(run, records)}  # includes checkpoints that retention deleted meanwhile
     for step in steps:
         if step in missing:
             yield _of_missing(missing[step])
@@ -170,7 +170,7 @@ def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
     try:
         spec = RunSpec.of_record(dict(started.spec))
     except SurefootError:
-        return []  # told of the spec itself
+        return []  # reported by the check of the spec
     stated = {"seed": spec.train.seed, "batch": spec.train.batch}
     planned = {"seed": plan.seed, "batch": plan.batch}
     return [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 WORDS = {"shared_memory": "shared memory (broadcast, all-to-all, send: gloo)"}
-SHARE = 0.9  # of the bandwidth, which a bucket is to have
+SHARE = 0.9  # share of the bandwidth that a bucket should reach
 VERDICTS = {"lower": "that is quicker", "higher": "that is slower", "no effect": "no effect", "too few": "too few rounds to tell"}
 
 
@@ -70,7 +70,7 @@ def comm(
         if starts:
             return options.launch_ranks(ranks or RANKS, RunSpec(), None, None, trains=False)
         return _collectives(sizes, here.rank == 0, json=json, tell=tell)
-    is_started = here.rank > 0 or here.told is not None  # by a process that has named what is left out
+    is_started = here.rank > 0 or here.told is not None  # started by a process that has named the ignored keys
     origin = options.read_spec("bench comm", spec, options.overrides(set_, seed=seed, data=data), is_quiet=is_started).spec
     asked = wanted.Buckets(**_given({
         "sizes": None if buckets is None else tuple(map(_bytes, buckets.split(","))), "calls": calls, "warmup": warmup, "rounds": rounds,

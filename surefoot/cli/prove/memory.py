@@ -184,7 +184,7 @@ def _print(row: Mapping[str, Any]) -> None:
         (name, format_bytes(size), format_percent(size / peak))
         for name, size in sorted(row["terms"].items(), key=lambda pair: -pair[1])
     ]
-    if rows:  # of a budget that a run meets by measuring nothing is predicted
+    if rows:  # there are none without a prediction
         print_table(("what", "bytes", "share"), rows)
     if peak is not None:
         low_high = row["interval"]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from surefoot.prove.bench.place import Placed
 
 ROWS = 14
-BUSY = 0.7  # of a load average: somebody else computes too
+BUSY = 0.7  # load average above which other processes compete
 NUMBERS = ("calls", "time", "share", "GFLOP/s", "GB/s", "FLOP/byte", "of the roof")
-DRAWN = 8  # operators; more would hide each other
+DRAWN = 8  # operators in the plot; more would overlap
 
 
 def roofline(
@@ -62,7 +62,7 @@ def roofline(
         try:
             _write(path, row, run=None if path == out else run)
             tell(f"written to {path}")
-        except StorageError as error:  # what was measured is shown all the same
+        except StorageError as error:  # the results are printed all the same
             unwritten[path] = error
     if json:
         options.print_json(row)

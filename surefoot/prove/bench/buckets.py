@@ -30,8 +30,8 @@ from surefoot.train.resume import together
 from surefoot.train.resume.program import Program
 from surefoot.train.step.ranks import Ranks
 
-STEPS, UNTIMED = 3, 1  # of each visit to a way to lay out buckets
-SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20  # bytes of the largest all-reduce that latency and bandwidth are found from
+STEPS, UNTIMED = 3, 1  # steps per visit to a bucket layout
+SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20  # bytes of the largest all-reduce from which latency and bandwidth are fitted
 Tell = Callable[[str], None]
 
 
@@ -121,7 +121,7 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> T
     error of the task.
     """
     own = Laid(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
-    most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)  # each size and the spec's own, and two duels
+    most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)  # each size, the spec's layout, and two duels
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(together.joined(spec))
         try:

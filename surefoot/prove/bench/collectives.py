@@ -18,7 +18,7 @@ from surefoot.prove.bench.wanted import Sizes
 from surefoot.runtime.comm import Collective, Group, join
 from surefoot.train.environment import find_device
 
-WAIT_S, TIMEOUT_S = 120.0, 600.0  # for ranks that are still importing; in one collective
+WAIT_S, TIMEOUT_S = 120.0, 600.0  # wait for ranks that are still importing; timeout of a collective
 Tell = Callable[[str], None]
 
 
@@ -105,7 +105,7 @@ def time_calls(group: Group, job: Callable[[], object], calls: int, warmup: int)
     found: list[float] = []
     for number in range(-warmup, calls):
         if number <= 0:
-            group.most([0.0])  # all begin at once: the warm-up, and what is counted
+            group.most([0.0])  # all ranks start the warm-up, and the counted calls, at once
             _synchronise(group)
         started_s = time.perf_counter()
         job()

@@ -19,9 +19,9 @@ from surefoot.core.hardware import count_cores
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.step import Stepper
 
-SPARE = 1.2  # times what the steps need: a loader that gives it is not what they wait for, if it once falls behind
-MANY_STEPS = 10**6  # no measurement takes so many
-LEAST = 3  # steps, however long they are
+SPARE = 1.2  # supply over demand: such a loader catches up after it has fallen behind once
+MANY_STEPS = 10**6  # more steps than any measurement takes
+LEAST = 3  # fewest steps of a measurement, whatever they take
 Tell = Callable[[str], None]
 
 
@@ -113,7 +113,7 @@ class Trials:
         )  # fmt: skip
 
     def _supply(self) -> float:
-        for _ in range(LEAST):  # workers begin
+        for _ in range(LEAST):  # the workers start
             self._take()
         begun_s, samples, done = time.perf_counter(), 0, 0
         while done < LEAST or time.perf_counter() - begun_s < self._seconds:

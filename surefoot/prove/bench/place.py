@@ -23,7 +23,7 @@ from surefoot.core.hardware import Peaks, find_published
 from surefoot.core.statistics import median
 from surefoot.prove.bench.rehearsal import Rehearsal
 
-WARMUP, COUNTED = 3, 5  # steps before the clock starts; steps under a counter each, the first of which is warm-up too
+WARMUP, COUNTED = 3, 5  # untimed warm-up steps; steps that are counted, the first of them as a warm-up
 Tell = Callable[[str], None]
 
 

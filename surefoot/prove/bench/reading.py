@@ -123,7 +123,7 @@ def measure(
             if state == "cold":
                 dropped = drop_cached(path for path in found.files if path.is_file()) and dropped
             elif state == "warm":
-                found.source.explain(chosen)  # so that all that is timed is in the page cache
+                found.source.explain(chosen)  # so that all timed files are in the page cache
             rows.append(_time(found, chosen, number, state, seconds, wait_s, kind))
             chosen = ids[: rows[-1].samples]
     device = find_device(found.folder)

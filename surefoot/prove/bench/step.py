@@ -18,7 +18,7 @@ from surefoot.core.statistics import Interval, mean, quantiles, standard_deviati
 from surefoot.prove.bench.rehearsal import MODES, Mode
 from surefoot.trial import Arm, Outcome, Trial, find_conditions, find_effect, run_rounds
 
-MAX_ARMS, MAX_CALLS = 100, 10_000  # of a report, a call is a line
+MAX_ARMS, MAX_CALLS = 100, 10_000  # variants times modes; calls, since each is a line of the report
 PERCENTILES = (0.5, 0.95, 0.99)
 
 

@@ -10,7 +10,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.hardware import find_machine
 from surefoot.core.ranks.layout import Transport
 
-STEP = 4  # from one size to the next
+STEP = 4  # factor from one size to the next
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = get_args(Transport)
 HELD = 2  # buffers of the largest size that a rank holds at most

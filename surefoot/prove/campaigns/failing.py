@@ -26,13 +26,13 @@ from surefoot.prove.campaigns.strace import Call, Tracer
 from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Workshop, find_damage, find_difference
 from surefoot.prove.outcome import Campaign, Result
 
-AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and is mended before that of step UNTIL
-WIDTH = 64  # so that a commit has pages enough to be cut among
+AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and works again before that of step UNTIL
+WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
 DISK_BYTES = 16 << 20
 PERCENTS = tuple(range(0, 101, 5))
 CALLS = ("openat", "write", "fsync", "mkdir", "rename", "link", "linkat", "unlink", "unlinkat", "rmdir", "ftruncate", "close")
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
-SLOW_S, NUM_SLOW = 0.1, 12  # of fsync: a save has about eight, so that the next one comes while it goes on
+SLOW_S, NUM_SLOW = 0.1, 12  # delay and number of fsync calls: a save has about eight, so that it overlaps the next one
 FOLDER = re.compile(rf"/(run|{manifest.FOLDER}|[^/]*step-\d+)$")
 OF_RUN = "".join(f"\\x{letter:02x}" for letter in b"/run")  # as strace prints it
 CANNOT = "a file system of our own cannot be mounted here"
@@ -169,7 +169,7 @@ def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
     main = min(call.thread for *_, call in traced)
     of_run = [(name, number) for name, number, call in traced if call.thread == main and OF_RUN in "".join(call.arguments)]
     first = dict(reversed(of_run))
-    return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))  # the first of each name, then the second
+    return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))  # the first call of each name, then the second
 
 
 def find_second_fsync(calls: Sequence[Call]) -> str | None:
@@ -183,7 +183,7 @@ def find_second_fsync(calls: Sequence[Call]) -> str | None:
             failed.discard(strace.paths(call)[-1])  # another file has the name now
         if call.name == "fsync" and (path := strace.named(call.arguments[0])) in failed:
             return f"a file was synced again after its fsync had failed: {path}"
-        if call.name == "fsync" and call.failed and not FOLDER.search(path):  # a folder has no data of its own to lose
+        if call.name == "fsync" and call.failed and not FOLDER.search(path):  # a folder has no data to lose
             failed.add(path)
     return None
 

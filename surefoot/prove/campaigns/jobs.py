@@ -28,7 +28,7 @@ from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
 from surefoot.prove.campaigns.probe import Attempt
 from surefoot.train.run import Run
 
-TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach although it is no parent of this process
+TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
 RUNS_CODE = (
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
 )  # fmt: skip
@@ -58,12 +58,12 @@ def begin(job: Job, attempt: Attempt, pipe: Connection, said: Path, plant: Calla
     `plant` breaks something first; the tests of the campaigns use it.
     """
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the campaign beside itself had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(output, target)
     torch.set_num_threads(1)
-    gc.freeze()  # looking through what was loaded before the fork would copy its pages
+    gc.freeze()  # a garbage collection of objects from before the fork would copy their pages
     if plant is not None:
         plant()
     try:

@@ -20,11 +20,11 @@ from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
 from surefoot.prove.outcome import Campaign, Result
 
-DEPTH = 3  # kills in a row of which none but the first hits an undisturbed run
-LATER_S = 0.02  # after the place, at most; a save takes about as long
-SAVED = 4 * EVERY  # the step whose save is killed at every call: commits are retired after it
-STRIDE = 1_000_003  # a prime: seeds that follow one another fall far apart, and all seeds of a sweep on each place once
-WAITS = ("futex", "sched_yield")  # as often as the threads of this moment need them; they change nothing outside the process
+DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
+LATER_S = 0.02  # longest wait before the kill, about as long as a save
+SAVED = 4 * EVERY  # the step whose save is killed at every call; checkpoints are retired after it
+STRIDE = 1_000_003  # a prime: consecutive seeds select distant calls, and a whole sweep selects each call once
+WAITS = ("futex", "sched_yield")  # their number depends on thread timing; they change nothing outside the process
 ANYWHERE = ("any step", "a save")
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
 PLACES = ("any step", "a save", "an evaluation", "the first step", "going on")

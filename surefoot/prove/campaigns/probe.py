@@ -21,7 +21,7 @@ from surefoot.contract.task import Loss
 
 SAMPLES, BATCH, FEATURES, CLASSES = 50, 8, 6, 3
 STEPS, EVERY, EVALUATE_EVERY, KEEP = 24, 3, 8, 3
-# what a trial may have besides: frozen weights, which commits link; a moving average; a plain run
+# variants of a run: plain; frozen weights, whose files checkpoints link; a moving average
 VARIANTS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "frozen": {"freeze": ["0.*"]}, "ema": {"ema": 0.9}}
 
 

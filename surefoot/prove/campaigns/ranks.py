@@ -36,13 +36,13 @@ from surefoot.prove.campaigns.workshop import KILLED, LOOK_S, PATIENCE_S, Worksh
 from surefoot.prove.outcome import Campaign, Result
 
 STEPS, EVERY, BATCH = 40, 4, 8
-PIECES = 4  # of each batch, summed in one order: the same bits on 1, 2 and 4 ranks
+PIECES = 4  # pieces of each batch, summed in one order: bitwise identical on 1, 2 and 4 ranks
 SIZES = (1, 2, 4)
 STALL_S, NAMED_S, GONE_S = 1.0, 6.0, 10.0
-LATER_S = 0.1  # after a commit, at most
+LATER_S = 0.1  # longest wait after a checkpoint
 RESTARTS = 3
-RANK = "surefoot:"  # and its number: what the process of a rank is called
-OWN = "state/random/"  # each rank draws for its own pieces alone
+RANK = "surefoot:"  # prefix of the process name of a rank, before its number
+OWN = "state/random/"  # random states, which differ between ranks: each rank draws for its pieces alone
 KINDS = ("loss", "gradient", "buffer")
 TASK = f"{__name__}:Spoiled"
 NOTHING: Mapping[str, Any] = {}
@@ -306,7 +306,7 @@ def stop_a_rank(workshop: Workshop, seed: int) -> Result:
             there[victim].suspend()
         is_named = command.wait_for(lambda: f"rank {victim} of {ranks}" in command.said, STALL_S + NAMED_S)
         if not is_named and manifest.steps(command.run)[-1:] == [STEPS]:
-            return Result(fell=False)  # it was done before
+            return Result(fell=False)  # the run ended before the signal
         wrong = judge(command, golden) if is_named else f"it was not named in {STALL_S + NAMED_S:.0f} s: {command.said[-500:]}"
     told = f"rank {victim} of {ranks} stopped after step {step}"
     return Result(wrong and f"{told}: {wrong}", (f"{ranks} ranks", "later" if step else "first steps"))

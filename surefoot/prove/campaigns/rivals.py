@@ -17,7 +17,7 @@ from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Golden,
 from surefoot.prove.outcome import Campaign, Result
 
 KINDS = ("all at once", "the owner is killed", "the lock is lost")
-HELD = 2 * EVERY + 1  # the step after which the owner waits while the others try
+HELD = 2 * EVERY + 1  # the step after which the owner waits while the others start
 MOST, STAGGER_S = 8, 0.3
 
 
@@ -70,15 +70,15 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, gol
     last = owner
     if kind == "the owner is killed":
         owner.kill()
-        owner.wait()  # as whoever starts a run again waits for its end: until then the kernel keeps the lock
-    if kind == "the lock is lost":  # as a file server forgets locks: the same bytes under the name, and another file
+        owner.wait()  # a user who restarts a run also waits for its end: until then the kernel keeps the lock
+    if kind == "the lock is lost":  # a file server loses locks like this: the same name and bytes, but another file
         lock = attempt.folder / runlock.FILE
         os.replace(shutil.copyfile(lock, attempt.folder / "forgotten"), lock)
     if kind != "all at once":
         last = workshop.train(attempt)
         last.wait_for(f"paused {HELD}")
     if kind == "the lock is lost":
-        before = _find_committed(attempt)  # of the other one a save may be under way
+        before = _find_committed(attempt)  # the other process may be saving
         owner.go()
         status, after = owner.wait(), _find_committed(attempt)
         if status != StorageError.exit_code or after != before:

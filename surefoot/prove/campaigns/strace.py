@@ -25,7 +25,7 @@ CALL = re.compile(r"^(\w+)\((.*)\) += (-?\d+)(.*)$")
 RESUMED = re.compile(r"^<\.\.\. (\w+) resumed>(.*)$")
 ARGUMENT = re.compile(r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+')  # with -xx no string holds a quote or a bracket
 UNFINISHED = " <unfinished ...>"
-LONGEST = 1 << 26  # bytes of a string that strace prints whole
+LONGEST = 1 << 26  # the most bytes of a string that strace prints
 
 
 @dataclass(frozen=True)

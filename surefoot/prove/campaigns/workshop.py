@@ -24,12 +24,12 @@ from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.jobs import Job
 from surefoot.prove.campaigns.probe import STEPS, Attempt
 
-# what a run loads when it first needs it: loaded once, in the process that forks the trials
+# modules that a run imports late: imported once, in the process that forks the trials
 PRELOADED = (jobs.__name__, "torch._dynamo")
-PATIENCE_S = 60.0  # a trial that takes longer hangs
+PATIENCE_S = 60.0  # a trial that takes longer counts as hung
 LOOK_S = 0.01
 STATE = "state.json"
-TIMED = "clock.json"  # the one file of a commit that differs between runs that did the same steps
+TIMED = "clock.json"  # the only file of a checkpoint that differs between runs with the same steps
 KILLED = -int(signal.SIGKILL)
 Digests = Mapping[str, str]
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Child:
 
     def go(self) -> None:
         """Send the message that a paused child waits for."""
-        with contextlib.suppress(OSError):  # it may be over
+        with contextlib.suppress(OSError):  # the child may have ended
             self._pipe.send_bytes(b"go")
 
     def send(self, number: int) -> None:
@@ -220,7 +220,7 @@ def find_damage(run: Path, golden: Golden) -> str | None:
         except RunFolderError as error:
             return f"a commit that can be seen is damaged: {error.message}"
         differing = {name for name, _ in digests(run, step).items() ^ golden.states.get(step, {}).items()}
-        # SIGTERM may come before the evaluation of a step, as its commit then says itself
+        # SIGTERM may come before the evaluation of a step; its checkpoint then records this
         if differing and (differing != {STATE} or not json.loads((folder / STATE).read_text())["scores"]["owed"]):
             return f"the commit of step {step} holds another state than the unbroken run had: {differing}"
     return None
@@ -258,7 +258,7 @@ def go_on(workshop: Workshop, attempt: Attempt, golden: Golden) -> str | None:
     It must resume after its newest checkpoint. Return what is wrong, or None.
     """
     newest = max(manifest.steps(attempt.folder), default=0)
-    if _is_finished(attempt.folder):  # the fault fell after the end was written; another start would begin another run
+    if _is_finished(attempt.folder):  # the fault came after the end was recorded; a restart would start a new run
         return find_difference(attempt.folder, golden)
     child = workshop.train(attempt)
     status = child.wait()

@@ -28,7 +28,7 @@ from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
 from surefoot.trial.arm import told_apart
 
-COMPARED_STEPS = 2  # from a state: the second has the first's update in it
+COMPARED_STEPS = 2  # steps from a state: the second one uses the weights that the first one updated
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -26,10 +26,8 @@ from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tel
 from surefoot.trial import Trial, find_conditions
 from surefoot.trial.arm import REFUSED, num_ranks
 
-SAME_WORK = (
-    0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
-)
-WORTH = 0.99  # what of the rung below it a rung may take to be pursued beyond a look
+SAME_WORK = 0.99  # of the baseline's items per sample: the last text of a run, which may be cut, changes 1 %
+WORTH = 0.99  # the highest ratio to the rung below with which a rung is measured beyond an interim analysis
 MEASURES: tuple[Measure, ...] = ("time", "wall", "memory", "startup")
 PURPOSES: Mapping[str, Measure] = {"time": "time", "wall time": "wall", "memory": "memory"}
 Standing = Literal["kept", "rejected", "skipped"]
@@ -93,9 +91,9 @@ class Climb:
         self._ground_name = START
         self._bench, self._tell = bench, tell
         self._kept: list[Rung] = []
-        self._tensors: dict[int | None, Arrays] = {}  # of the ground, by the pieces that it is cut into
+        self._tensors: dict[int | None, Arrays] = {}  # tensors of the reference, by the size of the pieces of its batch
         self._blurred: dict[tuple[int | None, float], Arrays] = {}
-        self._scores: dict[range, Scores | None] = {}  # of the start, by the seeds
+        self._scores: dict[range, Scores | None] = {}  # scores of the baseline, by the seeds
 
     def climb(self, rung: Rung) -> Result:
         """Check and measure a rung; if it is kept, further rungs are added to it."""
@@ -129,7 +127,7 @@ class Climb:
     def _keep(self, rung: Rung, spec: RunSpec) -> None:
         self._kept.append(rung)
         self.below = spec
-        if rung.kind == "algorithm":  # no rung above it has the numbers of the start
+        if rung.kind == "algorithm":  # no rung above it computes what the baseline does
             self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, {}, {}
 
     def _check(self, rung: Rung, spec: RunSpec) -> Verdict:

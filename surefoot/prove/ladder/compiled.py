@@ -18,7 +18,7 @@ from surefoot.prove.ladder.gate import Verdict
 from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
 from surefoot.trial import check_finite
 
-UNITS = {"fp32": (1, 2, 4, 4)}  # of a draw; in formats of fewer bits a compiled step rounds less often than eager mode does
+UNITS = {"fp32": (1, 2, 4, 4)}  # units per draw; with fewer bits a compiled step rounds less often than eager mode does
 FLOOR = "floor/"
 
 

@@ -39,11 +39,11 @@ UNITS = {
     "fp16": 2.0**-11,
     "bf16": 2.0**-8,
     "float8": 2.0**-4,
-}  # of the last place of 1.0, as rounding may be off
-SMALL_SLICE = 0.25  # of the mean slice: below that a slice is measured against it, since what cancels is all rounding
-SPREADS = 2.0  # by so many standard deviations of the start's own runs a score may be worse
+}  # unit in the last place of 1.0
+SMALL_SLICE = 0.25  # share of the mean slice: a smaller slice is compared with this share, since it is mostly rounding
+SPREADS = 2.0  # a score may be worse by 2 standard deviations of the baseline's scores
 LEAST_SEEDS = 3
-FURTHER = 2  # times as many seeds are asked where the first ones call a score worse
+FURTHER = 2  # factor of further seeds where the score of the first ones is worse
 
 
 def unit_of(compute: str) -> float:

@@ -20,7 +20,7 @@ from surefoot.core.errors import InputError, SpecError
 Kind = Literal["nothing", "rounding", "algorithm"]
 Purpose = Literal["time", "wall time", "memory"]
 
-# where every ladder starts: one thread, 32 bits, the whole batch at once, and nothing that surefoot does to be fast
+# the baseline: one thread, 32 bits, the whole batch at once, and no optimization
 PLAIN: Mapping[str, Any] = {
     "compile.blocks": None,
     "compile.mode": None,
@@ -33,7 +33,7 @@ PLAIN: Mapping[str, Any] = {
     "layout.shard": None,
     "layout.stage": None,
     "layout.virtual_ranks": None,
-    "observe.noise": None,  # which needs a microbatch
+    "observe.noise": None,  # it needs a microbatch
     "optim.fused": False,
     "optim.state": None,
     "loader.kind": None,
@@ -59,7 +59,7 @@ PLAIN: Mapping[str, Any] = {
     "task.chunked_loss": None,
 }
 RESERVED = ("start", "below", "best")
-MOST_RANKS = 8  # that a ladder starts at a time
+MOST_RANKS = 8  # the most ranks that a ladder starts at a time
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 
 

@@ -25,13 +25,13 @@ from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch.compile keeps what it made
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
 WARMUP_STEPS, LEAST_STEPS = 8, 8  # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
-WARMUP_S = 0.3  # turns of a tenth of a second begin within the warm-up, and each arm has some of them there
-TARGET_S = 1.5  # how long the measured steps of the start take, where nobody says how many samples
-ROOM = 1.25  # an arm may need so much more than the start
+WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
+TARGET_S = 1.5  # duration of the baseline's measured steps, where no number of samples is given
+ROOM = 1.25  # allowed memory of a process, relative to the baseline
 CHECKED_STEPS, CHECKED_SEEDS = 8, 4
-STATES, STATE_STEPS = 3, 4  # so many states, each so many steps further than the one before
+STATES, STATE_STEPS = 3, 4  # number of states, and steps from each to the next
 Measure = Literal["time", "wall", "memory", "startup"]
 Tell = Callable[[str], None]
 
@@ -79,7 +79,7 @@ class Workbench:
         with _work() as work:
             arm = spec_arm(START, _quiet(self._start), steps=LEAST_STEPS, warmup=WARMUP_STEPS, whole_length=True)
             outcome = run_arm(arm, work)
-        total_steps = outcome.measures.get("total_steps", math.inf)  # a run may be a time
+        total_steps = outcome.measures.get("total_steps", math.inf)  # infinite if the length of the run is a time
         if outcome.ended != "done" or "num_samples" not in outcome.measures or total_steps < WARMUP_STEPS + LEAST_STEPS:
             raise TaskError(
                 f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its last measured step')}",

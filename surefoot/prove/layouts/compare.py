@@ -19,7 +19,7 @@ from surefoot.trial.arm import REPORT, WORK, absolute
 
 WIDE = 1e-10
 FIRST = ("loss/1/", "norm/1/", "gradient/1/")
-UNIT = 2.0**-24  # of rounding, in fp32
+UNIT = 2.0**-24  # unit of rounding in fp32
 NARROW = {"fp32": UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 Tell = Callable[[str], None]
 Arrays = Mapping[str, np.ndarray]
@@ -80,7 +80,7 @@ class Trial:
         if outcome.ended != "done":
             words = last_words(outcome.error or outcome.ended)
             hint: str | None = "does surefoot train run it?"
-            if "hint: " in words:  # what refused it says what to do
+            if "hint: " in words:  # the error has a hint already
                 hint = None
             elif "--float64" in flags:
                 hint = "in float64 the task may hold numbers of its own in fp32"

@@ -71,7 +71,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in such a pass
+        return False  # nothing is compiled while operators are recorded
 
     def know(self, model: nn.Module) -> None:
         """Set the model, whose modules are named in the records."""

@@ -14,7 +14,7 @@ from surefoot.core.ranks.layout import Layout
 from surefoot.prove.layouts.compare import NARROW, UNIT, WIDE, Arrays, Compared, Trial, compare
 
 OPERATOR_UNITS = {"float32": UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-LEAST_UNIT = 2.0**-3  # of any format with fewer bits
+LEAST_UNIT = 2.0**-3  # unit of any format with fewer bits
 NUM_NAMED = 3
 Operators = Sequence[Mapping[str, str]]
 

@@ -51,7 +51,7 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
 
     Raises InputError where none fits, with the least memory that is needed.
     """
-    spec = spec.replace(observe={"noise": False})  # which not every microbatch has
+    spec = spec.replace(observe={"noise": False})  # not every microbatch allows it
     ways, least = list(WAYS), None
     sizes = find_sizes(spec)
     for size in sizes:

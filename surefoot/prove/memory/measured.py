@@ -41,7 +41,7 @@ def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
         for _ in range(STEPS - 1):
             rehearsal.take("step")
         for update in assembly.updates:
-            update.guarded.clear_gradients()  # their release would not be seen
+            update.guarded.clear_gradients()  # the profiler would not see their release
         before_bytes = held_bytes(assembly)
         rise.start()
         try:

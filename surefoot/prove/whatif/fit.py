@@ -25,9 +25,9 @@ from surefoot.prove.whatif.batch import QUIET, peak_of
 from surefoot.train.environment import find_device
 from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
 
-MARGIN = 0.1  # of the limit: for what a longer run, its evaluations and fragmentation take on top
+MARGIN = 0.1  # share of the limit for the further needs of a longer run, its evaluations and fragmentation
 STEPS, STEPS_OF_THE_ANSWER = 5, 50
-SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)  # the kernel ends a process so for which it finds no memory
+SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)  # the kernel kills a process with SIGKILL if it finds no memory
 Tell = Callable[[str], None]
 
 
@@ -168,7 +168,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
         tell(f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}")
         if len(tries) == len(sizes[:2]) and all(
             each.is_refused for each in tries
-        ):  # the one may be its size, as of one sample to BatchNorm
+        ):  # one refusal may be due to the size, as BatchNorm refuses one sample
             raise UserCodeError(
                 f"a microbatch of {tries[0].microbatch} could not be measured: {tries[0].failure}",
                 hint="does surefoot train run it?",
@@ -177,7 +177,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
 
     found = find_largest(sizes, (predicted and predicted.microbatch) or sizes[0], fits)
     larger = [size for size in sizes if size > tries[-1].microbatch]
-    if found is None and tries[-1].is_refused and larger:  # as one sample is by BatchNorm
+    if found is None and tries[-1].is_refused and larger:  # BatchNorm, for example, refuses one sample
         found = find_largest(larger, larger[0], fits)
     return Fitted(
         batch=spec.train.batch, limit_bytes=limit_bytes, tries=tuple(tries), microbatch=found, predicted=predicted,

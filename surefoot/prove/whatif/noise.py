@@ -24,7 +24,7 @@ from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble
 from surefoot.train.quiet import untouched
 
-GROUP = 8  # draws that one pair of batch sizes is made of
+GROUP = 8  # draws per estimate: the large batch is 8 small ones
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from surefoot.trial import Trial, find_conditions
 
 NONE = "none"
 ROUNDS = FIRST_LOOK
-SPARSEST = 4  # every 4th block is the least that is tried
-EVERYTHING = "1000 TiB"  # a budget that keeps all: the blocks are measured for it
+SPARSEST = 4  # the sparsest choice that is tried is every 4th block
+EVERYTHING = "1000 TiB"  # a budget that keeps everything, for which the blocks are measured
 
 
 @dataclass(frozen=True, kw_only=True)

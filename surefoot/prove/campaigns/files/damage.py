@@ -26,8 +26,8 @@ from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
 from surefoot.prove.outcome import Campaign, Result
 
-LEFT_AT = 3 * EVERY + 1  # where the run was left: it then has the commits of three saves and that of its best evaluation
-TO_THE_END_EVERY = 40  # of so many trials one goes on to the end, which takes longest
+LEFT_AT = 3 * EVERY + 1  # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
     run = next(path for path in touched.parents if path.name == "run")
     attempt = replace(left.attempt, run=str(run))
     changed = {folder: left.find_changed(folder) for folder in sorted((run / manifest.FOLDER).glob("step-*"))}
-    # of a manifest that is whole, but another run's, nothing tells whether it or the files beside it are in the wrong place
+    # if the manifest is valid, but that of another run, either it or the files beside it may be misplaced
     foreign = {folder for folder, files in changed.items() if folder / manifest.FILE in files and _is_manifest(folder)}
     before, num_rows = {folder: _bytes_of(folder) for folder in changed}, _count_rows(run)
     child = workshop.fork(jobs.open_run, attempt)

@@ -13,7 +13,7 @@ from typing import Any
 
 from surefoot.contract import commits, digest, manifest
 
-SPARSE_BYTES = 3 << 29  # a file that is as long as it says, takes no room on the disk, and does not fit into memory
+SPARSE_BYTES = 3 << 29  # a sparse file of this size takes no space on the disk, and does not fit into memory
 MANY = 2_000_000
 SLOTS = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "clock.json")
 STATED = ("optimizer", "average", "random", "buffers", "task", "guard", "num_samples")
@@ -51,7 +51,7 @@ class Commit:
 
     def put(self, entry: Row, data: bytes) -> None:
         path = self.folder / entry["name"]
-        path.unlink(missing_ok=True)  # it may be a link to what another commit holds
+        path.unlink(missing_ok=True)  # it may be a hard link to a file of another checkpoint
         path.write_bytes(data)
         os.truncate(path, max(len(data), entry["num_bytes"] if entry["num_bytes"] == SPARSE_BYTES else 0))
 
@@ -234,7 +234,7 @@ HOSTILE: Mapping[str, Forge] = {
     "a negative offset": _of_piece("offset", [-1]), "a stride": _of_piece("stride", [0]), "a negative start": _of_piece("start", -8),
     "a start of NaN": _of_piece("start", float("nan")),
     "a dtype that is a list": _of_piece("dtype", ["F32"]), "a dtype of Python": _of_piece("dtype", "O"),
-    # what a manifest says of itself
+    # the manifest's fields
     "a step of NaN": _of_all("step", float("nan")), "a step of infinity": _of_all("step", float("inf")),
     "a huge step": _of_all("step", 10**4000), "a huge generation": _of_all("generation", 10**4000), "no format": _of_all("format", -1),
     "a huge score": _of_all("score", {"name": "a", "value": 10**400, "better": "higher"}),
@@ -248,10 +248,10 @@ HOSTILE: Mapping[str, Forge] = {
     "many lists": _raw(lambda one: b"[" + b"[]," * (10 * MANY) + b"1]"),
     "long digits": _raw(lambda one: b'{"step": ' + b"9" * 10**6 + b"}"),
     "a pickle as the manifest": _raw(lambda one: gadget(one.outside / "canary")),
-    # headers of files of tensors
+    # headers of safetensors files
     "a long header": lambda one: one.rewrite_header(one.entry(tensors=True), lambda header: header + b" " * (1 << 20)),
     "a deep header": lambda one: one.rewrite_header(one.entry(tensors=True), lambda header: b"[" * 10**6),
-    # files of another kind, and states that make no sense
+    # files of another kind, and invalid states
     **{f"a pickle as {name}": _pickled(name) for name in SLOTS}, **{f"a state without {key}": _without(key) for key in STATED},
     "a state that is a list": _state(lambda tree: [tree]), "a deep state": _state(lambda tree: b"[" * 10**6),
     "a state of another kind": _state(lambda tree: {**tree, "random": {"$": "os.system", "value": "touch canary"}}),

@@ -58,7 +58,7 @@ def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | No
         return None if str(run) in said or f"step {step}" in said else f"it was refused, and not named: {said}"
     told = [event.detail for event in events.read(run) if isinstance(event, Fault)]
     is_aside = not newest.exists() and len(told) == 1 and str(newest) in told[0]
-    # what it says besides does no harm where the state is that of the run
+    # any other output is harmless if the state is that of the run
     return None if is_aside or left.states[step] in child.marks else f"another state was loaded, and the events tell of {told}"
 
 

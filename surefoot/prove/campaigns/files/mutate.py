@@ -100,7 +100,7 @@ KINDS: Mapping[str, Kind] = {
     "empty": lambda at: os.truncate(at.path, 0), "4 KiB zeroed": zero_a_block, "missing": lambda at: at.path.unlink(),
     "swapped": swap, "spliced": splice, "duplicated": duplicate, "symbolic link": link_by_name,
     "a folder": in_its_place(Path.mkdir), "a pipe": in_its_place(os.mkfifo), "folder linked": link_the_folder,
-    # no damage: a file that no manifest names, and a second name outside of the run
+    # no damage: a file that no manifest names, and a hard link outside of the run
     "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(at.path.read_bytes()),
     "linked elsewhere": lambda at: (at.outside / "linked").hardlink_to(at.path),
 }  # fmt: skip

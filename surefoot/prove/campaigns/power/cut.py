@@ -16,8 +16,8 @@ from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import Golden, Workshop, digests, go_on
 from surefoot.prove.outcome import Campaign, Result
 
-GOES_ON_EVERY = 20  # of so many states one is gone on from to the end, which takes longest
-WHOLE = ("frozen", "plain")  # what is traced: commits with linked files, and without
+GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
+WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
 
 
 def cut_power(workshop: Workshop, seed: int) -> Result:

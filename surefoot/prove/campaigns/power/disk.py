@@ -28,7 +28,7 @@ RETIRED = re.compile(r"/step-0*(\d+)$")
 OF_DESCRIPTORS = ("write", "pwrite64", "read", "lseek", "ftruncate", "fsync", "fdatasync")
 TRACED = (
     *OF_DESCRIPTORS, "openat", "mkdir", "rename", "link", "linkat", "unlink", "rmdir", "unlinkat",
-    # these are not understood: a run that makes one on its files ends the campaign
+    # unsupported calls: one of these on a file of the run ends the campaign
     "creat", "open", "renameat", "renameat2", "mkdirat", "symlink", "symlinkat", "truncate",
 )  # fmt: skip
 
@@ -80,7 +80,7 @@ class Recorder:
         self.folders = {ROOT}
         self._nodes: dict[str, int] = {str(root): ROOT}
         self._sizes: dict[int, int] = {}
-        self._offsets: dict[int, int | None] = {}  # of descriptors; None for one that appends
+        self._offsets: dict[int, int | None] = {}  # by descriptor; None for a file opened to append
 
     def record(self, calls: Sequence[Call]) -> None:
         """Record the calls. Raises TaskError for a call on these files that is not supported."""
