@@ -96,10 +96,9 @@ def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, 
 
 @dataclass(frozen=True)
 class Pace:
-    """Timing of an uninterrupted run: its seconds, the first change of its folder, and the changes.
+    """Timing of an uninterrupted run: its seconds, and the changes of its state folder.
 
-    `first_s` counts from the start; `num_changes` is how many changes of the state folder were
-    seen.
+    `first_s` is the time from the start to the first change; `num_changes` is how many were seen.
     """
 
     took_s: float

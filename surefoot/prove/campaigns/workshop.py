@@ -193,7 +193,7 @@ class Workshop:
 
 
 def digests(run: Path, step: int) -> Digests:
-    """Return the digest of each file of a checkpoint that holds no times.
+    """Return the digest of each file of a checkpoint, except of the file that holds times.
 
     Raises RunFolderError.
     """

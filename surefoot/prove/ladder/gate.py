@@ -137,8 +137,8 @@ def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
     """Return a minimum of the floor of each loss.
 
     A loss is one value, so the floor of a single draw may be close to zero by chance. The minimum
-    follows from the weights: the share by which rounding changes their way is also allowed for the
-    decrease of the loss on that way.
+    follows from the weights: the share by which rounding changes their total movement is also
+    allowed for the decrease of the loss.
     """
     length = _norm(_way(start))
     if not length:
@@ -292,7 +292,7 @@ def decide_by_scores(seeds: range, take: Callable[[range], tuple[Scores | None, 
 
 
 def _join(some: Scores | None, more: Scores | None) -> Scores | None:
-    """Return the scores of both; where one is None, return the other."""
+    """Join two sets of scores; where one is None, return the other."""
     if some is None or more is None:
         return some or more
     return replace(some, values={**some.values, **more.values})
